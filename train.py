@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 def train(arguments: argparse.Namespace, settings: Settings) -> int:
     """Train to the last step, or until a stop is requested; returns the exit code."""
     environment = join(arguments, settings)
-    run = Run(settings, environment)
+    run = Run(settings, environment, arguments.launch_command)
     step, last_step = run.limits.first_step, run.limits.last_step
     validated: dict[str, float] = {}
     helper.beat(step, saved=run.saved_step, hang_seconds=settings.distributed.hang_seconds)
@@ -131,8 +131,9 @@ def join(arguments: argparse.Namespace, settings: Settings) -> Environment:
 class Run:
     """A task, its data, model and optimizer on one rank, as the newest checkpoint left them."""
 
-    def __init__(self, settings: Settings, environment: Environment) -> None:
-        self.settings, self.environment = settings, environment
+    def __init__(self, settings: Settings, environment: Environment, command: str | None) -> None:
+        # The launcher's command resumes the run; None: without a launcher.
+        self.settings, self.environment, self.command = settings, environment, command
         rank, world_size, is_main = environment.rank, environment.world_size, environment.is_main
         self.folder = Path(os.path.expanduser(settings.checkpoint.dir)) / environment.run_id
         self.logs = environment.log_dir / environment.run_id
@@ -313,8 +314,8 @@ class Run:
         """Report that the run was stopped and saved; returns the exit code."""
         reason = self.stop.reason or "another rank"
         log.info(f"stopped    after step {step}, which is saved ({reason})")
-        if "LAUNCH_COMMAND" not in os.environ:  # else the launcher prints it
-            log.info(resume.resume_line(self.environment))
+        if self.command is None:  # else the launcher prints it
+            log.info(resume.resume_line(self.environment, None))
         helper.barrier()  # it is saved before the first rank says so
         helper.beat(saved=step)
         return STOPPED
@@ -336,7 +337,7 @@ class Run:
             print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
         print(f"checkpoint {self.folder.absolute() / f'step-{step}'}")
         print(f"logs       {self.logs}")
-        if line := resume.resume_line(self.environment):
+        if line := resume.resume_line(self.environment, self.command):
             print(line)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,35 +49,35 @@ def job_run_id(environ: Mapping[str, str]) -> str:
     return f"{job}.{step}" if in_slurm_step(environ) and step != "0" else job
 
 
-def this_job() -> dict[str, str | int]:
+def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
     """Return what identifies this start of this SLURM or PBS job; {} outside of both.
 
     A requeued job keeps its id, and gets the next start count; SLURM gives it a new submit time.
     Another job can have the same id, on another cluster or after a reset of the scheduler. A
     launcher in a PBS job has asked PBS, which does not answer on nodes that ssh reaches.
     """
-    if told := _told():
+    if told := _told(environ):
         return told
-    if not (job := os.environ.get("SLURM_JOB_ID")):
+    if not (job := environ.get("SLURM_JOB_ID")):
         return {}
-    run_id = job_id(os.environ)
+    run_id = job_id(environ)
     ask_for_time = ("env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", run_id, "-o", "%V")
     return {
         "job": job,
         "run_id": run_id,
-        "start": job_start(),
-        "cluster": os.environ.get("SLURM_CLUSTER_NAME", ""),
+        "start": job_start(environ),
+        "cluster": environ.get("SLURM_CLUSTER_NAME", ""),
         "submitted": (ask_scheduler(*ask_for_time) or "").strip(),
     }
 
 
-def job_start() -> int:
+def job_start(environ: Mapping[str, str]) -> int:
     """Return how often the scheduler has started this job again."""
-    return int(_told().get("start") or os.environ.get("SLURM_RESTART_COUNT") or 0)
+    return int(_told(environ).get("start") or environ.get("SLURM_RESTART_COUNT") or 0)
 
 
-def _told() -> dict[str, str | int]:
-    return dict(json.loads(os.environ.get("LAUNCH_JOB") or "{}"))
+def _told(environ: Mapping[str, str]) -> dict[str, str | int]:
+    return dict(json.loads(environ.get("LAUNCH_JOB") or "{}"))
 
 
 def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | None:

@@ -144,7 +144,7 @@ def _this_process() -> dict[str, Any]:
     return {
         "process": os.getpid(),
         "host": socket.gethostname(),
-        **this_job(),
+        **this_job(os.environ),
         "launch": token and hashlib.sha256(token.encode()).hexdigest(),
         "attempt": attempt,
     }

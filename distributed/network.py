@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import socket
 import struct
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def choose_variables(
-    master_addr: str, num_nodes: int, environ: Mapping[str, str] = os.environ
+    master_addr: str, num_nodes: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variables to add for ranks; none for NCCL_PROFILE=none.
 

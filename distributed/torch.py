@@ -145,7 +145,7 @@ def init_distributed(
 
 
 def _join(env: Environment, backend: str, join_timeout_s: float, timeout: timedelta) -> None:
-    os.environ.update(network.choose_variables(env.master_addr, env.num_nodes))
+    os.environ.update(network.choose_variables(env.master_addr, env.num_nodes, os.environ))
     store = rendezvous(env, device(), backend, join_timeout_s)
     store.set_timeout(timeout)
     dist.init_process_group(

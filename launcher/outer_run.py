@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import MutableMapping
+
+from launcher.text import OwnEnviron
 
 OUTER_TOKEN = "LAUNCH_OUTER"  # marks the inner run's processes, which end with the outer run
 _OF_A_RUN = re.compile(
@@ -12,7 +13,7 @@ _OF_A_RUN = re.compile(
 )
 
 
-def leave_outer_run(environ: MutableMapping[str, str]) -> None:
+def leave_outer_run(environ: OwnEnviron) -> None:
     """Remove what identifies the run, if this process was started by one of its ranks."""
     if "TORCHELASTIC_RUN_ID" not in environ:
         return

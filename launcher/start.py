@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 
 from distributed.environment import LauncherError
 from distributed.errors import BAD_INPUT, REFUSED, Refused
@@ -26,18 +26,18 @@ from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import end_chain
 from launcher.record import detach, run_json, runs
-from launcher.text import PlanError, mend_streams, short_host_name, warn
+from launcher.text import OwnEnviron, PlanError, mend_streams, short_host_name, warn
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
     """Do what was typed; returns the exit code."""
     mend_streams()
-    leave_outer_run(os.environ)
+    leave_outer_run(environ)
     size = len(Call._fields)
-    return start(Call(*arguments[:size]), arguments[size:], os.environ)
+    return start(Call(*arguments[:size]), arguments[size:], environ)
 
 
-def start(call: Call, words: Sequence[str], environ: MutableMapping[str, str]) -> int:
+def start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     """Do what was typed; returns the exit code, after a line for what is refused."""
     code = 1
     try:
@@ -59,25 +59,25 @@ def start(call: Call, words: Sequence[str], environ: MutableMapping[str, str]) -
     return code
 
 
-def _start(call: Call, words: Sequence[str], environ: MutableMapping[str, str]) -> int:
+def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     typed = parse(call, words, environ)
     if typed.fanout in ("help", "version"):  # bash shows them, because that needs no Python
         os.execvp("bash", ["bash", call.file, f"--{typed.fanout}"])
     if typed.show is not None:
         environ["SHOW_RANKS"] = typed.show
     if typed.fanout in ("status", "stop", "stacks"):
-        return runs.main(typed, environ)
+        return runs.main(typed)
     if typed.fanout == "submit":
-        return submit_with_config.run(typed, environ)
+        return submit_with_config.run(typed)
     resume.forward_given(environ, pbs.note_job(environ))
-    plan = make_plan(typed, environ)
+    plan = make_plan(typed)
     is_saving = plan.node_rank == 0 and not typed.module
     short = pbs.find_short_delay(plan.grace_s, environ) if is_saving else ""
-    for warning in filter(None, (find_idle(plan, environ), short)):
+    for warning in filter(None, (find_idle(plan), short)):
         warn(f"{typed.program}: warning: {warning}")
     be_ready = prepare(plan, typed.typed[0])
     fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
-    code = int(fanout.run(check_config(plan, environ), be_ready))
+    code = int(fanout.run(check_config(plan), be_ready))
     run_json.note_end(plan.folder, code)
     return code
 
@@ -92,13 +92,17 @@ def prepare(plan: Plan, script: str) -> Callable[[], None]:
         return lambda: None
     is_first = plan.node_rank == 0
     if is_first:
-        run_json.refuse_live(plan.folder)
+        run_json.refuse_live(plan.folder, plan.environ)
     leave_terminal = detach.fork_launcher(plan, script) if plan.is_detached else None
 
     def be_ready() -> None:
         if is_first:
-            grace, job = float(plan.grace_s), run_json.this_start()
-            run_json.note_start(plan.folder, detached=plan.is_detached, grace=grace, job=job)
+            run_json.note_start(
+                plan.folder,
+                plan.environ,
+                detached=plan.is_detached,
+                grace=float(plan.grace_s),
+            )
         if leave_terminal is not None:
             leave_terminal()
 

@@ -6,12 +6,13 @@ import io
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, TextIO
 
 Environ = Mapping[str, str]  # this process's variables, or a test's
+OwnEnviron = MutableMapping[str, str]  # where it changes them, for those that it starts
 
 
 class PlanError(ValueError):

@@ -90,7 +90,7 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
     # A task of the user's own can be in this folder or in the config's, behind a link too.
     sys.path += map(str, (Path.cwd(), config.absolute().parent, config.resolve().parent))
     try:
-        settings = load(config, arguments.overrides)
+        settings = load(config, arguments.overrides, os.environ)
         if arguments.check:
             _check(arguments, settings)
     except (SettingsError, LauncherError) as error:
@@ -148,7 +148,7 @@ def _parse(description: str) -> argparse.Namespace:
     parser.add_argument("--config-name", metavar="NAME", help="its name in DIR")
     parser.add_argument("--check", action="store_true", help="check the config, start nothing")
     parser.add_argument("--json", action="store_true", help="with --check: print JSON")
-    backends = ("nccl", "gloo")
+    backends = "nccl", "gloo"
     parser.add_argument("--distributed-backend", choices=backends, help="default: the config's")
     parser.add_argument(
         "--log-level",
@@ -164,6 +164,7 @@ def _parse(description: str) -> argparse.Namespace:
     # torch.distributed.launch adds one of these.
     parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
+    parser.set_defaults(launch_command=os.environ.get("LAUNCH_COMMAND"))
     arguments = parser.parse_intermixed_args()
     if (arguments.folder is None) != (arguments.config_name is None):
         parser.error("--config-path DIR and --config-name NAME go together")

@@ -17,7 +17,6 @@ from torch.utils.data import default_collate
 
 from distributed import torch as helper
 from distributed.checkpoint import State
-from distributed.checkpoint.memory import FILES as SNAPSHOT_FILES
 from distributed.checkpoint.memory import free_memory
 from distributed.environment import Environment
 from distributed.strategy import Sharding
@@ -85,7 +84,7 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
     is_holder = environment.is_main or is_sharded or keeps_copy
     if not settings.checkpoint.snapshot_every or not is_holder:
         return
-    if SNAPSHOT_FILES not in os.environ:
+    if not environment.heartbeat_file:
         _log.warning("snapshots  none: this launcher has no node agent that could keep them")
         return
 

@@ -50,7 +50,7 @@ def draw(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure  # pyplot is slower to import and has global state
     finally:
-        os.environ.update({"MPLBACKEND": backend} if backend else {})
+        os.environ |= {"MPLBACKEND": backend} if backend else {}
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     found = {name: _curves(read_metrics(folder / METRICS)) for name, folder in runs.items()}

@@ -98,9 +98,13 @@ def write_config(settings: Settings, folder: Path) -> None:
         (folder / "config.yaml").write_text(f"# All settings of this run's newest start.\n{text}")
 
 
-def resume_line(environment: Environment) -> str:
-    """Return the command that resumes this run, with its label; empty if the launcher has none."""
-    dropped = ("--local-rank", "--local_rank", "resume=never")
-    words = [word for word in sys.argv if not word.startswith(dropped)]
-    command = os.environ.get("LAUNCH_COMMAND", shlex.join(["python", *words]))
+def resume_line(environment: Environment, command: str | None) -> str:
+    """Return the command that resumes this run, with its label.
+
+    `command` is the launcher's: None without one, and "" if it has none, as this is then.
+    """
+    if command is None:
+        dropped = "--local-rank", "--local_rank", "resume=never"
+        words = [word for word in sys.argv if not word.startswith(dropped)]
+        command = shlex.join(["python", *words])
     return command and f"resume     RUN_ID={shlex.quote(environment.run_id)} {command}"

@@ -22,6 +22,7 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -52,13 +53,12 @@ def _word_or_count(*words: str) -> PlainValidator:
     return PlainValidator(check)
 
 
-def _may_have_wandb_login() -> bool:
+def _may_have_wandb_login(environ: Mapping[str, str]) -> bool:
     """Whether wandb may find a login, or need none. Without one it would lose the metrics."""
-    names = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC")
-    files = ("~/.netrc", "~/_netrc", "~/.config/wandb/settings", "wandb/settings")
-    return any(map(os.environ.get, names)) or any(
-        map(os.path.exists, map(os.path.expanduser, files))
-    )
+    # A rank's was checked where the run was launched.
+    names = ("RANK", "WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC")
+    files = "~/.netrc", "~/_netrc", "~/.config/wandb/settings", "wandb/settings"
+    return any(map(environ.get, names)) or any(map(os.path.exists, map(os.path.expanduser, files)))
 
 
 NOTHING = ("", "null", "~")  # `key=null` unsets a setting
@@ -188,10 +188,10 @@ class Settings(Section):
 
     @field_validator("tracking")
     @classmethod
-    def _check_tracking(cls, names: list[str]) -> list[str]:
+    def _check_tracking(cls, names: list[str], info: ValidationInfo) -> list[str]:
         if "wandb" in names and importlib.util.find_spec("wandb") is None:
             raise ValueError("wandb is not installed; pip install wandb, or omit it")
-        if "wandb" in names and "RANK" not in os.environ and not _may_have_wandb_login():
+        if "wandb" in names and not _may_have_wandb_login(info.context or {}):
             raise ValueError(
                 "wandb has no login on this machine; "
                 "run wandb login, or set WANDB_API_KEY or WANDB_MODE=offline"
@@ -223,10 +223,13 @@ def _known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str,
 KNOWN = dict(_known_keys(Settings))  # the type of each setting by its full key
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
+def load(
+    path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Settings:
     """Read a config, combine it with its defaults and the `key=value` overrides, and check it.
 
     Raises SettingsError: one line that names the file (or "command line"), the key and the cure.
+    `environ` are this process's variables; None: none of them counts.
     """
     config = read_file(path)
     names = config.pop("defaults", [])
@@ -247,7 +250,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
         tree = _merge(tree, layer)
     kind = Settings if tree.get("task", BUILT_IN_TASK) == BUILT_IN_TASK else OwnTaskSettings
     try:
-        return _with_limits(kind.model_validate(tree), sources, [*layers])
+        settings = kind.model_validate(tree, context=environ)
     except ValidationError as error:
         found = error.errors(include_url=False)  # a misspelt section is unknown, and is missing
         first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
@@ -257,19 +260,15 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
         raise SettingsError(
             f"{sources[known]}{line_of(sources[known], known)}: {key}: {_explain(first)}"
         ) from None
-
-
-def _with_limits(settings: Settings, sources: Mapping[str, str], order: list[str]) -> Settings:
-    """Raise join_timeout to timeout where a config sets only that: once it was both.
-
-    Leave hang_seconds to $HANG_SECONDS, which each rank's beats read, unless it was typed.
-    """
     limits = settings.distributed
-    keys = ("distributed.timeout", "distributed.join_timeout")
-    set_by = [["", *order].index(sources.get(key, "")) for key in keys]
-    if set_by[0] > set_by[1] and limits.timeout > limits.join_timeout:
+    # Where a config sets only timeout, join_timeout is raised to it: once it was both.
+    keys = "distributed.timeout", "distributed.join_timeout"
+    set_by, join_by = (["", *layers].index(sources.get(key, "")) for key in keys)
+    if set_by > join_by and limits.timeout > limits.join_timeout:
         limits = limits.model_copy(update={"join_timeout": limits.timeout})
-    if os.environ.get("HANG_SECONDS") and sources.get("distributed.hang_seconds") != COMMAND_LINE:
+    # $HANG_SECONDS is left to each rank's beats, which read it, unless the setting was typed.
+    typed = sources.get("distributed.hang_seconds") == COMMAND_LINE
+    if environ and environ.get("HANG_SECONDS") and not typed:
         limits = limits.model_copy(update={"hang_seconds": None})
     return settings.model_copy(update={"distributed": limits})
 

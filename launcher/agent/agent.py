@@ -48,6 +48,7 @@ from launcher.agent.verdict import Facts, Verdict
 from launcher.failure import Failure
 from launcher.failure_block import Outcome
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
+from launcher.text import OwnEnviron
 from launcher.wire import limits
 from launcher.wire.messages import Assignment
 
@@ -55,17 +56,18 @@ load_dynamo()  # here once, not in each rank
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 
 
-def run_agent(arguments: list[str], supervisor: SupervisorLink) -> int:
+def run_agent(arguments: list[str], environ: OwnEnviron, supervisor: SupervisorLink) -> int:
     """Run as the agent; returns an exit code if no rank was started, otherwise exits.
 
-    Each forked rank leaves this function by SystemExit (launcher/agent/rank/program.py).
+    Each forked rank leaves this function by SystemExit (launcher/agent/rank/program.py). `environ`
+    is this process's own, which the ranks inherit.
     """
     try:
-        args, beyond_static = parse(arguments)
+        args, beyond_static = parse(arguments, environ)
     except ValueError as error:
         say(f"{error} [config-invalid]")
         return BAD_INPUT
-    os.environ.pop("RUN_SECRET", None)  # no rank needs it
+    environ.pop("RUN_SECRET", None)  # no rank needs it
     if beyond_static is not None:
         say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
         errors.record(torchrun.run)(read_for_torch(torchrun.parse_args, arguments))
@@ -110,14 +112,16 @@ class NodeAgent:
         self.meeting, self.own = meeting, own
         begins, self.is_spare = self.is_spare and own.node_rank >= 0, own.node_rank < 0
         if begins and args.log_dir is not None:
-            self.folder = RunFolder(args.log_dir, own.run_id, own.node_rank)
+            self.folder = RunFolder(args.log_dir, own.run_id, own.node_rank, args.environ)
             self.folder.create()
             self.error_files = self.folder.failures
             self.outputs.keep_in(self.folder)
         if begins:
-            self.network = nccl_network.prepare(self.folder, own.node_rank, len(own.hosts))
+            self.network = nccl_network.prepare(
+                self.folder, own.node_rank, len(own.hosts), args.environ
+            )
         self.store: TCPStore | None = None  # a fresh one: the old one's keys would mislead ranks
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # for locks (RunLock)
+        args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # for locks (RunLock)
         if own.node_rank == 0 and len(own.hosts) > 1:
             self.snapshots.outgoing.begin()
         if self.folder is not None and own.node_rank == 0 and self.restarts.record is None:
@@ -126,6 +130,7 @@ class NodeAgent:
                 self.folder.path,
                 is_takeover=own.attempt > 0,
                 launcher=launcher,
+                command=args.command,
                 versions=versions(),
                 agent_arguments=self.typed,
                 hosts=own.hosts,
@@ -176,7 +181,7 @@ class NodeAgent:
         hosts, peers = own.hosts, meeting.peers
         ranks = [] if self.is_spare else self._fork_ranks()
         if meeting.listener is not None:  # on the very same socket as the agents met
-            with without_noise(2):
+            with without_noise(2, is_debug=args.is_debug):
                 self.store = serve_store(own.address, own.port, meeting.listener.detach())
         host = "" if self.is_spare else hosts[own.node_rank]
         here = NodeRanks(ranks, self.heartbeats, own.node_rank, host)
@@ -204,7 +209,7 @@ class NodeAgent:
     def _variables(self, local_rank: int) -> dict[str, str]:
         """Return what a rank is given."""
         return {
-            **variables_of(self.args, self.own, local_rank, self.error_files, os.environ),
+            **variables_of(self.args, self.own, local_rank, self.error_files),
             **self.snapshots.variables(local_rank),
             **(self.network.variables if local_rank == 0 else {}),  # none but on node rank 0
             "HEARTBEAT_FILE": self.heartbeats.name(local_rank),
@@ -339,4 +344,4 @@ def shows_no_rank(agent: NodeAgent) -> bool:
 def resume_command(args: Arguments, *, has_saved: bool) -> str:
     """Return what resumes the run; nothing for a program that may not be able to resume."""
     can_resume = has_saved or os.path.realpath(args.program.name) == TRAIN
-    return os.environ.get("LAUNCH_COMMAND", "") if can_resume else ""
+    return args.command if can_resume else ""

@@ -47,8 +47,9 @@ class Launched:
     has_reaper: bool = False
     record: str = ""  # the run folder where the supervisor is noted
 
-    def variable(self) -> dict[str, str]:
-        return {VARIABLE: encode(self)}
+    def variables(self) -> dict[str, str]:
+        """Return what tells it so, with the token of a new run."""
+        return {VARIABLE: encode(self), "LAUNCH_TOKEN": os.urandom(16).hex()}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -55,15 +55,11 @@ def fork_ranks(
 
 
 def variables_of(
-    args: Arguments,
-    assignment: Assignment,
-    local_rank: int,
-    error_files: Path,
-    environ: Container[str],
+    args: Arguments, assignment: Assignment, local_rank: int, error_files: Path
 ) -> dict[str, str]:
     """Return what torchrun adds to a rank's environment, and what is ours.
 
-    `environ` are the variables that are set already: what torchrun only proposes does not count.
+    Where a variable is set already, what torchrun only proposes does not count.
     """
     number = assignment.first_rank + local_rank
     variables = {
@@ -92,7 +88,7 @@ def variables_of(
         proposed["OMP_NUM_THREADS"] = 1
     if is_nccl_available():
         proposed[RECORDER_SIZE] = DEFAULT_SIZE
-    variables |= {name: value for name, value in proposed.items() if name not in environ}
+    variables |= {name: value for name, value in proposed.items() if name not in args.environ}
     if args.virtual_gpus:
         gpu = args.virtual_gpus[local_rank]
         variables |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": gpu}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 
@@ -25,14 +24,15 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     Raises Refused if the run cannot start.
     """
     files: dict[str, str] = {}
-    is_skipped = os.environ.get("SKIP_PREFLIGHT") == "1"
+    environ = args.environ
+    is_skipped = environ.get("SKIP_PREFLIGHT") == "1"
     is_compared = not (is_by_hand or is_skipped)
-    task_file = os.environ.pop("LAUNCH_TASK_FILE", "")
+    task_file = environ.pop("LAUNCH_TASK_FILE", "")
     agents = args.num_nodes + args.num_spares
     if agents > 1:
         if not is_compared:
             words = [args.program.name, *args.program.arguments]
-            files = must_match.describe_program(words, task_file, os.environ)
+            files = must_match.describe_program(words, task_file, skips_arguments=is_skipped)
         if not args.access.secret and args.node_rank == 0:
             who = "a process on any of HOSTS" if args.access.addresses else "anyone who reaches it"
             where = f"port {args.master_port} of {args.master_addr}"
@@ -47,7 +47,7 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         files=files,
     )
     address, port = args.master_addr, args.master_port
-    named = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
+    named = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME", "")
     is_same = not named or network.interface_to(address) in re.split("[,=]", named)
     meeting = checkin.meet(
         address,
@@ -59,8 +59,8 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         min_nodes=args.min_nodes,
         tries_pairs=is_by_hand and is_same and not is_skipped,
     )
-    chosen = network.choose_variables(address, agents)  # not before the name is known here
-    os.environ.update(chosen)
+    chosen = network.choose_variables(address, agents, environ)  # not before the name is known
+    environ.update(chosen)
     if chosen and args.node_rank == 0 and agents > 1:
         say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
     if args.node_rank != 0 and is_by_hand and not args.is_in_step:

@@ -21,7 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,7 +46,7 @@ from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import Outcome
 from launcher.outer_run import leave_outer_run
 from launcher.record import run_json
-from launcher.text import mend_streams
+from launcher.text import OwnEnviron, mend_streams
 from launcher.wire import limits
 from launcher.wire.messages import KILLED
 
@@ -60,8 +60,9 @@ class Agent:
     pid: int
     notes: socket.socket  # where it notes what it runs
     words: int  # the file for its last words
-    node_rank: int
+    note: AgentNote  # what is known before the agent notes more
     control: Control | None = None
+    grace_s: float = limits.GRACE_S
     handled: Sequence[signal.Signals] = ()  # to pass on to it
     pausing: Set[signal.Signals] = frozenset()  # a terminal's Ctrl-Z, which stops all that run here
     client: int = 0  # podman's process, whose container this is in
@@ -86,41 +87,46 @@ class Agent:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent below a supervisor; returns the exit code. A rank leaves by SystemExit."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    environ = os.environ
     mend_streams()
-    leave_outer_run(os.environ)
-    text, control = os.environ.pop(VARIABLE, ""), None
-    launched = typed_json.parse(Launched, text) if text else Launched()
+    leave_outer_run(environ)
+    launched, control = typed_json.parse(Launched, environ.pop(VARIABLE, "{}")), None
     if launched.control == "stdin":
-        control = take_stdin(os.environ["LAUNCH_TOKEN"])
+        control = take_stdin(environ["LAUNCH_TOKEN"])
     elif launched.control == "step":
-        control = Control(None, f"{os.environ['LAUNCH_TOKEN']} {os.environ['SLURM_NODEID']}")
+        control = Control(None, f"{environ['LAUNCH_TOKEN']} {environ['SLURM_NODEID']}")
         print(control.token, flush=True)  # from now on a part that tells no end was killed
-    return guard(fork_agent(arguments, control, launched))
+    return guard(fork_agent(arguments, environ, control, launched))
 
 
-def fork_agent(arguments: Sequence[str], control: Control | None, launched: Launched) -> Agent:
+def fork_agent(
+    arguments: Sequence[str], environ: OwnEnviron, control: Control | None, launched: Launched
+) -> Agent:
     """Fork the agent, which never returns; returns what this process supervises."""
-    client = int(os.environ.pop("LAUNCH_CLIENT", "0"))
-    added = find_option(arguments, "--signals-to-handle") or os.environ.get("PET_SIGNALS_TO_HANDLE")
+    client = int(environ.pop("LAUNCH_CLIENT", "0"))
+    added = find_option(arguments, "--signals-to-handle") or environ.get("PET_SIGNALS_TO_HANDLE")
     if added:
-        os.environ[ADDED] = added
+        environ[ADDED] = added
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     is_alone = find_option(arguments, "--nnodes") in ("", "1", "1:1")  # no other node waits
     pausing = {signal.SIGTSTP} - {*handled} if is_alone and control is None else set()
     awaited = {*handled, QUERY, *processes.WAKING, *pausing}
     signal.pthread_sigmask(signal.SIG_SETMASK, awaited)
-    reapers = start_reaper() if launched.has_reaper else (None, None)
+    reapers = start_reaper(environ["LAUNCH_TOKEN"]) if launched.has_reaper else (None, None)
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     me, words = os.getpid(), processes.anonymous_file("words")
     if (pid := os.fork()) != 0:
         theirs.close()
         close(reapers[1])
-        given = find_option(arguments, "--node-rank") or os.environ.get("SLURM_NODEID", "")
+        given = find_option(arguments, "--node-rank") or environ.get("SLURM_NODEID", "")
         node_rank = int(given) if given.isdecimal() else 0  # as far as it is known by now
-        record = launched.record
-        return Agent(pid, ours, words, node_rank, control, handled, pausing, client, record)
+        note = AgentNote(environ.get("RUN_ID", ""), node_rank, time.time(), 0)
+        grace_s = float(environ.get("GRACE") or limits.GRACE_S)
+        return Agent(
+            pid, ours, words, note, control, grace_s, handled, pausing, client, launched.record
+        )
     ours.close()
     close(reapers[0])
     close(control.fd if control else None)
@@ -132,26 +138,29 @@ def fork_agent(arguments: Sequence[str], control: Control | None, launched: Laun
     if QUERY not in handled:
         signal.signal(QUERY, lambda *_: None)  # until there are ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
-    sys.exit(_run_agent(arguments, SupervisorLink(theirs, control, reapers[1], words), me))
+    link = SupervisorLink(theirs, control, reapers[1], words)
+    sys.exit(_run_agent(arguments, environ, link, me))
 
 
-def _run_agent(arguments: Sequence[str], link: SupervisorLink, supervisor: int) -> int:
+def _run_agent(
+    arguments: Sequence[str], environ: OwnEnviron, link: SupervisorLink, supervisor: int
+) -> int:
     """Import torch and run the agent, in its own process; returns its exit code."""
-    os.environ["PYTHONPATH"] = importable.search_path()
+    environ["PYTHONPATH"] = importable.search_path(environ)
     sys.path += importable.__path__
-    if os.environ.get("ENGINE") == "torch.distributed.launch":
+    if environ.get("ENGINE") == "torch.distributed.launch":
         with _importing(link.words):
             from torch.distributed.launch import launch, parse_args  # its ranks, its report
         launch(read_for_torch(parse_args, arguments))  # type: ignore[no-untyped-call]
         return 0
-    given = set(os.environ)
+    given = set(environ)
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch alone is enough
     with _importing(link.words):
         from launcher.agent.agent import run_agent  # imports torch
-    for name in os.environ.keys() - given:  # what the import adds is not for the ranks
-        del os.environ[name]
+    for name in environ.keys() - given:  # what the import adds is not for the ranks
+        del environ[name]
     try:
-        return run_agent(list(arguments), link)
+        return run_agent(list(arguments), environ, link)
     except Exception:
         if os.getppid() == supervisor:  # not in a rank
             os.pwrite(link.words, traceback.format_exc().encode(), len(HAS_TORCH))
@@ -181,12 +190,11 @@ def _importing(file: int) -> Iterator[None]:
     os.pwrite(file, HAS_TORCH, 0)
 
 
-def start_reaper() -> tuple[int, int]:
-    """Start the reaper, which is not below this process.
+def start_reaper(token: str) -> tuple[int, int]:
+    """Start the reaper, which is not below this process, and knows the run by its token.
 
     Returns two descriptors, whose ends tell it of the supervisor's end and of the agent's.
     """
-    token = os.environ["LAUNCH_TOKEN"]  # of this run alone: launcher/fanout/local.py has set it
     supervisor, agent = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
         if os.fork() == 0:
@@ -245,7 +253,6 @@ def _await_end(agent: Agent) -> int:
     Signals are blocked and taken one by one: a handler could run within another.
     """
     kill = Deadline()
-    grace_s = float(os.environ.get("GRACE") or limits.GRACE_S)
     while (status := dict(processes.reap()).get(agent.pid)) is None:
         wait_s = min(kill.at - own_time.now(), limits.BEAT_S)
         came = processes.await_signal({*agent.handled, QUERY, *agent.pausing}, wait_s)
@@ -256,7 +263,7 @@ def _await_end(agent: Agent) -> int:
         elif came is not None:
             agent.send(came)
             if came != NOTICE:
-                kill.set_within(grace_s + limits.STOP_AGENT_S)
+                kill.set_within(agent.grace_s + limits.STOP_AGENT_S)
         elif kill.take():  # it has been stopped (SIGSTOP), or hangs
             agent.kill()
     return status
@@ -274,7 +281,7 @@ def _report_death(
     try:
         note = typed_json.parse(AgentNote, agent.notes.recv(65536))
     except (OSError, ValueError):  # the agent ended before the run had begun
-        note = AgentNote(os.environ.get("RUN_ID", ""), agent.node_rank, time.time(), 0)
+        note = replace(agent.note, started=time.time())
     folder = Path(note.folder) if note.folder else None
     if folder is not None:
         run_json.note_end(folder, code, agent=agent.pid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from launcher.agent.rank import fresh
 from launcher.agent.rank.program import Program
 from launcher.handshake import Access
 from launcher.record.run_ids import plain_run_id
+from launcher.text import OwnEnviron
 from launcher.wire import limits
 
 _TORCHS_ALONE = (
@@ -51,6 +51,7 @@ class Arguments:
     master_addr: str
     master_port: int  # 0: any free one
     run_id: str  # empty: a new one, or node rank 0's
+    command: str  # that was typed: the resume line
     log_dir: Path | None  # the folder of all runs' folders; None: no logs
     role: str
     max_restarts: int
@@ -65,7 +66,9 @@ class Arguments:
     numa_binding: str  # empty: none
     virtual_gpus: Sequence[str]  # by local rank: the only one it sees, as local rank 0; or all
     has_labels: bool  # all ranks are shown, each line after its rank
+    is_debug: bool  # LOG_LEVEL=DEBUG: torch's noise is shown, too
     access: Access = field(repr=False)
+    environ: OwnEnviron = field(repr=False)  # the agent's, which the ranks inherit
 
     def shown_ranks(self, first_rank: int, *, has_log: bool) -> Sequence[int]:
         """Return the local ranks that the terminal shows: only rank 0 if there is a log."""
@@ -76,17 +79,18 @@ class Arguments:
         return [rank for rank in ranks if is_any or first_rank + rank == 0]
 
 
-def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
+def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str | None]:
     """Return torchrun's arguments, and the name of one that only torch's own agent can handle.
 
-    Raises ValueError, one line with cause and cure, where a number is out of range.
+    Removes from `environ` what no rank needs. Raises ValueError, one line with cause and cure,
+    where a number is out of range.
     """
-    args = _read(arguments)
-    spares = int(os.environ.pop("SPARES", "") or 0)  # no rank needs it
-    min_nodes = int(os.environ.pop("MIN_NODES", "") or 0)
-    is_placed = _place_in_step(args, spares)
+    args = _read(arguments, environ.get("PET_MASTER_PORT"))
+    spares = int(environ.pop("SPARES", "") or 0)
+    min_nodes = int(environ.pop("MIN_NODES", "") or 0)
+    is_placed = _place_in_step(args, spares, environ)
     low, high = torchrun.parse_min_max_nnodes(args.nnodes)
-    nproc = _count_ranks(args.nproc_per_node)
+    nproc = _count_ranks(args.nproc_per_node, environ)
     address, port = _master(args, high + spares)
     if low != high and args.rdzv_backend == "static":
         raise ValueError(f"--nnodes {args.nnodes}: a range needs --rdzv-backend c10d")
@@ -103,19 +107,20 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         cure = "omit it, or also give --nnodes, --node-rank and --master-addr"
         raise ValueError(f"{beyond_static}: not in a SLURM step; {cure}")
     _check_signals(args)
-    grace_s = os.environ.get("GRACE") or vars(args).get("shutdown_timeout") or limits.GRACE_S
+    grace_s = environ.get("GRACE") or vars(args).get("shutdown_timeout") or limits.GRACE_S
     filtered = args.local_ranks_filter
     words = tuple(args.training_script_args)
-    is_debug = os.environ.get("LOG_LEVEL", "").upper() == "DEBUG"
+    is_debug = environ.get("LOG_LEVEL", "").upper() == "DEBUG"
     program = Program(args.training_script, words, args.module, args.no_python)
     return Arguments(
-        program=fresh.choose(program, os.environ.get("FRESH")),
+        program=fresh.choose(program, environ.get("FRESH")),
         num_nodes=high,
         node_rank=args.node_rank,
         nproc=nproc,
         master_addr=address,
         master_port=port,
-        run_id=os.environ.get("RUN_ID") or plain_run_id(args.rdzv_id),
+        run_id=environ.get("RUN_ID") or plain_run_id(args.rdzv_id),
+        command=environ.get("LAUNCH_COMMAND", ""),
         log_dir=Path(args.log_dir).absolute() if args.log_dir is not None else None,
         role=args.role,
         max_restarts=args.max_restarts,
@@ -125,18 +130,20 @@ def parse(arguments: Sequence[str]) -> tuple[Arguments, str | None]:
         grace_s=float(grace_s),
         num_spares=spares,
         min_nodes=min_nodes,
-        virtual_gpus=_virtual_gpus(args, nproc),
-        numa_binding=vars(args).get("numa_binding") or os.environ.get("NUMA_BINDING", ""),
+        virtual_gpus=_virtual_gpus(args, nproc, environ.get("CUDA_VISIBLE_DEVICES")),
+        numa_binding=vars(args).get("numa_binding") or environ.get("NUMA_BINDING", ""),
         redirected=to_map(Std.from_str(args.redirects), nproc),
         teed=(teed := to_map(Std.from_str(args.tee), nproc)),
-        has_labels=any(teed.values()) or os.environ.get("SHOW_RANKS") == "all" or is_debug,
-        access=handshake.read_access(os.environ),
+        has_labels=any(teed.values()) or environ.get("SHOW_RANKS") == "all" or is_debug,
+        is_debug=is_debug,
+        access=handshake.read_access(environ),
+        environ=environ,
     ), beyond_static
 
 
-def _read(arguments: Sequence[str]) -> argparse.Namespace:
+def _read(arguments: Sequence[str], master_port: str | None) -> argparse.Namespace:
     parser = torchrun.get_args_parser()
-    parser.set_defaults(master_port=os.environ.get("PET_MASTER_PORT"))  # before torch 2.12: 29500
+    parser.set_defaults(master_port=master_port)  # before torch 2.12: 29500
     options, program = split(arguments)
     args, unknown = parser.parse_known_args([*options, *program[:1]])
     args.training_script_args = program[1:]
@@ -149,7 +156,7 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _place_in_step(args: argparse.Namespace, spares: int) -> bool:
+def _place_in_step(args: argparse.Namespace, spares: int, environ: OwnEnviron) -> bool:
     """In a SLURM step, take the nodes, this node's rank and the master from it, unless given.
 
     So many of the step's nodes are spares, the last.
@@ -157,7 +164,7 @@ def _place_in_step(args: argparse.Namespace, spares: int) -> bool:
     usual = vars(torchrun.get_args_parser().parse_args(["script"]))
     names = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "standalone")
     is_named = args.master_addr != usual["master_addr"]
-    step = slurm_node(os.environ, master=args.master_addr if is_named else "")
+    step = slurm_node(environ, master=args.master_addr if is_named else "")
     if step is None or any(getattr(args, name) != usual[name] for name in names):
         return False
     num_nodes, args.node_rank, args.master_addr = step
@@ -165,16 +172,19 @@ def _place_in_step(args: argparse.Namespace, spares: int) -> bool:
     return True
 
 
-def _count_ranks(nproc_per_node: str) -> int:
-    """Return the number given, else that of the devices, counted by NVML: CUDA stays unused."""
-    given = os.environ.get(_BY_NVML)
-    os.environ[_BY_NVML] = "1"
+def _count_ranks(nproc_per_node: str, environ: OwnEnviron) -> int:
+    """Return the number given, else that of the devices, counted by NVML: CUDA stays unused.
+
+    torch looks for that in `environ`, which the ranks get as it was.
+    """
+    given = environ.get(_BY_NVML)
+    environ[_BY_NVML] = "1"
     try:
         return int(torchrun.determine_local_world_size(nproc_per_node))
     finally:
-        del os.environ[_BY_NVML]
+        del environ[_BY_NVML]
         if given is not None:
-            os.environ[_BY_NVML] = given
+            environ[_BY_NVML] = given
 
 
 def _check_signals(args: argparse.Namespace) -> None:
@@ -185,14 +195,15 @@ def _check_signals(args: argparse.Namespace) -> None:
         raise ValueError(f"{cause}; give names such as SIGUSR2")
 
 
-def _virtual_gpus(args: argparse.Namespace, nproc: int) -> list[str]:
+def _virtual_gpus(args: argparse.Namespace, nproc: int, visible: str | None) -> list[str]:
     """Return each rank's only GPU, as --virtual-local-rank asks; empty without it.
 
-    Raises ValueError if ranks lack one.
+    `visible` are those that the node shows; None: all. Raises ValueError if ranks lack one.
     """
     if not vars(args).get("virtual_local_rank"):
         return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(nproc))))
+    if visible is None:
+        return [*map(str, range(nproc))]
     gpus = [gpu.strip() for gpu in visible.split(",")]
     if len(gpus) < nproc:
         cause = f"--virtual-local-rank: {nproc} ranks, but CUDA_VISIBLE_DEVICES={visible}"

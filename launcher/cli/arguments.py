@@ -61,7 +61,7 @@ def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
         filled = {word: word.replace("{task}", task) for word in values.get("setting", ())}
         values["setting"] = (*filled.values(),)
         typed = [filled.get(word, word) for word in typed]
-    return Typed(**values, typed=(*typed,))
+    return Typed(**values, typed=(*typed,), environ=environ)
 
 
 def read_usage(file: str) -> str:

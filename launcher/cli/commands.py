@@ -34,7 +34,7 @@ class Command:
     # or `program`: the training script, after which everything is its own
     options: Mapping[str, Option] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)  # more fields of Typed
-    finish: Callable[[Values, Mapping[str, str]], None] | None = None  # from what was typed
+    finish: Callable[[Values, Environ], None] | None = None  # from what was typed
     is_batch: bool = False  # a scheduler holds its runs
 
 

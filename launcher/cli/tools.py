@@ -12,17 +12,17 @@ from importlib import import_module
 from pathlib import Path
 
 from distributed.errors import BAD_INPUT
-from launcher.text import did_you_mean, warn
+from launcher.text import Environ, did_you_mean, warn
 
 CHECKPOINT = {"ls": "DIR", "verify": "DIR", "export": "DIR FILE", "hash": "DIR"}
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], environ: Environ) -> int:
     """Do what was typed; returns the exit code."""
     program, words = Path(arguments[0]).name, arguments[1:]
     try:
         if "explain" in program:
-            code = int(import_module("launcher.explain.__main__").main(words, program))
+            code = int(import_module("launcher.explain.__main__").main(words, environ, program))
         elif why := refuse(words):
             warn(f"{program}: {why}; see {program} --help")
             code = BAD_INPUT

@@ -35,17 +35,19 @@ from launcher.failure_block import find_end
 from launcher.record.run_json import KEPT
 from launcher.record.run_json import read as read_record
 from launcher.record.runs import describe, find_all
-from launcher.text import count, did_you_mean, name_ranks, warn
+from launcher.text import Environ, count, did_you_mean, name_ranks, warn
 
 
-def main(arguments: Sequence[str], program: str = "explain") -> int:
+def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -> int:
     """Run the command line; returns the exit code."""
-    names = arguments or [str(_log_dir() / "latest")]
+    log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
+    names = arguments or [str(log_dir / "latest")]
     try:
-        if all(map(has_ended_well, names)):  # an earlier start of it may have failed
+        # An earlier start of it may have failed.
+        if all(has_ended_well(name, log_dir) for name in names):
             print(f"no failure: {', '.join(names)} ended with code 0")
             return 1
-        files = [file for name in names for file in find_logs(name)]
+        files = [file for name in names for file in find_logs(name, log_dir)]
         if not files[0].exists() and names[0] in sections():
             print(sections()[names[0]])
             return 0
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str], program: str = "explain") -> int:
     except OSError as error:
         if error.filename is None:  # it is the output's
             raise
-        runs = find_all(_log_dir())
+        runs = find_all(log_dir)
         if starting := [run for run in runs if run.id == str(error.filename)]:
             print(describe(starting))  # it has no log yet
             return 1
@@ -74,33 +76,27 @@ def main(arguments: Sequence[str], program: str = "explain") -> int:
     if cause is None:
         print(f"no failure found in {count(len(files), 'file')}")
         folders = {file.resolve().parent for file in files}
-        if runs := [run for run in find_all(_log_dir()) if run.folder.resolve() in folders]:
+        if runs := [run for run in find_all(log_dir) if run.folder.resolve() in folders]:
             print(describe(runs))  # it runs, or was killed with its launcher
         return 1
     print_cause(cause, sightings, find_ranks(cause, files))
     return 0
 
 
-def has_ended_well(name: str) -> bool:
+def has_ended_well(name: str, log_dir: Path) -> bool:
     """Return whether a word of the command line means a run that ended with code 0."""
-    records = [
-        record for place in (Path(name), _log_dir() / name) if (record := read_record(place))
-    ]
+    records = [record for place in (Path(name), log_dir / name) if (record := read_record(place))]
     return bool(records) and records[0].exit_code == 0
 
 
-def find_logs(name: str) -> list[Path]:
+def find_logs(name: str, log_dir: Path) -> list[Path]:
     """Return the logs that a word of the command line means."""
-    for place in (Path(name), _log_dir() / name):
+    for place in (Path(name), log_dir / name):
         if (place / KEPT).exists():
             return [place / KEPT]
         if place.is_dir() and (files := sorted(place.glob("node_*.log"))):
             return files
     return [Path(name)]
-
-
-def _log_dir() -> Path:
-    return Path(os.environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
 
 
 def find_cause(sightings: Sequence[Sighting]) -> Sighting | None:
@@ -131,4 +127,4 @@ def print_cause(cause: Sighting, sightings: Sequence[Sighting], ranks: Sequence[
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from launcher import processes
@@ -21,7 +21,7 @@ from launcher.fanout.protocol import Hello, Start, Sweep
 from launcher.plan.own import asked_names
 from launcher.plan.plan import Plan
 from launcher.plan.resume import FORWARDED
-from launcher.text import PlanError
+from launcher.text import Environ, PlanError
 from launcher.wire import limits
 from launcher.wire.messages import Fault, Request
 
@@ -67,7 +67,7 @@ class Connection(Child):
         self._words = b""  # on stderr before the start: of start-up files, or Python
         self._log = processes.anonymous_file("ssh")  # what ssh itself says
         log = f"/proc/{os.getpid()}/fd/{self._log}"
-        super().__init__(loop, ssh_command(node, connect_s, log), self._take)
+        super().__init__(loop, ssh_command(node, loop.environ, connect_s, log), self._take)
 
     def send_line(self, line: str) -> None:
         self.send(os.fsencode(f"{line}\n"))
@@ -134,7 +134,7 @@ class Connection(Child):
 
     def _find_fault(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired, KeyError, ValueError):
-            self._fault = find_fault(self.name)
+            self._fault = find_fault(self.name, self._loop.environ)
 
     def explain_silence(self, waited_s: float) -> Fault:
         """Return why the node has not reported its checks."""
@@ -187,9 +187,9 @@ def greet(
         turn(min(until, now + limits.CONNECT_AGAIN_S))
 
 
-def find_fault(node: str) -> str:
+def find_fault(node: str, environ: Environ) -> str:
     """Return the fault of a node that ssh does not reach: its name, the way there, or its sshd."""
-    command = ["ssh", *given_options(), "-T", "-G", "--", node]
+    command = ["ssh", *given_options(environ), "-T", "-G", "--", node]
     result = subprocess.run(command, capture_output=True, timeout=limits.PROBE_S)
     lines = (line.partition(" ") for line in os.fsdecode(result.stdout).splitlines())
     config = {name: value for name, _, value in lines}
@@ -209,29 +209,29 @@ def find_fault(node: str) -> str:
 # --- what is sent first -------------------------------------------------------------------------
 
 
-def forwarded_names(
-    activated: Sequence[str], environ: Mapping[str, str], own: Collection[str] = ()
-) -> list[str]:
+def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
     """Return the names of the variables that go to the nodes, without those of this node alone.
 
     Raises PlanError if FORWARD_ENV names one that is not set.
     """
+    environ = plan.environ
     asked = asked_names(environ)
     for name in asked:
         if name not in environ:
             cause = f"FORWARD_ENV names {name!r}, which is not in the environment"
             raise PlanError(f"{cause}; export it, or omit it")
-    wanted = {*asked, *activated, *(name for name in environ if name.startswith(FORWARDED))}
+    wanted = {*asked, *plan.activated, *(name for name in environ if name.startswith(FORWARDED))}
     wanted = (wanted & environ.keys()) - {*own}
     return sorted(name for name in wanted if re.fullmatch(r"[A-Za-z_]\w*", name))
 
 
-def write_opening(plan: Plan, added: Mapping[str, str], environ: Mapping[str, str]) -> str:
+def write_opening(plan: Plan, added: Environ) -> str:
     """Return what a node's bash runs: say hello, become the far side where the launch was typed.
 
     `added` are variables beyond those that are forwarded.
     """
-    kept = {name: environ[name] for name in (*plan.forwarded, "LAUNCH_JOB") if name in environ}
+    names, environ = (*plan.forwarded, "LAUNCH_JOB"), plan.environ
+    kept = {name: environ[name] for name in names if name in environ}
     token = shlex.quote(added["LAUNCH_TOKEN"])
     exports = shlex.join(f"{name}={value}" for name, value in {**kept, **added}.items())
     shown = [plan.run_id, *[word for word in plan.words if word[:1] != "-"][:1]]  # by ps

@@ -28,25 +28,26 @@ from launcher.agent.supervisor import fork_agent, guard
 from launcher.fanout import protocol
 from launcher.fanout.protocol import Cut, Exit, Ready, Start, Sweep
 from launcher.preflight.check_node import check_node
-from launcher.text import mend_streams
+from launcher.text import OwnEnviron, mend_streams
 from launcher.typed_json import encode, parse
 from launcher.wire import limits
 from launcher.wire.messages import KILLED, Request
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], environ: OwnEnviron) -> int:
     """Serve the launcher, or pdsh; returns the exit code."""
     if arguments[:1] == ["--pdsh"]:
         return start_for_other(arguments[1])
-    token = os.environ["LAUNCH_TOKEN"]
+    token = environ["LAUNCH_TOKEN"]
     while (request := read_request()) is not None:
         match request:
             case Request():
-                answer(token, check_node(request))
+                answer(token, check_node(request, environ))
             case Sweep():
                 answer(token, Exit(0, processes.end_marked(request.token, limits.SWEEP_S)))
             case Start():
-                code = offer_start(request, token) if request.socket else run_agent(request, token)
+                begin = offer_start if request.socket else run_agent
+                code = begin(request, environ, token)
                 answer(token, Exit(code, processes.end_marked(token, limits.SWEEP_S)))
                 return 0
     return 0
@@ -80,16 +81,16 @@ def start_beats(token: str) -> None:
     threading.Thread(target=beat, daemon=True).start()
 
 
-def run_agent(start: Start, token: str) -> int:
+def run_agent(start: Start, environ: OwnEnviron, token: str) -> int:
     """Run the node's agent below this process; returns its exit code. The agent never returns."""
     mend_streams()
-    os.environ.update(start.variables)
+    environ.update(start.variables)
     try:
         os.chdir(start.directory)
     except OSError as error:
         print(f"cannot start the node agent: {error}", file=sys.stderr)
         return CANNOT_START
-    agent = fork_agent(start.command[2:], take_stdin(token), Launched())
+    agent = fork_agent(start.command[2:], environ, take_stdin(token), Launched())
     start_beats(token)  # a fork has one thread
     return guard(agent)
 
@@ -97,7 +98,7 @@ def run_agent(start: Start, token: str) -> int:
 # --- through pdsh -------------------------------------------------------------------------------
 
 
-def offer_start(start: Start, token: str) -> int:
+def offer_start(start: Start, environ: OwnEnviron, token: str) -> int:
     """Have the agent started by pdsh's process, which comes to a socket; returns its exit code.
 
     Only this user's processes are listened to. The name cannot be known before it is taken: the
@@ -112,7 +113,7 @@ def offer_start(start: Start, token: str) -> int:
     if other is None:
         return CANNOT_START
     with other:
-        full = Start(start.command, {**os.environ, **start.variables}, start.directory)
+        full = Start(start.command, {**environ, **start.variables}, start.directory)
         with contextlib.suppress(OSError):  # it died: seen below
             socket.send_fds(other, [f"{encode(full)}\n".encode()], [0, 1, 2])
         said = other.makefile("rb")
@@ -157,7 +158,7 @@ def start_for_other(name: str) -> int:
         begin, (stdin, stdout, stderr), *_ = socket.recv_fds(other, 1, 3)
         start = parse(Start, begin + other.makefile("rb").readline())
         threading.Thread(target=report_cut, args=(other,), daemon=True).start()
-        env = {**start.variables, **Launched("stdin").variable()}
+        env = {**Launched("stdin").variables(), **start.variables}
         try:
             code = subprocess.call(
                 start.command,

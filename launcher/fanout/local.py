@@ -47,12 +47,12 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     be_ready()
     record = str(plan.folder.absolute()) if plan.run_id else ""
-    added = Launched(has_reaper=True, record=record).variable()
-    added["LAUNCH_TOKEN"] = os.urandom(16).hex()
-    if nproc > 1 and find_own(os.environ, plan.activated, read_begun()).is_default:
-        del os.environ[THREADS]
+    launched = Launched(has_reaper=True, record=record)
+    given = {**plan.environ, **plan.run_variables(), **launched.variables()}
+    if nproc > 1 and find_own(plan, read_begun()).is_default:
+        del given[THREADS]
     os.chdir(plan.directory)
-    os.execvpe(command[0], command, {**os.environ, **plan.run_variables(), **added})
+    os.execvpe(command[0], command, given)
 
 
 def check_here(plan: Plan) -> Report:
@@ -61,7 +61,7 @@ def check_here(plan: Plan) -> Report:
     Raises Refused if that does not start.
     """
     if plan.is_dry_run or not plan.container:
-        return check_node(plan.request())
+        return check_node(plan.request(), plan.environ)
     check = [*plan.module_command("launcher.preflight.check_node"), encode(plan.request())]
     result = plan.run_inside(check, stdout=subprocess.PIPE)
     if reports := read_reports(result.stdout.splitlines()):

@@ -1,6 +1,6 @@
 """Child programs, signals and time in one event loop.
 
-loop = Loop(most_children=1)
+loop = Loop(environ, most_children=1)
 child = Child(loop, ["ssh", "node1", "uptime"], on_output)
 while child.code is None:
     signals = loop.wait(1.0)
@@ -13,11 +13,12 @@ import resource
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from distributed.stop_signals import QUERY, handled_signals, stop_signals
+from launcher.text import Environ
 from launcher.wire import limits
 
 Show = Callable[[bytes, bool], None]  # is given output, nothing at the end; whether from stderr
@@ -33,7 +34,8 @@ FIXED = (
 class Loop:
     """Waits for children, signals and time together. Make it in the main thread, once."""
 
-    def __init__(self, most_children: int) -> None:
+    def __init__(self, environ: Environ, most_children: int) -> None:
+        self.environ = environ  # the children's
         needed = 8 * most_children + 64  # open files
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if 0 <= soft < needed:  # raise the limit, as far as that may be
@@ -74,21 +76,22 @@ class Loop:
             child.terminate()
 
 
-def ssh_command(node: str, connect_s: int, log: str) -> list[str]:
+def ssh_command(node: str, environ: Environ, connect_s: int, log: str) -> list[str]:
     """Return ssh's command. SSH_OPTS come first: of two options that differ the first counts."""
     options = [
         *(*FIXED, f"ConnectTimeout={connect_s}"),
         *("ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes"),
     ]
     ours = [word for option in options for word in ("-o", option)]
-    return ["ssh", *given_options(), "-T", "-x", "-a", *ours, "-E", log, "--", node, "exec bash -s"]
+    given = given_options(environ)
+    return ["ssh", *given, "-T", "-x", "-a", *ours, "-E", log, "--", node, "exec bash -s"]
 
 
-def given_options() -> list[str]:
-    return os.environ.get("SSH_OPTS", "").split()
+def given_options(environ: Environ) -> list[str]:
+    return environ.get("SSH_OPTS", "").split()
 
 
-def spawn(command: list[str], environ: Mapping[str, str], streams: tuple[int, ...]) -> int:
+def spawn(command: list[str], environ: Environ, streams: tuple[int, ...]) -> int:
     """Start a program on these streams, in a session of its own; returns its process id.
 
     PBS signals every process of a job's session: an ssh there would die before the ranks can save.
@@ -109,7 +112,7 @@ class Child:
         loop: Loop,
         command: list[str],
         on_output: Show,
-        environ: Mapping[str, str] | None = None,  # all of its variables; None: ours
+        environ: Environ | None = None,  # None: as all children
     ) -> None:
         """Start it."""
         self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
@@ -117,7 +120,7 @@ class Child:
         self._on_output = on_output
         (stdin, self._stdin), *outputs = (os.pipe() for _ in range(3))
         theirs = stdin, outputs[0][1], outputs[1][1]
-        self._pid = spawn(command, os.environ if environ is None else environ, theirs)
+        self._pid = spawn(command, environ or loop.environ, theirs)
         for fd in theirs:
             os.close(fd)
         self._unsent = bytearray()

@@ -46,12 +46,13 @@ class PdshFanout(Fanout):
     def start_nodes(self, reports: Sequence[Report]) -> None:
         super().start_nodes(reports)
         self.wait_for(Ready, time.monotonic() + limits.PDSH_READY_S + self.slack_s)
-        given = [os.environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS")]
+        environ = self.plan.environ
+        given = [environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS")]
         options = " ".join([*given, *(f"-o {option}" for option in FIXED)])
         names = [node.name for node in self.plan.nodes]
         words = self.plan.inside(self.plan.module_command(FAR_SIDE))
         if "LD_LIBRARY_PATH" in self.plan.forwarded:  # some Python's own library is there
-            words = ["env", f"LD_LIBRARY_PATH={os.environ['LD_LIBRARY_PATH']}", *words]
+            words = ["env", f"LD_LIBRARY_PATH={environ['LD_LIBRARY_PATH']}", *words]
         # On every node pdsh puts the node's rank for %n.
         remote = f"exec {shlex.join(words).replace('%', '%%')} --pdsh {self.socket}.%n"
         command = ["pdsh", "-R", "ssh", "-S", "-f", str(len(names)), "-w", ",".join(names)]
@@ -59,7 +60,7 @@ class PdshFanout(Fanout):
             self.loop,
             [*command, "-t", str(limits.PDSH_CONNECT_S + self.slack_s), remote],
             self.terminals.show_behind(b""),
-            environ={**os.environ, "PDSH_SSH_ARGS_APPEND": options},
+            {**environ, "PDSH_SSH_ARGS_APPEND": options},
         )
         self.pdsh.close_input()
 
@@ -73,6 +74,6 @@ class PdshFanout(Fanout):
             self.close_within(limits.OTHERS_S)
 
     def paste_line(self, node: str, line: str) -> str:
-        options = shlex.quote(" ".join(["-tt", *given_options()]))
+        options = shlex.quote(" ".join(["-tt", *given_options(self.plan.environ)]))
         words = f"-w {shlex.quote(node)} {quote_line(line.replace('%', '%%'))}"
         return f"PDSH_SSH_ARGS_APPEND={options} pdsh -R ssh -S {words}"

@@ -6,12 +6,12 @@ LAUNCHER=srun it starts one task for each rank instead.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from distributed import hostlist
@@ -42,10 +42,10 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
         for signum in {*handled_signals()} - {NOTICE}:
             signal.signal(signum, _leave)
-    if has_ended(job := os.environ["SLURM_JOB_ID"]):
-        cause = f"SLURM_JOB_ID is {job}, a job that has ended"
+    if has_ended(plan.job):
+        cause = f"SLURM_JOB_ID is {plan.job}, a job that has ended"
         raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")
-    os.environ.update(secret_variables(os.environ, has_agents=not plan.engine))
+    plan = replace(plan, environ={**plan.environ, **secret_variables(plan)})
     if plan.engine and not plan.is_ours:
         print(
             f"{plan.program}: warning: LAUNCHER=srun does not set RANK; in "
@@ -62,7 +62,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     if plan.is_dry_run:
         where = f"rendezvous {plan.master_addr}:{first.port}"
         nodes = count(plan.num_nodes, "node")
-        print(f"# job {job_id(os.environ)}, {nodes}: ranks 0-{sum(counts) - 1}, {where}")
+        print(f"# job {job_id(plan.environ)}, {nodes}: ranks 0-{sum(counts) - 1}, {where}")
         print(shell_line(plan.directory, command))
         return 0
     be_ready()
@@ -75,15 +75,15 @@ def _leave(signum: int, frame: object = None) -> NoReturn:
     raise SystemExit(128 + signum)
 
 
-def secret_variables(environ: Mapping[str, str], *, has_agents: bool) -> dict[str, str]:
+def secret_variables(plan: Plan) -> dict[str, str]:
     """Return the run's secret, how agents tell the run's end, and what has srun forward them.
 
     After sbatch --export=NONE or a list, srun forwards what that names, and finds no program.
     """
     variables = {"RUN_SECRET": handshake.new_secret()}
-    if has_agents:
-        variables |= {**Launched("step").variable(), "LAUNCH_TOKEN": os.urandom(16).hex()}
-    exported = (environ.get("SLURM_EXPORT_ENV") or "ALL").split(",")
+    if not plan.engine:
+        variables |= Launched("step").variables()
+    exported = (plan.environ.get("SLURM_EXPORT_ENV") or "ALL").split(",")
     if "ALL" not in exported:
         named = [word for word in exported if word not in ("NONE", "NIL")]
         variables["SLURM_EXPORT_ENV"] = ",".join([*named, "PATH", "HOME", *variables])
@@ -124,11 +124,11 @@ def ask_nodes(plan: Plan) -> list[Report]:
     pieces = in_pieces(encode(plan.request(meeting_size=plan.num_agents)), LONGEST)
     check = plan.inside([*plan.module_command("launcher.preflight.check_node"), *pieces])
     command = ["env", f"--chdir={plan.root}", *check]
-    step = node_step(plan, ["--kill-on-bad-exit=0"], command, os.environ)
-    srun = start(step, plan.directory, stdout=subprocess.PIPE)
+    step = node_step(plan, ["--kill-on-bad-exit=0"], command)
+    srun = start(plan, step, subprocess.PIPE)
     answers = receive(srun, plan)
     code = processes.shell_code(srun.returncode)
-    if code == 128 + signal.SIGTERM and has_ended(os.environ["SLURM_JOB_ID"]):
+    if code == 128 + signal.SIGTERM and has_ended(plan.job):
         _leave(signal.SIGTERM)  # scancel ends the step before it tells the batch script
     reports: list[Report] = []
     try:
@@ -183,9 +183,7 @@ def silent_hosts(plan: Plan, answered: Collection[int]) -> list[str]:
 # --- the commands -------------------------------------------------------------------------------
 
 
-def step_command(
-    plan: Plan, *, nproc: int, port: int, environ: Mapping[str, str] = os.environ
-) -> list[str]:
+def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
     """Return the command that starts the ranks of all nodes.
 
     The run's variables are set on the nodes: srun forwards none under sbatch --export=NONE.
@@ -194,7 +192,8 @@ def step_command(
     if not plan.engine:
         agent = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=None))
         options = ["--kill-on-bad-exit=0", "--no-kill"] if plan.min_nodes else [KILL_ALL]
-        return node_step(plan, options, plan.with_variables(agent), environ)
+        return node_step(plan, options, plan.with_variables(agent))
+    environ = plan.environ
     tasks = environ.get("SLURM_TASKS_PER_NODE", "1") if environ.get("SLURM_NTASKS") else "1"
     if {*tasks_per_node(tasks, "SLURM_TASKS_PER_NODE")} != {nproc}:
         raise PlanError(
@@ -211,14 +210,12 @@ def step_command(
     step += plan.step_options()
     variables = [f"MASTER_ADDR={plan.master_addr}"] if plan.has_named_master else []
     variables.append(f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}")
-    variables.append(f"PYTHONPATH={importable.search_path()}")
+    variables.append(f"PYTHONPATH={importable.search_path(environ)}")
     rank = plan.inside([plan.python, "-u", *plan.words])
     return [*step, *plan.with_variables([*variables, *rank])]
 
 
-def node_step(
-    plan: Plan, options: Sequence[str], command: Sequence[str], environ: Mapping[str, str]
-) -> list[str]:
+def node_step(plan: Plan, options: Sequence[str], command: Sequence[str]) -> list[str]:
     """Return the srun command that runs `command` once per node, with all resources of the job.
 
     srun does not inherit the processors, nor the GPUs where sbatch's options differ from the
@@ -230,9 +227,9 @@ def node_step(
     if plan.left_out:
         step.append(f"--exclude={','.join(plan.left_out)}")
     step += [f"--chdir={plan.directory}", f"--ntasks={plan.num_agents}", "--ntasks-per-node=1"]
-    if cpus := environ.get("SLURM_JOB_CPUS_PER_NODE"):
+    if cpus := plan.environ.get("SLURM_JOB_CPUS_PER_NODE"):
         step.append(f"--cpus-per-task={min(tasks_per_node(cpus, 'SLURM_JOB_CPUS_PER_NODE'))}")
     step.append(f"--job-name={plan.run_id}")
-    if gpus := environ.get("SLURM_GPUS_ON_NODE"):
+    if gpus := plan.environ.get("SLURM_GPUS_ON_NODE"):
         step.append(f"--gpus-per-node={gpus}")
     return [*step, *plan.step_options(), *options, *command]

@@ -50,9 +50,8 @@ class Fanout:
     """A run on nodes that ssh reaches."""
 
     def __init__(self, plan: Plan) -> None:
-        self.own = find_own(os.environ, plan.activated, read_begun())
-        forwarded = forwarded_names(plan.activated, os.environ, self.own.names)
-        self.plan = replace(plan, forwarded=forwarded)
+        self.own = find_own(plan, read_begun())
+        self.plan = replace(plan, forwarded=forwarded_names(plan, self.own.names))
         self.token = os.urandom(16).hex()
         self.saving_s = 0 if plan.engine else plan.grace_s  # for agents, after their ranks' ends
         self.secret = handshake.new_secret()
@@ -70,11 +69,11 @@ class Fanout:
             print_commands(self.plan, self.paste_line)
             return 0
         self.require_tools()
-        self.loop = Loop(most_children=len(self.plan.nodes) + 1)
+        self.loop = Loop(self.plan.environ, most_children=len(self.plan.nodes) + 1)
         self.terminals = Terminals()
         self.out, self.err = self.terminals.out, self.terminals.err
         try:
-            self.own.ask(self.plan, os.environ, self.say)
+            self.own.ask(self.plan, self.say)
             reports = self.check_nodes()
             if reports is None:
                 return REFUSED
@@ -148,7 +147,7 @@ class Fanout:
         connect_s = (limits.SSH_CONNECT_S if self.started else at_start_s) + self.slack_s
         connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
         added = {**self.own.of_node(node), "LAUNCH_TOKEN": token, "RUN_SECRET": self.secret}
-        connection.send_line(write_opening(self.plan, added, os.environ))
+        connection.send_line(write_opening(self.plan, added))
         return connection
 
     def wait_for(self, kind: type, until: float) -> None:
@@ -169,7 +168,7 @@ class Fanout:
         plan, nproc = self.plan, report.nproc
         command = plan.agent_command(nproc=nproc, port=report.port, node_rank=report.node_rank)
         variables = {**plan.run_variables(), **self.own.of_node(node.name, nproc)}
-        return Start(command, {**variables, "LAUNCH_TOKEN": node.token}, plan.directory)
+        return Start(command, variables, plan.directory)
 
     def watch(self) -> None:
         """Wait for the end of every node's part, and see to it once one has ended."""
@@ -295,7 +294,8 @@ class Fanout:
 
     def paste_line(self, node: str, line: str) -> str:
         """Return what a user can type to run a line of a shell on a node; Ctrl-C ends it there."""
-        return f"{shlex.join(['ssh', '-t', *given_options(), '--', node])} {quote_line(line)}"
+        command = ["ssh", "-t", *given_options(self.plan.environ), "--", node]
+        return f"{shlex.join(command)} {quote_line(line)}"
 
 
 class Terminals:

@@ -14,9 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from distributed import hostlist
 from distributed.errors import STOPPED
@@ -43,7 +42,7 @@ MOST_RESTARTS = 3  # in a row that gain no checkpoint
 Srun = subprocess.Popen[bytes]
 
 
-def start(command: Sequence[str], directory: Path, stdout: int | None = None) -> Srun:
+def start(plan: Plan, command: Sequence[str], stdout: int | None) -> Srun:
     """Start a command in a session of its own; it gets SIGTERM when this process ends.
 
     A terminal's Ctrl-C would make srun kill the step, with nothing saved.
@@ -56,7 +55,8 @@ def start(command: Sequence[str], directory: Path, stdout: int | None = None) ->
 
     return subprocess.Popen(  # this process has one thread
         command,
-        cwd=directory,
+        cwd=plan.directory,
+        env=plan.environ,
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         start_new_session=True,
@@ -147,8 +147,8 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     if asked and plan.checkpoint_dir is not None and requeue(plan):
         return STOPPED
     (plan.folder / NOTICED).unlink(missing_ok=True)  # of an earlier start
-    srun = start(command, plan.directory, stdout=None if plan.engine else subprocess.PIPE)
-    output = None if plan.engine else Output(srun, os.environ["LAUNCH_TOKEN"])
+    srun = start(plan, command, None if plan.engine else subprocess.PIPE)
+    output = None if plan.engine else Output(srun, plan.environ["LAUNCH_TOKEN"])
     started = time.time()
     await_end(plan, srun, output, asked)
     code, outcome = processes.shell_code(srun.returncode), None
@@ -157,7 +157,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         is_killed = code >= KILLED  # srun's is the highest of its tasks'
         outcome = find_outcome(plan, output, started) if is_killed and not asked else output.outcome
     if outcome is not None:
-        outcome = as_slurm_ended(outcome)
+        outcome = as_slurm_ended(outcome, plan)
         code = outcome.code
         asked.append(outcome.signum)  # scancel may have sent it to the ranks
     # 128 + SIGUSR1: the notice came before there was anything to save.
@@ -168,7 +168,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         print_outcome(shown, sys.stderr, plan.folder)
     if comes_back and not requeue(plan) and outcome is not None:
         print_resume(outcome, sys.stderr)
-    if srun.returncode == -signal.SIGKILL and code and in_batch_script(os.environ):
+    if srun.returncode == -signal.SIGKILL and code and in_batch_script(plan.environ):
         signal.sigtimedwait(handled, limits.REQUEUE_S)
     return code
 
@@ -215,7 +215,7 @@ def find_outcome(plan: Plan, output: Output, started: float) -> Outcome | None:
     return conclude(nodes, plan, started=started, stopped_by=None)
 
 
-def as_slurm_ended(outcome: Outcome) -> Outcome:
+def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
     """Return the outcome with SIGTERM's code, where SLURM ended the run and no rank saved.
 
     A time limit is reported, because nobody asked for it, unlike scancel.
@@ -224,11 +224,11 @@ def as_slurm_ended(outcome: Outcome) -> Outcome:
     if not is_stopped or outcome.signum == signal.SIGINT:
         return outcome
     code, now = 128 + signal.SIGTERM, time.time()
-    if (ask_squeue(f"--job={os.environ['SLURM_JOB_ID']}", "--format=%r") or "").strip() == LIMIT:
+    if (ask_squeue(f"--job={plan.job}", "--format=%r") or "").strip() == LIMIT:
         cause = "SLURM ended the job at its time limit, before the ranks had saved and left"
         failure = Failure("time-limit", cause, code, short_host_name(), -1, now)
         return replace(outcome, code=code, failure=failure)
-    is_cancelled = outcome.signum == signal.SIGTERM and in_batch_script(os.environ)
+    is_cancelled = outcome.signum == signal.SIGTERM and in_batch_script(plan.environ)
     return replace(outcome, code=code) if is_cancelled else outcome
 
 
@@ -239,7 +239,7 @@ def pass_on(signum: int, plan: Plan, srun: Srun) -> None:
     the agents, who know, find it in a file.
     """
     if signum != NOTICE:
-        threading.Thread(target=stop_step, args=(plan.run_id, srun), daemon=True).start()
+        threading.Thread(target=stop_step, args=(plan, srun), daemon=True).start()
         return
     if not plan.engine:
         with contextlib.suppress(OSError):  # a full disk
@@ -248,26 +248,26 @@ def pass_on(signum: int, plan: Plan, srun: Srun) -> None:
     srun.send_signal(NOTICE)  # srun forwards it to the tasks that it knows to have started
 
 
-def stop_step(name: str, srun: Srun) -> None:
+def stop_step(plan: Plan, srun: Srun) -> None:
     """Send SIGTERM to every task of our step, so that the ranks can save; srun forwards no TERM."""
-    listed = ask_squeue("--steps", f"--job={os.environ['SLURM_JOB_ID']}", "--format=%i %j")
+    listed = ask_squeue("--steps", f"--job={plan.job}", "--format=%i %j")
     if listed is None:
         srun.send_signal(NOTICE)  # works without SLURM's controller
         return
-    steps = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [name]]
+    steps = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [plan.run_id]]
     if steps:
         subprocess.run(["scancel", "--quiet", "--signal=TERM", *steps])  # they may have ended
     else:
         srun.terminate()  # the step has not started yet
 
 
-def requeue(plan: Plan, environ: Mapping[str, str] = os.environ) -> bool:
+def requeue(plan: Plan) -> bool:
     """Put the job back into the queue, where SLURM starts it again under its id.
 
     After three restarts in a row without a new checkpoint the job ends instead. Returns False if
     SLURM refuses. In a chain of jobs the next one resumes the run.
     """
-    if environ.get("CHAIN"):
+    if plan.environ.get("CHAIN"):
         return True
     if plan.checkpoint_dir is not None:
         latest = plan.directory / plan.checkpoint_dir / plan.run_id / "latest"
@@ -283,7 +283,7 @@ def requeue(plan: Plan, environ: Mapping[str, str] = os.environ) -> bool:
             return True
     # SLURM ends a job that it requeues by SIGTERM, which is blocked here and in scontrol, and only
     # KillWait later by SIGKILL: there is time to say so.
-    job = job_id(environ)
+    job = job_id(plan.environ)
     is_back = subprocess.run(["scontrol", "requeue", job]).returncode == 0
     if is_back:
         print(f"requeued job {job}; it resumes when SLURM starts it again", file=sys.stderr)

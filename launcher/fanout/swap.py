@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -40,9 +39,9 @@ def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
 def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
     """Return the plan without these nodes, and who takes their places.
 
-    None if there are no such nodes, or too few spares.
+    None if there are no such nodes, or too few spares, or another master than the chosen.
     """
-    if not ill or (0 in ill and os.environ.get("MASTER_ADDR")):  # which would not be used
+    if not ill or (0 in ill and plan.environ.get("MASTER_ADDR")):
         return None
     nodes = list(plan.nodes[: plan.num_nodes])
     rest = range(plan.num_nodes, plan.num_agents)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 
+from launcher.text import Environ
 
-def search_path() -> str:
+
+def search_path(environ: Environ) -> str:
     """Return a PYTHONPATH with this folder after the user's own: it shadows none of their names."""
-    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *__path__]))
+    return os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), *__path__]))

@@ -11,10 +11,10 @@ from pathlib import Path
 from distributed.errors import BAD_INPUT, Refused
 from launcher import typed_json
 from launcher.plan.plan import ConfigFacts, Plan
-from launcher.text import Environ, PlanError, environment_cure, warn
+from launcher.text import PlanError, environment_cure, warn
 
 
-def check_config(plan: Plan, environ: Environ) -> Plan:
+def check_config(plan: Plan) -> Plan:
     """Have train.py check the config and the settings; returns the plan with what they say.
 
     A script of the user's own checks itself, once it runs. Raises Refused if train.py cannot run
@@ -22,7 +22,7 @@ def check_config(plan: Plan, environ: Environ) -> Plan:
     this exits with BAD_INPUT.
     """
     steps = plan.step_options()
-    if not plan.is_ours or (steps and "SLURM_JOB_ID" not in environ):  # no step, no pyxis
+    if not plan.is_ours or (steps and "SLURM_JOB_ID" not in plan.environ):  # no step, no pyxis
         return plan
     counts = plan.rank_counts(0)  # 0: one per GPU
     world = {"WORLD_SIZE": str(sum(counts)) if all(counts) else ""}
@@ -30,8 +30,8 @@ def check_config(plan: Plan, environ: Environ) -> Plan:
     if steps:  # of pyxis
         warn(f"{plan.program}: loading {plan.container}")
         srun = importlib.import_module("launcher.fanout.srun")
-        command = srun.node_step(replace(plan, num_nodes=1), [], command, environ)
-    result = plan.run_inside(command, env={**environ, **world}, capture_output=True)
+        command = srun.node_step(replace(plan, num_nodes=1), [], command)
+    result = plan.run_inside(command, env={**plan.environ, **world}, capture_output=True)
     if result.returncode == BAD_INPUT:
         sys.stderr.write(result.stderr)
         raise SystemExit(BAD_INPUT)

@@ -8,11 +8,12 @@ from launcher.plan.plan import Plan
 from launcher.text import Environ
 
 
-def find_idle(plan: Plan, environ: Environ) -> str:
+def find_idle(plan: Plan) -> str:
     """Return a line on the nodes or GPUs of the job that this run does not use; empty: it uses all.
 
     A step of a SLURM job was given its size by whoever started it.
     """
+    environ = plan.environ
     if is_task(environ) or plan.fanout == "job_command":
         return ""
     if in_slurm_step(environ):  # in its shell

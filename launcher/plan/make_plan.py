@@ -46,14 +46,15 @@ _PASSED_ON = (
 _DEBUG = ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG")
 
 
-def make_plan(typed: Typed, environ: Environ) -> Plan:
+def make_plan(typed: Typed) -> Plan:
     """Return the plan, but for what only the config and the machines can tell.
 
     Raises PlanError, LauncherError or HostlistError: the user or the scheduler cannot mean this.
     """
-    typed = _find_hosts(typed, environ) if typed.like_torchrun else typed
-    raw, environ = environ, _read_words(typed, environ)
-    words, is_ours, config = choose_program(typed, environ)
+    raw = _find_hosts(typed) if typed.like_torchrun else typed
+    typed = replace(raw, environ=_read_words(raw))
+    environ = typed.environ
+    words, is_ours, config = choose_program(typed)
     restarts = _first(typed.max_restarts, environ, "MAX_RESTARTS") or "0"
     max_restarts = read_number("MAX_RESTARTS", restarts, 0, 1000)
     if max_restarts and typed.engine:
@@ -62,13 +63,13 @@ def make_plan(typed: Typed, environ: Environ) -> Plan:
         )
     grace_s = read_number("GRACE", environ.get("GRACE") or str(limits.GRACE_S), 0, 86400)
     wait = environ.get("PREFLIGHT_SECONDS") or "9"
-    fanout = choose_fanout(typed, environ)
+    fanout = choose_fanout(typed)
     in_step = fanout != "local" and environ.get("LAUNCHER") == "srun"
     engine = typed.engine or "srun" * in_step
     is_here = fanout == "local" and not (typed.is_dry_run or environ.get("CONTAINER"))
     if is_here and words[0] in ("-m", "--no-python"):
         _refuse_missing(typed.here, *words[:2])
-    world = read_world(typed, environ, fanout)
+    world = read_world(typed, fanout)
     world = spares.keep_back(world, environ, fanout, engine, max_restarts)
     if fanout == "local" and world.num_nodes > 1:
         read_access(environ)
@@ -76,25 +77,25 @@ def make_plan(typed: Typed, environ: Environ) -> Plan:
     log_dir = typed.here / log_dir if typed.module else log_dir
     directory = ROOT if typed.module else typed.here
     is_namer = world.node_rank == 0 and fanout != "job_command"
-    as_set = raw if typed.like_torchrun else environ  # the user's script reads them, too
+    as_set = raw if typed.like_torchrun else typed  # the user's script reads them, too
     return Plan(
         **vars(world),
-        **typed.choices(),
+        **raw.choices(),
         fanout=fanout,
-        command=command_line(typed, environ, fanout),
+        command=command_line(typed, fanout),
         root=ROOT,
         directory=directory,
         log_dir=log_dir,
-        run_id=choose_run_id(typed, environ, log_dir, is_namer=is_namer),
+        run_id=choose_run_id(typed, log_dir, is_namer=is_namer),
         words=words,
         is_ours=is_ours,
         config="" if config == "-" else config,
-        port=_read_port(typed, environ, is_by_hand=fanout == "local" and world.num_nodes > 1),
+        port=_read_port(typed, is_by_hand=fanout == "local" and world.num_nodes > 1),
         backend=environ.get("BACKEND") or "auto",
         engine=engine,
         max_restarts=max_restarts,
         grace_s=grace_s,
-        variables=_choose_variables(environ, as_set, is_ours=is_ours),
+        variables=_choose_variables(environ, as_set.environ, is_ours=is_ours),
         container=read_container(
             environ,
             typed.here,
@@ -115,9 +116,9 @@ def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> di
     return chosen
 
 
-def _read_words(typed: Typed, environ: Environ) -> dict[str, str]:
+def _read_words(typed: Typed) -> dict[str, str]:
     """Return the environment with its words as we spell them, without those that are not ours."""
-    read = {**environ}
+    read = {**typed.environ}
     if typed.log_level:
         read["LOG_LEVEL"] = typed.log_level
     is_strict = not typed.like_torchrun or _is_ours(typed.rest[0])
@@ -130,7 +131,7 @@ def _read_words(typed: Typed, environ: Environ) -> dict[str, str]:
         if is_strict or name not in _ANYBODYS:
             raise PlanError(cause)
         warn(f"{typed.program}: warning: {cause}; ignored")
-    if hang := environ.get("HANG_SECONDS"):
+    if hang := read.get("HANG_SECONDS"):
         read_number("HANG_SECONDS", hang, 1, 10**6)
     return read
 
@@ -138,7 +139,7 @@ def _read_words(typed: Typed, environ: Environ) -> dict[str, str]:
 # --- nodes --------------------------------------------------------------------------------------
 
 
-def _find_hosts(typed: Typed, environ: Environ) -> Typed:
+def _find_hosts(typed: Typed) -> Typed:
     """Return what was typed for launch.sh, with the nodes of its --hosts as other scripts have."""
     nodes, via = typed.hosts, typed.via or "ssh"
     if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
@@ -157,18 +158,18 @@ def _find_hosts(typed: Typed, environ: Environ) -> Typed:
             return replace(typed, fanout=via, hostfile=nodes)
         words = re.split(r",(?![^\[]*\])", nodes)  # not within brackets
         return replace(typed, fanout=via, node=words)
-    if environ.get("SLURM_JOB_ID"):
+    if typed.environ.get("SLURM_JOB_ID"):
         return replace(typed, fanout="srun")
-    if pbs.read_lines(environ):
+    if pbs.read_lines(typed.environ):
         return replace(typed, fanout=via, nodefile=True)
     raise PlanError(
         "--hosts job: not inside a SLURM or PBS job; name the nodes, or start it in one"
     )
 
 
-def choose_fanout(typed: Typed, environ: Environ) -> str:
+def choose_fanout(typed: Typed) -> str:
     """Return how the nodes are reached; `auto` looks at where this is."""
-    job = "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
+    environ, job = typed.environ, "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
     if typed.batch_script and typed.is_dry_run and not environ.get(job):
         return "job_command"
     if typed.fanout in ("local", "auto") and (typed.node or typed.hostfile):
@@ -196,8 +197,9 @@ def is_login_node(environ: Environ) -> bool:
     )
 
 
-def read_world(typed: Typed, environ: Environ, fanout: str) -> World:
+def read_world(typed: Typed, fanout: str) -> World:
     """Return the nodes of the run, from the arguments or from the scheduler."""
+    environ = typed.environ
     if typed.nnodes is None:
         mpi.refuse_copies(environ)
     nproc = read_nproc("the number of processes", _first(typed.nproc, environ, "NPROC_PER_NODE"))
@@ -206,10 +208,10 @@ def read_world(typed: Typed, environ: Environ, fanout: str) -> World:
     if fanout == "srun":
         return slurm.read_job(environ, (*typed.typed, typed.program)[0], nproc)
     if fanout in ("ssh", "pdsh"):
-        return _read_named(typed, environ, nproc)
+        return _read_named(typed, nproc)
     if typed.fanout == "auto":
         nproc = nproc or pbs.asked_ranks(environ)
-    return replace(_read_own_node(typed, environ), nproc=nproc)
+    return replace(_read_own_node(typed), nproc=nproc)
 
 
 def _first(given: str | None, environ: Environ, variable: str) -> str | None:
@@ -217,24 +219,25 @@ def _first(given: str | None, environ: Environ, variable: str) -> str | None:
     return given if given is not None else environ.get(variable) or None
 
 
-def _read_named(typed: Typed, environ: Environ, nproc: int | None) -> World:
+def _read_named(typed: Typed, nproc: int | None) -> World:
     """Return the nodes that are named, one by one."""
     is_named = typed.node or typed.hostfile
     if typed.nodefile or (typed.fanout == "auto" and not is_named):
-        nodes = pbs.read_nodefile(environ, nproc)
+        nodes = pbs.read_nodefile(typed.environ, nproc)
     else:
         more = hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()
         nodes = hosts.read_nodes([*typed.node, *more], nproc)
     if not nodes:
         raise PlanError("no nodes; name them after NPROC, or in a file with -f")
-    master = environ.get("MASTER_ADDR") or nodes[0].name.rpartition("@")[2]
+    master = typed.environ.get("MASTER_ADDR") or nodes[0].name.rpartition("@")[2]
     master = master if len(nodes) > 1 else "127.0.0.1"
     return World(len(nodes), master, nproc=nproc, nodes=nodes)
 
 
-def _read_own_node(typed: Typed, environ: Environ) -> World:
+def _read_own_node(typed: Typed) -> World:
     """Return this machine's node rank where every node starts itself: under srun, or by hand."""
     given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
+    environ = typed.environ
     slurm.refuse_many_tasks(environ)
     if typed.has_health_check or (typed.like_torchrun and typed.nnodes != "1"):
         if step := slurm.read_step(environ, given):  # srun has started this on each node
@@ -257,12 +260,13 @@ def _read_own_node(typed: Typed, environ: Environ) -> World:
     master = typed.master or environ.get("MASTER_ADDR")
     if not master:
         raise PlanError(f"{num_nodes} nodes, but no MASTER_ADDR; give the address of node rank 0")
-    if rank == "auto" and is_first(master, _read_port(typed, environ, is_by_hand=True) or 0):
+    if rank == "auto" and is_first(master, _read_port(typed, is_by_hand=True) or 0):
         node_rank = 0  # the others get theirs as they come
     return World(num_nodes, master, node_rank)
 
 
-def _read_port(typed: Typed, environ: Environ, *, is_by_hand: bool) -> int | None:
+def _read_port(typed: Typed, *, is_by_hand: bool) -> int | None:
+    environ = typed.environ
     text = _first(typed.port, environ, "MASTER_PORT")
     if is_by_hand and in_slurm_step(environ) and text in (None, "auto"):
         return port_from_id(job_run_id(environ))  # the run's id is node rank 0's alone
@@ -274,20 +278,20 @@ def _read_port(typed: Typed, environ: Environ, *, is_by_hand: bool) -> int | Non
 # --- the run ------------------------------------------------------------------------------------
 
 
-def choose_run_id(typed: Typed, environ: Environ, log_dir: Path, *, is_namer: bool) -> str:
+def choose_run_id(typed: Typed, log_dir: Path, *, is_namer: bool) -> str:
     """Return RUN_ID, else node rank 0's choice: after --rdzv-id, the launch in this job, or new."""
-    run_id, takes = environ.get("RUN_ID", ""), not typed.is_dry_run
+    run_id = typed.environ.get("RUN_ID", "")
     if not run_id and is_namer:
         if name := plain_run_id(typed.run_id):
-            run_id = free_run_id(log_dir, name, takes=takes)
-        elif job := job_run_id(environ):
-            run_id = next_run_id(log_dir, job, takes=takes)
+            run_id = free_run_id(log_dir, name, typed)
+        elif job := job_run_id(typed.environ):
+            run_id = next_run_id(log_dir, job, typed)
         else:
             run_id = new_run_id()
     return run_id and check_run_id(run_id)
 
 
-def choose_program(typed: Typed, environ: Environ) -> tuple[list[str], bool, str]:
+def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
     """Return the training script with its arguments, whether it is our train.py, and the config.
 
     The words are the agent's last: they begin with `-m` for a module, and with `--no-python` for
@@ -301,6 +305,7 @@ def choose_program(typed: Typed, environ: Environ) -> tuple[list[str], bool, str
             return ["-m" if typed.as_module else "--no-python", *typed.rest], False, "-"
         script = re.sub("^-", "./-", typed.rest[0])  # which the agent would take for an option
         return [ours if _is_ours(script) else script, *typed.rest[1:]], _is_ours(script), "-"
+    environ = typed.environ
     script = environ.get("TRAIN_SCRIPT") or ours
     is_ours = _is_ours(script)
     config, flag = typed.config, environ.get("CONFIG_FLAG")

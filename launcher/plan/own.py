@@ -16,6 +16,7 @@ from pathlib import Path
 
 from launcher.plan import pbs
 from launcher.plan.plan import Plan
+from launcher.plan.typed import Choices
 from launcher.text import Environ, short_host_name
 from launcher.wire import limits
 
@@ -39,11 +40,11 @@ class Own:
 
     names: Collection[str]
     is_default: bool  # THREADS is PBS's own choice: all CPUs of the chunk, for each rank
-    values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by node
+    values: Mapping[str, Environ] = field(default_factory=dict)  # by node
 
-    def ask(self, plan: Plan, environ: Environ, say: Callable[[str], None]) -> None:
+    def ask(self, plan: Plan, say: Callable[[str], None]) -> None:
         """Ask for each node's own values; says which nodes do not get theirs."""
-        self.values = ask_nodes(self.names, plan, environ)
+        self.values = ask_nodes(self.names, plan)
         quiet = {"NCPUS", THREADS} if self.is_default else {"NCPUS"}
         names = " ".join(sorted({*self.names} - quiet))
         missing = [node.name for node in plan.nodes if node.name not in self.values]
@@ -62,18 +63,19 @@ class Own:
         return values
 
 
-def find_own(environ: Environ, activated: Collection[str], begun: Collection[str]) -> Own:
+def find_own(asked: Choices, begun: Collection[str]) -> Own:
     """Return which variables the scheduler has set for this node alone.
 
-    `activated` are the names that the Python's environment has changed, `begun` the `NAME=value`
-    that the shell was begun with: in the job, a value that is not among them was typed.
+    `begun` are the `NAME=value` that the shell was begun with: in the job, a value that is not
+    among them was typed. So was one that the Python's environment has changed.
     """
+    environ = asked.environ
     signs = [sign for sign in OWN if environ.get(sign)]
     names = {name for sign in signs for name in OWN[sign]} & environ.keys()
     is_shell = any(f"{sign}={environ[sign]}" in begun for sign in signs)
     attributes = pbs.ask_qstat(environ.get("PBS_JOBID", "")) if names else {}
     given = f",{attributes.get('Variable_List', '')},".replace("\\,", ",")
-    chosen = {*activated, *asked_names(environ)}
+    chosen = {*asked.activated, *asked_names(environ)}
     for name in names:
         value = f"{name}={environ[name]}"
         if (is_shell and value not in begun) or f",{value}," in given:
@@ -99,10 +101,11 @@ def read_begun() -> set[str]:
     return {*os.fsdecode(text).split("\0")}
 
 
-def ask_nodes(names: Collection[str], plan: Plan, environ: Environ) -> dict[str, dict[str, str]]:
+def ask_nodes(names: Collection[str], plan: Plan) -> dict[str, dict[str, str]]:
     """Return each node's own values by its name; this node's alone if pbsdsh does not answer."""
+    environ = plan.environ
     hosts = list(dict.fromkeys(pbs.read_lines(environ)))
-    by_host: dict[str, Mapping[str, str]] = {}
+    by_host: dict[str, Environ] = {}
     if names and len(hosts) > 1 and len(plan.nodes) > 1:
         with contextlib.suppress(OSError):  # the preflight says that the folder cannot be written
             by_host = ask_pbsdsh(names, hosts, plan.directory / plan.log_dir)
@@ -116,11 +119,9 @@ def ask_nodes(names: Collection[str], plan: Plan, environ: Environ) -> dict[str,
     }
 
 
-def ask_pbsdsh(
-    names: Collection[str], hosts: Sequence[str], folder: Path
-) -> dict[str, Mapping[str, str]]:
+def ask_pbsdsh(names: Collection[str], hosts: Sequence[str], folder: Path) -> dict[str, Environ]:
     """Return the values that PBS gives a task on each host, of those that answer in time."""
-    by_host: dict[str, Mapping[str, str]] = {}
+    by_host: dict[str, Environ] = {}
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".nodes-", dir=folder) as answers:
         task = ["pbsdsh", "--", "/bin/sh", "-c", _ANSWER, answers, "|".join(names)]

@@ -7,13 +7,13 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from distributed.job import ask_scheduler
 from launcher.plan.plan import NodePlan
-from launcher.text import Environ, PlanError, count
+from launcher.text import Environ, OwnEnviron, PlanError, count
 from launcher.wire import limits
 
 REQUEST = (
@@ -111,7 +111,7 @@ def find_short_delay(grace_s: int, environ: Environ) -> str:
     return f"{cause} after qdel or the walltime (kill_delay of queue {queue}); {cure}"
 
 
-def note_job(environ: MutableMapping[str, str]) -> list[str]:
+def note_job(environ: OwnEnviron) -> list[str]:
     """Ask PBS, once for all that this launch starts, what identifies its job (see this_job).
 
     Returns the names of the variables that qsub's -v has set; with -V, which sends all of the login

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,7 +17,7 @@ from launcher.container import Container
 from launcher.plan.typed import Choices
 from launcher.preflight.check_node import Report, check_node
 from launcher.preflight.compare import Preflight
-from launcher.text import PlanError, count, print_row
+from launcher.text import Environ, PlanError, count, print_row
 from launcher.wire import limits
 from launcher.wire.messages import Request
 
@@ -60,6 +60,7 @@ class World:
     num_spares: int = 0  # more nodes, which wait: the last of `nodes`
     min_nodes: int = 0  # with which the run goes on without a spare; 0: it replaces no node
     hosts: str = ""  # SLURM's list of them
+    job: str = ""  # SLURM's id of the job that has them
     left_out: Sequence[str] = ()  # faulty nodes of the job
 
 
@@ -110,7 +111,7 @@ class Plan(World, Choices, ConfigFacts):
     engine: str = ""  # what starts the ranks in place of the node agent
     max_restarts: int = 0
     grace_s: int = limits.GRACE_S
-    variables: Mapping[str, str] = field(default_factory=dict)  # that go with the run
+    variables: Environ = field(default_factory=dict)  # that go with the run
     container: Container | None = None  # in which the preflight, the agents and the ranks run
     forwarded: Sequence[str] = ()  # names of all that go to nodes over ssh
     has_checks: bool = True
@@ -242,7 +243,7 @@ def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], p
 
 def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
     """Print the plan and each node's command; one rank per GPU means the GPUs of this machine."""
-    here = check_node(plan.request())
+    here = check_node(plan.request(), plan.environ)
     counts = plan.rank_counts(here.nproc)
     print_plan(plan, here, None, counts)
     for number, node in enumerate(plan.nodes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distributed.job import is_task
@@ -12,7 +12,7 @@ from launcher.plan import pbs, slurm
 from launcher.plan.own import asked_names, find_own, read_begun
 from launcher.plan.plan import ROOT
 from launcher.plan.typed import Typed, is_same
-from launcher.text import Environ
+from launcher.text import OwnEnviron
 
 FORWARDED = (  # over ssh
     *("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_"),
@@ -29,18 +29,19 @@ NOT_REPEATED = ("RUN_ID", "RUN_SECRET", "CONFIG", "SHOW_RANKS", "NO_COLOR", "PYT
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS")
 
 
-def command_line(typed: Typed, environ: Environ, fanout: str) -> str:
+def command_line(typed: Typed, fanout: str) -> str:
     """Return what was typed, with the variables that shaped it: typed again, it resumes the run.
 
     Empty if the job's size is not known.
     """
+    environ = typed.environ
     names = ["RUN_ID"] if fanout == "job_command" else []
     names += REPEATED
     if fanout in ("ssh", "pdsh") or typed.nodefile:
         names += REPEATED_WITH_SSH
     if typed.nodefile:  # qsub's -v sets the first; qstat shows the others' values, too
         names += ["CONFIG", *(name for name in asked_names(environ) if not _SECRET.search(name))]
-    names += _set_for_it(typed, environ)
+    names += _set_for_it(typed)
     given = {**environ, "LOG_LEVEL": ""} if typed.log_level else environ
     set_names = filter(given.get, dict.fromkeys(names))
     variables = [f"{name}={shlex.quote(given[name])}" for name in set_names]
@@ -58,15 +59,15 @@ def command_line(typed: Typed, environ: Environ, fanout: str) -> str:
     return " ".join([*variables, shlex.join(words)]) if words else ""
 
 
-def _set_for_it(typed: Typed, environ: Environ) -> Iterator[str]:
+def _set_for_it(typed: Typed) -> Iterator[str]:
     """Yield the names of PYTHON, PYTHONPATH and other programs' variables, if set for this launch.
 
     What the shell was begun with, and what a site or an environment sets, comes again by itself.
     """
-    again = read_begun()
+    environ, again = typed.environ, read_begun()
     if environ.get("CONTAINER") or typed.python == str(ROOT / ".venv/bin/python"):
         again.add(f"PYTHON={environ.get('PYTHON')}")
-    theirs = {*typed.activated, *find_own(environ, typed.activated, again).names} - {"PYTHON"}
+    theirs = {*typed.activated, *find_own(typed, again).names} - {"PYTHON"}
     for name in sorted({*environ} - theirs):
         is_other = name.startswith(FORWARDED) and not _SECRET.search(name)
         is_wanted = is_other or name in ("PYTHON", "PYTHONPATH")
@@ -74,7 +75,7 @@ def _set_for_it(typed: Typed, environ: Environ) -> Iterator[str]:
             yield name
 
 
-def forward_given(environ: MutableMapping[str, str], given: Sequence[str]) -> None:
+def forward_given(environ: OwnEnviron, given: Sequence[str]) -> None:
     """Send the nodes what a user has given the job, but not what the launch itself reads."""
     ours = (*REPEATED, *REPEATED_WITH_SSH, *NOT_REPEATED)
     asked = asked_names(environ)

@@ -18,7 +18,7 @@ from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import read_number
 from launcher.plan.resume import resolve_script
 from launcher.plan.typed import Typed
-from launcher.text import Environ, PlanError, count, did_you_mean, print_row, warn
+from launcher.text import PlanError, count, did_you_mean, print_row, warn
 
 SBATCH_OPTIONS = ("partition", "account", "qos", "mem", "time")  # for every job
 PER_GPU = ("cpus_per_gpu", "mem_per_gpu")  # for jobs with GPUs
@@ -41,9 +41,10 @@ class Size:
     is_exclusive: bool  # every node's GPUs are all used
 
 
-def run(typed: Typed, environ: Environ) -> int:
+def run(typed: Typed) -> int:
     """Submit the training; returns the exit code: with --wait, the job's."""
-    own, settings = take_own_settings(typed, environ)
+    environ = typed.environ
+    own, settings = take_own_settings(typed)
     gpus = read_number("num_gpus_train", own["num_gpus_train"], 1, MOST_GPUS)
     size = choose_size(gpus, gpus_of_nodes(own["partition"] or environ.get("SBATCH_PARTITION", "")))
     nodelist = own["nodelist"]
@@ -63,7 +64,7 @@ def run(typed: Typed, environ: Environ) -> int:
         nproc=str(size.gpus),
         master="unknown",
     )
-    plan = check_config(make_plan(checked, environ), environ)
+    plan = check_config(make_plan(checked))
     own["prepare"] = choose_preparation(own, plan.prepare, typed.program)
     name = "slurm_train.sh" if size.num_nodes > 1 else "slurm_train_single_node.sh"
     job = [f"--nodes={size.num_nodes}", f"--gpus-per-node={size.gpus}"]
@@ -80,19 +81,19 @@ def run(typed: Typed, environ: Environ) -> int:
 # --- what is asked for --------------------------------------------------------------------------
 
 
-def take_own_settings(typed: Typed, environ: Environ) -> tuple[dict[str, str], list[str]]:
+def take_own_settings(typed: Typed) -> tuple[dict[str, str], list[str]]:
     """Return the settings of this script by name, "" if not given, and those of the training.
 
     Raises PlanError if one is unknown or missing.
     """
-    own = dict.fromkeys(OWN, "")
+    own, is_ours = dict.fromkeys(OWN, ""), not typed.environ.get("TRAIN_SCRIPT")
     others = []
     for setting in typed.setting:
         name, _, value = setting.partition("=")
         if name in OWN:
             own[name] = value
             continue
-        if "." not in name and name not in _OF_TRAINING and not environ.get("TRAIN_SCRIPT"):
+        if "." not in name and name not in _OF_TRAINING and is_ours:
             known = f"known here: {', '.join(OWN)}, and the config's own"
             raise PlanError(f"unknown setting {name!r}; {did_you_mean(name, OWN)}{known}")
         others.append(setting)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from launcher.text import Environ
+
 
 def is_same(file: Path, other: Path) -> bool:
     """Return whether two paths lead to one file."""
@@ -29,6 +31,7 @@ class Choices:
     is_detached: bool = False
     has_health_check: bool = False  # of this node's ranks together, after the preflight
     has_transcript: bool = False  # of what the terminal shows
+    environ: Environ = field(default_factory=dict, repr=False)  # with which it was typed
 
     def choices(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(Choices)}

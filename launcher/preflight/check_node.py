@@ -40,7 +40,7 @@ class Report(NodeReport):
     seconds: float = 0.0
 
 
-def check_node(request: Request, environ: Environ = os.environ) -> Report:
+def check_node(request: Request, environ: Environ) -> Report:
     """Check this node, and meet the others meanwhile."""
     start = time.perf_counter()
     port, listener, port_error = open_master_port(request)
@@ -154,9 +154,10 @@ def read_reports(lines: Iterable[str]) -> list[Report]:
     return sorted(reports, key=lambda report: report.node_rank)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], environ: Environ) -> int:
     """Check this node, as the request asks; a long one comes in several arguments."""
     request = parse(Request, "".join(arguments))
-    node_rank = int(os.environ.get("SLURM_NODEID") or request.node_rank)
-    print(*write_report(check_node(replace(request, node_rank=node_rank))), sep="\n", flush=True)
+    node_rank = int(environ.get("SLURM_NODEID") or request.node_rank)
+    report = check_node(replace(request, node_rank=node_rank), environ)
+    print(*write_report(report), sep="\n", flush=True)
     return 0

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.text import Environ
 from launcher.wire.messages import NodeReport
 
 ARGUMENTS = "the list of arguments"
@@ -34,9 +33,11 @@ def read_torch() -> dict[str, Any]:
     return {}
 
 
-def describe_program(words: Sequence[str], task_file: str, environ: Environ) -> dict[str, str]:
+def describe_program(
+    words: Sequence[str], task_file: str, *, skips_arguments: bool
+) -> dict[str, str]:
     """Return by name what agents compare of the training script, its arguments and their files."""
-    if environ.get("SKIP_PREFLIGHT") == "1":  # the arguments may differ
+    if skips_arguments:
         return hash_files([words[0], task_file], Path())
     return {ARGUMENTS: shlex.join(words[1:]), **hash_files([*words, task_file], Path())}
 

@@ -12,37 +12,39 @@ from pathlib import Path
 from distributed.errors import Refused
 from distributed.job import job_start
 from launcher import processes
+from launcher.plan.typed import Choices
 from launcher.record.run_json import read, refuse_live, this_start
 
 MOST_CHARACTERS = 100  # distributed.environment.check_run_id allows 128
 
 
-def next_run_id(log_dir: Path, job: str, *, takes: bool = False) -> str:
+def next_run_id(log_dir: Path, job: str, asked: Choices) -> str:
     """Return JOB, JOB.1, ...: the first that no launch in this start of the job has taken.
 
-    With `takes`, this process takes it, and another that asks at the same time gets the next.
+    This process takes it, unless it is a dry run, and another that asks at the same time gets the
+    next.
     """
 
     def is_free(folder: Path) -> bool:
         record = read(folder)
-        return record is None or not _is_same(record.job, this_start())
+        return record is None or not _is_same(record.job, this_start(asked.environ))
 
-    return _first_free(log_dir, job, is_free, takes)
+    return _first_free(log_dir, job, is_free, asked)
 
 
-def free_run_id(log_dir: Path, name: str, *, takes: bool = False) -> str:
+def free_run_id(log_dir: Path, name: str, asked: Choices) -> str:
     """Return NAME, NAME.1, ...: the first that no live run has. The guides of torch have 100.
 
-    `takes` as in next_run_id().
+    This process takes it as in next_run_id().
     """
 
     def is_free(folder: Path) -> bool:
         with contextlib.suppress(Refused):
-            refuse_live(folder)
+            refuse_live(folder, asked.environ)
             return True
         return False
 
-    return _first_free(log_dir, name, is_free, takes)
+    return _first_free(log_dir, name, is_free, asked)
 
 
 def plain_run_id(rdzv_id: str) -> str:
@@ -64,19 +66,20 @@ def _is_same(start: str, other: str) -> bool:
     return is_told or bool(session and session == here)
 
 
-def _first_free(log_dir: Path, name: str, is_free: Callable[[Path], bool], takes: bool) -> str:
+def _first_free(log_dir: Path, name: str, is_free: Callable[[Path], bool], asked: Choices) -> str:
     for number in itertools.count():
         run_id = f"{name}.{number}" if number else name
-        if (not takes or _take(log_dir / run_id)) and is_free(log_dir / run_id):
+        is_ours = asked.is_dry_run or _take(log_dir / run_id, job_start(asked.environ))
+        if is_ours and is_free(log_dir / run_id):
             break
     return run_id
 
 
-def _take(folder: Path) -> bool:
+def _take(folder: Path, start: int) -> bool:
     """Reserve a run's name on this machine; False if another launch has reserved it.
 
     It lasts until this process ends or becomes the agent: then the run's record decides. The
     next start of a job takes it over from one that is cut off.
     """
-    key = f"{folder.absolute()} {job_start()}"
+    key = f"{folder.absolute()} {start}"
     return processes.claim(hashlib.sha256(key.encode()).hexdigest())

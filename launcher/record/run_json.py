@@ -21,6 +21,7 @@ from distributed.job import job_id, job_start, this_job
 from distributed.lock import RunLock, is_locked, locked_by, refuse_locked, update_link
 from launcher.processes import start_ticks
 from launcher.record.restart import Restart
+from launcher.text import Environ
 from launcher.typed_json import decode
 from launcher.wire import limits
 
@@ -148,28 +149,28 @@ def writing_to(folder: Path) -> Iterator[None]:
 # --- a launcher's part --------------------------------------------------------------------------
 
 
-def this_start() -> str:
+def this_start(environ: Environ) -> str:
     """Return what identifies this start of this job; empty if that is not known.
 
     In a PBS job, whose qstat may be silent, it ends with the session that PBS began for this start.
     """
-    job = this_job()
+    job = this_job(environ)
     start = " ".join(str(job[name]) for name in ("cluster", "run_id", "start", "submitted") if job)
-    if "PBS_JOBID" not in os.environ:
+    if "PBS_JOBID" not in environ:
         return start
-    if not job and os.environ.get("PBS_ENVIRONMENT") == "PBS_INTERACTIVE":
-        start = job_id(os.environ)  # PBS starts it only once
+    if not job and environ.get("PBS_ENVIRONMENT") == "PBS_INTERACTIVE":
+        start = job_id(environ)  # PBS starts it only once
     leader = os.getsid(0)
     return f"{start} @{socket.gethostname()} {leader} {start_ticks(leader)}"
 
 
-def refuse_live(folder: Path) -> None:
+def refuse_live(folder: Path, environ: Environ) -> None:
     """Raise Refused if the run in a folder is live, as far as this machine can see.
 
     A scheduler may start its job again beside the first start, which then loses the run. In a job
     only the lock is checked, because it records the job.
     """
-    if job_id(os.environ):
+    if job_id(environ):
         refuse_locked(folder, f"run {folder.name}")
         return
     record = read(folder)
@@ -181,15 +182,16 @@ def refuse_live(folder: Path) -> None:
         raise Refused("run-is-live", f"{cause}; wait for its end, or choose another RUN_ID")
 
 
-def note_start(folder: Path, **fields: Any) -> None:
+def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
     """Record that this process is about to start the run.
 
     Raises Refused if that fails, or where another process has been quicker.
     """
-    me = LauncherProcess.of(os.getpid())
+    me, job = LauncherProcess.of(os.getpid()), this_start(environ)
     with writing_to(folder), _one_writer(folder):
-        refuse_live(folder)
-        _change(folder, {"launcher": me, **_start(folder, "starting"), **fields})
+        refuse_live(folder, environ)
+        fields |= {"launcher": me, "job": job, **_start(folder, "starting")}
+        _change(folder, fields)
 
 
 def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
@@ -224,12 +226,12 @@ def _end(code: int) -> dict[str, Any]:
 class RunFolder:
     """Paths of one run. Their permissions follow the user's umask."""
 
-    def __init__(self, root: Path, run_id: str, node_rank: int) -> None:
+    def __init__(self, root: Path, run_id: str, node_rank: int, environ: Environ) -> None:
         self.root = root  # the log directory, which holds all runs
         self.path = root / run_id
         self.node_log = self.path / f"node_{node_rank}.log"
         self.failures = self.path / "failures"
-        if start := job_start():  # processes of an earlier start may still be there, cut off
+        if start := job_start(environ):  # processes of an earlier start may still be there, cut off
             self.failures /= f"start_{start}"
 
     def create(self) -> None:
@@ -283,7 +285,6 @@ class LiveRecord:
             return
         self.note(
             run_id=folder.name,
-            command=os.environ.get("LAUNCH_COMMAND", ""),
             working_directory=os.getcwd(),
             versions={**versions, "kernel": platform.release()},
             git_commit=_git_commit(),

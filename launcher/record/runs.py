@@ -22,7 +22,7 @@ from launcher.failure_block import find_kept, read_tail
 from launcher.plan.typed import Typed
 from launcher.processes import ranks_of
 from launcher.record.run_json import ASKED, SHOWN, Record, read
-from launcher.text import Environ, count, did_you_mean, warn
+from launcher.text import count, did_you_mean, warn
 from launcher.wire import limits
 
 TAIL_BYTES = 8192  # of a file, to find its last line
@@ -156,9 +156,9 @@ def date(seconds: float) -> str:
 # --- the command line ---------------------------------------------------------------------------
 
 
-def main(typed: Typed, environ: Environ) -> int:
+def main(typed: Typed) -> int:
     """Do what --status, --stop or --stacks asks for; returns the exit code."""
-    log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
+    log_dir = Path(typed.environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     try:
         if typed.fanout == "status":
             return print_status(log_dir, typed.rest, typed.program)

@@ -1,5 +1,6 @@
 """What launch.sh becomes. Our own modules are found in any working directory."""
 
+import os
 import signal
 import sys
 from importlib import import_module
@@ -16,13 +17,12 @@ for name in ("distributed", "launcher"):  # not through sys.path: a user's files
     spec.loader.exec_module(sys.modules[name])
 
 if __name__ == "__main__":
-    # Another module than the one behind the launchers.
-    is_named = sys.argv[1].startswith("launcher.")
+    is_named = sys.argv[1].startswith("launcher.")  # another than the one behind the launchers
     if sys.argv[1] == "launcher.cli.tools":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     try:
         module = import_module(sys.argv[1] if is_named else "launcher.start")
-        sys.exit(module.main(sys.argv[1 + is_named :]))
+        sys.exit(module.main(sys.argv[1 + is_named :], os.environ))
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -267,8 +267,8 @@ TABLE
 import os
 from launcher.agent.command_line import find_option
 
-def run_agent(arguments, link):
-    os.execlp("bash", "bash", "-c", os.environ["AGENT"], "ssh", find_option(arguments, "--nnodes"))
+def run_agent(arguments, environ, link):
+    os.execlp("bash", "bash", "-c", environ["AGENT"], "ssh", find_option(arguments, "--nnodes"))
 PY
   cat >all.py <<'PY'
 import os, sys
@@ -293,7 +293,8 @@ here = Path.cwd()
 node_plans = [NodePlan(node, 1) for node in nodes]
 plan = Plan(program="all.py", fanout=fanout, command="", root=Path(root), python=sys.executable,
             directory=here, log_dir=here / "logs", run_id="all", words=["all.py"],
-            nodes=node_plans, num_nodes=len(nodes), master_addr="node1", preflight_s=600)
+            nodes=node_plans, num_nodes=len(nodes), master_addr="node1", preflight_s=600,
+            environ=os.environ)
 sys.exit(All(plan).run(lambda: None))
 PY
   export CLUSTER_DIR=$BATS_TEST_TMPDIR/cluster

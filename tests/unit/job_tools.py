@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ def job_plan(folder: Path, **changes: Any) -> Plan:
         run_id="mine",
         words=["own.py", "a b"],
         hosts="node[1-3]",
+        job="7",
+        environ=os.environ,
         num_nodes=3,
         checkpoint_dir=Path("checkpoints"),
     )

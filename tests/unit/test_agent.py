@@ -149,16 +149,16 @@ def test_what_the_user_has_in_the_place_of_a_link_is_kept(tmp_path: Path) -> Non
     (tmp_path / "theirs").mkdir()
     (tmp_path / "latest").symlink_to("theirs")
     (tmp_path / "node_1.log").write_text("mine")
-    RunFolder(tmp_path, "first", 1).create()
+    RunFolder(tmp_path, "first", 1, {}).create()
     assert (tmp_path / "node_1.log").read_text() == "mine"
     (tmp_path / "node_0.log").symlink_to("gone/node_0.log")
     for run_id in ("first", "second"):
-        RunFolder(tmp_path, run_id, 0).create()
+        RunFolder(tmp_path, run_id, 0, {}).create()
         assert (tmp_path / "latest").readlink() == Path("theirs")
         assert (tmp_path / "node_0.log").readlink() == Path(run_id, "node_0.log")
     (tmp_path / "latest").unlink()
     for run_id in ("third", "fourth"):
-        RunFolder(tmp_path, run_id, 0).create()
+        RunFolder(tmp_path, run_id, 0, {}).create()
         assert (tmp_path / "latest").readlink() == Path(run_id)
 
 
@@ -327,10 +327,13 @@ def test_the_fault_of_an_error_that_names_none(message: str, fault: str) -> None
     assert failure.fault_of(message) == fault
 
 
+NOTE = AgentNote("", 0, 0.0, 0)  # of an agent that has noted nothing
+
+
 def test_a_question_before_the_ranks_start_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, subprocess.Popen(["sleep", "600"]) as process:
-        agent = Agent(process.pid, ours, -1, 0)
+        agent = Agent(process.pid, ours, -1, NOTE)
         agent.ask()
         assert capsys.readouterr().err == "node agent: the ranks have not started yet\n"
         theirs.sendall(b"note")
@@ -346,7 +349,7 @@ def test_the_kernels_kill_of_an_agent_is_told_from_a_foreign_one(
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(encode(AgentNote("r", 1, time.time(), 2)).encode())
-        _report_death(Agent(-1, ours, -1, 0), 137, why, [], left=0)
+        _report_death(Agent(-1, ours, -1, NOTE), 137, why, [], left=0)
     err = capsys.readouterr().err
     fault = "out-of-memory" if is_out_of_memory else "agent-killed"
     assert err.lstrip("\n").startswith("FAILED   node agent 1 (") and f"[{fault}]" in err

@@ -17,7 +17,7 @@ from test_save_snapshot import hold_commits
 from torch import nn
 
 from distributed.checkpoint.files import score, steps
-from distributed.checkpoint.memory import BEGIN, FILES
+from distributed.checkpoint.memory import BEGIN
 from distributed.checkpoint.snapshots import Buffer
 from distributed.environment import detect
 from launcher.agent.nodes.protocol import SnapshotData
@@ -117,21 +117,18 @@ def test_a_step_that_the_loss_scaler_skips_gets_into_a_snapshot(job: Job) -> Non
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_refused_at_the_start(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_refused_at_the_start(job: Job) -> None:
     settings = load(ROOT / "config/local3.yaml", TAKEN)
     model = nn.Linear(10**5, 10**5, bias=False, device="meta")
     plan_snapshots(model, settings, detect({}))  # no agent, no snapshots
-    monkeypatch.setenv(FILES, "")
+    with_agent = detect({"HEARTBEAT_FILE": "the agent's"})
     with pytest.raises(
         SettingsError, match=r"^checkpoint.snapshot_every: .* 240.0 GB .* free; set"
     ):
-        plan_snapshots(model, settings, detect({}))
+        plan_snapshots(model, settings, with_agent)
     model.requires_grad_(False)
     with pytest.raises(SettingsError, match=r" 80.0 GB "):
-        plan_snapshots(model, settings, detect({}))
-    monkeypatch.delenv(FILES)
+        plan_snapshots(model, settings, with_agent)
     code, output = job.run("plan", 2, *TAKEN, "train.max_steps=1")
     assert code == 0 and "snapshots  every 5 steps, in 0 MB of memory\n" in output
 

@@ -24,7 +24,8 @@ from launcher.text import PlanError
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {file.stem: file for file in ROOT.glob("scripts/**/*.sh") if file.parent.name != "lib"}
-LEFT = ("typed", "usage", "program", "here", "python", "batch_script")  # tested by themselves
+# Tested by themselves.
+LEFT = ("typed", "environ", "usage", "program", "here", "python", "batch_script")
 
 
 @pytest.fixture(autouse=True)
@@ -356,7 +357,8 @@ def test_it_shows_the_variables_that_it_reads(name: str) -> None:
     assert re.search(r"^  RUN_ID ", text, re.M) and "\n  GRACE " in text
     typed = replace(parse(call_of(name), GIVEN.get(name, ()), {}), config="c.yaml")
     if name != "submit_with_config":  # the job's own script reads it
-        words, _, _ = choose_program(typed, {"TRAIN_SCRIPT": "own.py", "CONFIG_FLAG": "--conf"})
+        environ = {"TRAIN_SCRIPT": "own.py", "CONFIG_FLAG": "--conf"}
+        words, _, _ = choose_program(replace(typed, environ=environ))
         assert ("own.py" in words) == ("\n  TRAIN_SCRIPT " in text)
         assert ("--conf" in words) == ("\n  CONFIG_FLAG " in text)
     engine = COMMANDS[name].fixed.get("engine")
@@ -420,12 +422,11 @@ def test_torch_takes_arguments_for_templates() -> None:
     assert args.training_script_args == ["--log", "$$$$5", "$${local_rank}"]
 
 
-def test_an_empty_variable_is_one_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = torchrun_arguments.parse(["x.py"])
+def test_an_empty_variable_is_one_that_is_not_set() -> None:
+    usual, _ = torchrun_arguments.parse(["x.py"], {})
     names = re.findall(
         r"\b[A-Z][A-Z_]+\b", "".join(re.findall(r"(?m)^  [A-Z].*?(?:  |$)", HELP.read_text()))
     )
     assert {"GRACE", "SPARES", "VENV", "NO_COLOR"} < {*names}
-    for name in names:
-        monkeypatch.setenv(name, "")
-    assert torchrun_arguments.parse(["x.py"]) == usual
+    empty, _ = torchrun_arguments.parse(["x.py"], dict.fromkeys(names, ""))
+    assert replace(empty, environ={}) == usual

@@ -311,7 +311,7 @@ def test_node_rank_0_opens_the_port_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     for module in ("preflight.check_node", "wire.meeting"):
         monkeypatch.setattr(f"launcher.{module}.open_port", note)
-    report = check_node(a_request(num_nodes=2, meeting_size=2, within_s=0.05))
+    report = check_node(a_request(num_nodes=2, meeting_size=2, within_s=0.05), {})
     assert opened == [report.port, 0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 import time
@@ -47,10 +46,7 @@ def start_run(folder: Path, *through: str, **environment: str) -> Run:
     """Start two ranks as launcher/fanout/local.py does, and wait until they are ready."""
     script = folder / "program.py"
     script.write_text(FORKS_TWICE)
-    reaper = {
-        "LAUNCH_TOKEN": f"{random.randbytes(8).hex()}",
-        **Launched(has_reaper=True).variable(),
-    }
+    reaper = Launched(has_reaper=True).variables()
     arguments = ["--nproc-per-node", "2", str(script)]
     run = Run(arguments, None, through, **reaper, **environment)
     run.wait_for("ready 0", "ready 1")

@@ -154,7 +154,7 @@ def test_launchers_tell_the_rank(tmp_path: Path, text: str, rank: str, host: str
 
 def test_a_log_without_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "well.log").write_text("step 1\ndone\n")
-    assert main([str(tmp_path / "well.log")]) == 1
+    assert main([str(tmp_path / "well.log")], {}) == 1
     assert capsys.readouterr().out == "no failure found in 1 file\n"
 
 
@@ -172,7 +172,7 @@ def test_an_error_of_several_ranks_is_shown_once_with_the_ranks(
     )
     others = []
     for name in (str(tmp_path), str(tmp_path / "terminal.txt")):
-        assert main([name]) == 0
+        assert main([name], {}) == 0
         told = capsys.readouterr().out
         assert told.startswith("FAILED   rank 0       [out-of-memory]\n")
         others += [row for row in told.splitlines() if row.startswith("others")]
@@ -186,13 +186,13 @@ def test_a_failed_start_of_a_run_that_ended_well_is_none_of_its_failures(
 ) -> None:
     (tmp_path / "node_0.log").write_text("ModuleNotFoundError: No module named 'mine'\n")
     (tmp_path / "run.json").write_text(json.dumps({"state": "ended", "exit_code": code}))
-    assert main([str(tmp_path)]) == int(is_well)
+    assert main([str(tmp_path)], {}) == int(is_well)
     assert ("ended with code 0" in capsys.readouterr().out) == is_well
 
 
 def test_control_characters_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.log").write_bytes(b"ValueError: \x1b[2J\xff\n")
-    assert main([str(tmp_path / "x.log")]) == 0
+    assert main([str(tmp_path / "x.log")], {}) == 0
     assert "\x1b" not in capsys.readouterr().out
 
 
@@ -220,7 +220,7 @@ def test_what_refused_the_start_is_shown_with_its_section(
     log: list[str], shown: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "job.out").write_text("\n".join([*log, ""]))
-    code = main([str(tmp_path / "job.out")])
+    code = main([str(tmp_path / "job.out")], {})
     rows = capsys.readouterr().out.splitlines()
     assert [row for row in rows if row in REFUSALS] == shown
     sections = [row.removeprefix("## ") for row in rows if row.startswith("## ")]
@@ -243,7 +243,7 @@ def test_a_whole_block_is_shown_wherever_it_stands_in_the_output_of_a_job(
     log = tmp_path / "slurm-1.out"
     block = "".join(f"{label}{row}\n" for row in BLOCK.splitlines())
     log.write_text(f"[0] Error: a consequence\n{block}" + "the batch script goes on\n" * 9999)
-    assert main([str(log)]) == 0
+    assert main([str(log)], {}) == 0
     assert capsys.readouterr().out == BLOCK
 
 
@@ -272,7 +272,7 @@ def test_a_word_that_is_nothing_here_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for word, near in {"rank-stuk": "did you mean rank-stuck? ", "--dry": ""}.items():
-        assert main([word], "explain.sh") == 2
+        assert main([word], {}, "explain.sh") == 2
         cure = f"{near}give a RUN, a FILE or a FAULT"
         said = f"explain.sh: {word}: No such file or directory; {cure}\n"
         assert capsys.readouterr().err == said
@@ -283,7 +283,7 @@ def test_a_run_that_starts_and_has_no_log_yet_is_described(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     note_start(Path("logs/26"))
-    assert main(["26"], "explain.sh") == 1
+    assert main(["26"], {}, "explain.sh") == 1
     assert capsys.readouterr().out.startswith("26 ")
 
 
@@ -299,7 +299,7 @@ def test_a_run_that_starts_and_has_no_log_yet_is_described(
 def test_wrong_words_for_checkpoint_sh_are_refused_in_one_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert tools.main(["scripts/checkpoint.sh", *words]) == 2
+    assert tools.main(["scripts/checkpoint.sh", *words], {}) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"checkpoint.sh: {said}")
     assert line.endswith("; see checkpoint.sh --help")

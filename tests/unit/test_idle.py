@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,24 +35,23 @@ ALL = "run_ddp.sh uses all [partial-launch]"
 def test_a_slurm_job(
     tmp_path: Path, num_nodes: int, nproc: int | None, more: dict[str, str], line: str
 ) -> None:
-    plan = job_plan(tmp_path, num_nodes=num_nodes, nproc=nproc)
-    assert find_idle(plan, {**SLURM, **more}) == line
+    environ = {**SLURM, **more}
+    assert find_idle(job_plan(tmp_path, num_nodes=num_nodes, nproc=nproc, environ=environ)) == line
 
 
 def test_the_shell_of_a_step_with_several_nodes(tmp_path: Path, shell: str) -> None:
-    plan, step = job_plan(tmp_path, num_nodes=1), captured("srun-pty-step", SLURM_TASK_PID=shell)
-    assert find_idle(plan, step).startswith("this run uses 1 of the step's 2 nodes; give each")
-    assert find_idle(plan, {**step, "SLURM_STEP_NUM_NODES": "1"}) == ""
+    step = captured("srun-pty-step", SLURM_TASK_PID=shell)
+    plan = job_plan(tmp_path, num_nodes=1, environ=step)
+    assert find_idle(plan).startswith("this run uses 1 of the step's 2 nodes; give each")
+    assert find_idle(replace(plan, environ={**step, "SLURM_STEP_NUM_NODES": "1"})) == ""
 
 
 def test_a_pbs_job(tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("a\na\nb\nb\n")
     (tmp_path / "gpus").write_text("a-gpu0\na-gpu1\nb-gpu0\nb-gpu1\n")
     job = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_GPUFILE": str(tmp_path / "gpus")}
-    alone = job_plan(tmp_path, num_nodes=1)
-    assert find_idle(alone, job).startswith("this run uses 1 of the job's 2 nodes; ")
+    alone = job_plan(tmp_path, num_nodes=1, environ=job)
+    assert find_idle(alone).startswith("this run uses 1 of the job's 2 nodes; ")
     nodes = (NodePlan("a", 2), NodePlan("b", 1))
-    assert find_idle(job_plan(tmp_path, num_nodes=2, nodes=nodes), job).startswith(
-        "this run uses 1 of"
-    )
-    assert find_idle(alone, {"PBS_NODEFILE": "/nonexistent"}) == ""
+    assert find_idle(replace(alone, num_nodes=2, nodes=nodes)).startswith("this run uses 1 of")
+    assert find_idle(replace(alone, environ={"PBS_NODEFILE": "/nonexistent"})) == ""

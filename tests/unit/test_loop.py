@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -36,7 +37,7 @@ def test_a_child_that_ends_after_the_loop_is_not_heard() -> None:
     """Its SIGCHLD would go to a socket that is closed: a traceback, or a byte in another file."""
     ended = run(
         "import signal, time\n"
-        "loop = Loop(most_children=1)\n"
+        "loop = Loop({}, most_children=1)\n"
         "slow = 'trap \"\" TERM; echo armed; read line; exit'\n"
         "child = Child(loop, ['sh', '-c', slow], lambda *_: armed.append(1))\n"
         "armed = []\n"
@@ -66,7 +67,7 @@ def test_what_is_sent_to_our_session_does_not_reach_a_child(before: str) -> None
     """PBS signals every process of a job's session, and ranks save through these connections."""
     ended = run(
         f"import os\n{before}\n"
-        "loop = Loop(most_children=1)\n"
+        "loop = Loop({}, most_children=1)\n"
         "words, command = [], ['sh', '-c', 'ps -o sid= -p $$']\n"
         "child = Child(loop, command, lambda data, _: words.append(data))\n"
         "while child.code is None:\n"
@@ -85,10 +86,10 @@ Connect = Callable[[str], Connection]
 @pytest.fixture
 def connect(tools: Path) -> Iterator[Connect]:
     make_tool(tools / "ssh", "exec cat")  # it ends with its stdin
-    loop = Loop(2)
+    loop = Loop(os.environ, 2)
 
     def begin(node: str) -> Connection:
-        return Connection(loop, node, connect_s=1, token="token", show=lambda text, is_error: None)
+        return Connection(loop, node, connect_s=1, token="token", show=lambda *_: None)
 
     yield begin
     for child in loop.children:
@@ -128,7 +129,7 @@ def test_a_node_that_was_silent_just_before_is_blamed(
 
 NODES = [NodePlan(f"me@n{number}", 2) for number in range(5)]
 FIVE = replace(PLAN, nodes=NODES, num_nodes=3, num_spares=2, min_nodes=3, master_addr="n0")
-NAMED = replace(FIVE, master_addr="10.0.0.1")
+NAMED = replace(FIVE, master_addr="10.0.0.1", environ={"MASTER_ADDR": "10.0.0.1"})
 IN_SLURM = replace(FIVE, nodes=(), hosts="n[0-4]")
 ILL = Fault("gpu-unhealthy", "an Xid error", "reset it")
 SLOW = Fault("gpu-slow", "throttled", "cool it", warns=True)
@@ -177,9 +178,8 @@ def test_spares_take_the_places_of_ill_nodes(
         assert "; ".join(lines).replace("me@", "") == "; ".join(its_lines) == told
 
 
-def test_a_master_that_was_named_is_not_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    assert swap(FIVE, {0}) is None
-    for swapped in (swap(NAMED, {1}), leave_out(replace(NAMED, nodes=(), hosts="n[0-4]"), {1})):
+def test_a_master_that_was_named_is_not_swapped() -> None:
+    in_slurm = replace(NAMED, nodes=(), hosts="n[0-4]")
+    for swapped in (swap(NAMED, {1}), leave_out(in_slurm, {1})):
         assert swapped is not None and swapped[0].master_addr == "10.0.0.1"
-    assert leave_out(IN_SLURM, {0}) is None
+    assert swap(NAMED, {0}) is leave_out(in_slurm, {0}) is None

@@ -19,7 +19,7 @@ from launcher.plan.hosts import read_hostfile
 from launcher.plan.make_plan import choose_run_id, make_plan
 from launcher.plan.plan import ROOT, Batch, Plan
 from launcher.plan.typed import Typed
-from launcher.record.run_json import note_start, this_start
+from launcher.record.run_json import note_start
 from launcher.text import PlanError
 
 
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def plan_of(environ: dict[str, str] | None = None, **typed: Any) -> Plan:
     words = {"fanout": "local", "program": "x.sh", "typed": ("x.sh", "c.yaml"), "config": "c.yaml"}
-    return make_plan(Typed(**{**words, **typed}), environ or {})
+    return make_plan(Typed(**{**words, "environ": environ or {}, **typed}))
 
 
 BY_HAND = {"nnodes": "2", "node_rank": "1", "master": "10.0.0.1"}
@@ -235,11 +235,11 @@ def test_modules_and_programs_that_are_here_are_not_refused(folder: Path) -> Non
 def test_a_checkpoint_that_is_not_there_is_refused_before_the_start(folder: Path) -> None:
     asked: dict[str, Any] = {"setting": ("resume=nope/step-1",)}
     with pytest.raises(PlanError, match="resume: there is no 'nope/step-1'; correct the path"):
-        check_config(plan_of(**asked), os.environ)
+        check_config(plan_of(**asked))
     (folder / "checkpoints/mine").mkdir(parents=True)  # the run's own come first
-    assert check_config(plan_of({"RUN_ID": "mine"}, **asked), os.environ).run_id == "mine"
+    assert check_config(plan_of({"RUN_ID": "mine"}, **asked)).run_id == "mine"
     (folder / "nope/step-1").mkdir(parents=True)
-    check_config(plan_of(**asked), os.environ)
+    check_config(plan_of(**asked))
 
 
 def test_the_config_counts_where_nothing_else_was_said(folder: Path) -> None:
@@ -247,19 +247,20 @@ def test_the_config_counts_where_nothing_else_was_said(folder: Path) -> None:
         "train: {max_steps: 1, batch_size: 1}\ncheckpoint: {dir: kept}\n"
         "distributed: {backend: gloo, join_timeout: 7}\nprepare: first.sh\n"
     )
-    plan = check_config(plan_of(), os.environ)
+    plan = check_config(plan_of())
     assert (plan.backend, plan.join_timeout_s, plan.checkpoint_dir) == ("gloo", 7, Path("kept"))
     assert (plan.prepare, plan.batch) == ("first.sh", Batch(1, 0, 1))
-    said = check_config(plan_of({"BACKEND": "nccl"}), os.environ)
+    said = check_config(plan_of({"BACKEND": "nccl"}))
     assert said.backend == "nccl"
     assert said.task_file == ""
-    assert replace(plan_of(), run_id="") == replace(plan_of({"GRACE": ""}), run_id="")
+    empty = replace(plan_of({"GRACE": ""}), run_id="", environ={})
+    assert replace(plan_of(), run_id="") == empty
 
 
 def test_a_task_of_the_users_own_is_among_the_compared_files(folder: Path) -> None:
     (folder / "mine.py").write_text("class Digits: ...\n")
     (folder / "c.yaml").write_text("task: mine:Digits\ntrain: {max_steps: 1, batch_size: 1}\n")
-    plan = check_config(plan_of(), os.environ)
+    plan = check_config(plan_of())
     assert plan.task_file == "mine.py"
     assert plan.request().words[-1] == plan.task_file
     assert plan.run_variables()["LAUNCH_TASK_FILE"] == plan.task_file
@@ -286,15 +287,15 @@ def test_each_launch_in_a_job_is_a_run_of_its_own(
     tools: Path, environ: dict[str, str], submitted: str, more: dict[str, str], names: list[str]
 ) -> None:
     job = environ.get("SLURM_JOB_ID") or environ["PBS_JOBID"]
-    typed, logs = Typed("auto", is_dry_run=True), Path("logs")  # which takes no name
-    launches = zip((environ, more), ("today", submitted), names, strict=True)
-    for change, told, name in launches:
-        os.environ.update(change)
+    logs = Path("logs")
+    launches = zip((environ, environ | more), ("today", submitted), names, strict=True)
+    for given, told, name in launches:
+        typed = Typed("auto", environ=given, is_dry_run=True)  # which takes no name
         make_tool(tools / "squeue", f"echo {told}")
         run_id = f"{job}{name}"
-        assert choose_run_id(typed, os.environ, logs, is_namer=True) == run_id
-        note_start(logs / run_id, job=this_start())
-    assert choose_run_id(typed, os.environ, logs, is_namer=False) == ""
+        assert choose_run_id(typed, logs, is_namer=True) == run_id
+        note_start(logs / run_id, given)
+    assert choose_run_id(typed, logs, is_namer=False) == ""
 
 
 def test_the_nodes_of_a_step_meet_at_one_port_before_they_know_the_run() -> None:
@@ -346,7 +347,7 @@ NOT_BY_NAME = {"RUN_ID", "RUN_SECRET", "SHOW_RANKS", "NO_COLOR", "PYTHON"}
 def line(environ: dict[str, str], fanout: str = "local", **typed: Any) -> str:
     """Return the resume line of `x.sh` in this environment."""
     words: dict[str, Any] = {"typed": ("x.sh",), "python": "/env/bin/python", **typed}
-    return resume.command_line(Typed(fanout, **words), environ, fanout)
+    return resume.command_line(Typed(fanout, **words, environ=environ), fanout)
 
 
 def test_what_was_typed_and_what_shaped_the_run() -> None:

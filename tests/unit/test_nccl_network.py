@@ -66,7 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """The folder of a run on a machine with an active port."""
     sysfs = make_sysfs(tmp_path / "sys", ACTIVE)
     monkeypatch.setattr(infiniband, "read_ports", functools.partial(infiniband.read_ports, sysfs))
-    run = RunFolder(tmp_path / "logs", "mine", 0)
+    run = RunFolder(tmp_path / "logs", "mine", 0, {})
     run.create()
     return run
 

@@ -16,6 +16,7 @@ from launcher import terminal
 from launcher.agent.output import stream as output
 from launcher.agent.output.noise import without_noise
 from launcher.agent.output.stream import NodeLog, RankView, Stream
+from launcher.agent.torchrun_arguments import parse
 from launcher.fanout.ssh import Terminals
 from launcher.screen import LONGEST_HELD, View
 from launcher.screen import Screen as AnyScreen
@@ -29,7 +30,7 @@ NOISE += b" be retrieved. err=-3\n"
 class Screen:
     """A terminal or a pipe that the launcher was started on, and one rank that writes to it."""
 
-    def __init__(self, folder: Path, *, is_tty: bool = False) -> None:
+    def __init__(self, folder: Path, *, is_tty: bool = False, is_debug: bool = False) -> None:
         self.reader, writer = pty.openpty() if is_tty else os.pipe()
         os.set_blocking(self.reader, False)
         self.terminal = open_again(writer)
@@ -37,7 +38,7 @@ class Screen:
         self.log = NodeLog(folder / "node_0.log")
         theirs, self.rank = os.pipe()
         os.set_blocking(theirs, False)
-        view = RankView(self.terminal, is_alone=True)
+        view = RankView(self.terminal, is_alone=True, is_debug=is_debug)
         self.stream = Stream(0, theirs, self.log, view, is_tty, _logged=time.monotonic())
 
     def write(self, data: bytes) -> None:
@@ -171,8 +172,8 @@ def test_noise_that_comes_in_pieces_is_dropped_too(clock: list[float], tmp_path:
 
 
 def test_with_log_level_debug_everything_is_shown(tmp_path: Path) -> None:
-    os.environ["LOG_LEVEL"] = "debug"
-    screen = Screen(tmp_path)
+    assert parse(["x.py"], {"LOG_LEVEL": "debug"})[0].is_debug
+    screen = Screen(tmp_path, is_debug=True)
     screen.write(NOISE)
     assert screen.shown() == NOISE
 
@@ -184,7 +185,7 @@ NO_NEWS += b" support initialization with an listen fd. Please switch to the leg
 @pytest.mark.parametrize("noise", [NOISE, NO_NEWS])
 def test_the_agents_own_messages_keep_all_but_the_noise(noise: bytes) -> None:
     reader, writer = os.pipe()
-    with pytest.raises(OSError), without_noise(writer):
+    with pytest.raises(OSError), without_noise(writer, is_debug=False):
         os.write(writer, b"a warning\n" + noise)
         raise OSError("and an error")
     os.write(writer, b"later\n")

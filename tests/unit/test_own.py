@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from launcher.fanout import local, pdsh, ssh
 from launcher.fanout.connection import forwarded_names, write_opening
 from launcher.plan import own, pbs
 from launcher.plan.plan import NodePlan, Plan
+from launcher.plan.typed import Choices
 from launcher.preflight.check_node import Report
 from launcher.wire import limits
 
@@ -56,6 +57,7 @@ SELECT = "echo '  schedselect = {}'"
 )
 def test_what_is_this_nodes_alone(
     tools: Path,
+    plan: Plan,
     environ: dict[str, str],
     begun: dict[str, str],
     qstat: str,
@@ -66,9 +68,10 @@ def test_what_is_this_nodes_alone(
     activated = ["HIP_VISIBLE_DEVICES"] if environ.get("ACTIVATED") else []
     shell = {f"{name}={value}" for name, value in begun.items()}
     names -= {"PBS_JOBID", *own.asked_names(environ)}
-    found = own.find_own(environ, activated, shell)
+    found = own.find_own(Choices(environ=environ, activated=activated), shell)
     assert (found.names, found.is_default) == (names, is_default)
-    sent = forwarded_names(activated, {"A": "", **EVERYONES, **environ}, found.names)
+    asked = replace(plan, environ={"A": "", **EVERYONES, **environ}, activated=activated)
+    sent = forwarded_names(asked, found.names)
     assert not names & {*sent} and {*EVERYONES} - {"HOME"} <= {*sent}
     assert ("CUDA_VISIBLE_DEVICES" in sent) == ("CUDA_VISIBLE_DEVICES" in {*environ} - names)
 
@@ -81,7 +84,7 @@ def test_threads_that_a_real_pbs_has_set(tools: Path) -> None:
         make_tool(tools / "qstat", SELECT.format(select))
         pbs.ask_qstat.cache_clear()
         job = {"PBS_JOBID": "7", "OMP_NUM_THREADS": threads, "NCPUS": ncpus}
-        defaults.append(own.find_own(job, (), ()).is_default)
+        defaults.append(own.find_own(Choices(environ=job), ()).is_default)
     assert defaults == [True, True, False]
 
 
@@ -89,23 +92,22 @@ def test_threads_that_a_real_pbs_has_set(tools: Path) -> None:
 def test_a_node_that_starts_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nproc: int, threads: str | None
 ) -> None:
-    os.environ.update(PBS)
     monkeypatch.setattr(
         local, "check_here", lambda plan: Report(0, 1, nproc, "n0", "mine", {}, {}, port=1)
     )
     started: list[Any] = []
     monkeypatch.setattr("os.execvpe", lambda *words: started.append(words))
-    local.run(job_plan(tmp_path, fanout="local", hosts="", num_nodes=1), lambda: None)
+    plan = job_plan(tmp_path, fanout="local", hosts="", num_nodes=1, environ=PBS)
+    local.run(plan, lambda: None)
     assert started[0][2].get("OMP_NUM_THREADS") == threads
 
 
 @pytest.mark.parametrize("fanout", [ssh.Fanout, pdsh.PdshFanout])
 @pytest.mark.parametrize("job", [PBS, SLURM])
 def test_what_ssh_and_pdsh_send(plan: Plan, fanout: type[ssh.Fanout], job: dict[str, str]) -> None:
-    os.environ.update(job | CUDA | {"NCCL_DEBUG": "INFO"})
-    launch = fanout(plan)
+    launch = fanout(replace(plan, environ={**job, **CUDA, "NCCL_DEBUG": "INFO"}))
     assert launch.plan.forwarded == ["NCCL_DEBUG"]
-    opening = write_opening(launch.plan, {"LAUNCH_TOKEN": "t"}, os.environ)
+    opening = write_opening(launch.plan, {"LAUNCH_TOKEN": "t"})
     assert "NCCL_DEBUG=" in opening and "CUDA" not in opening and "OMP" not in opening
 
 
@@ -117,23 +119,23 @@ done
 """
 
 
-def job_of(folder: Path, **changes: Any) -> tuple[Plan, dict[str, str]]:
+def job_of(folder: Path, number: int = 0) -> Plan:
     (folder / "nodes").write_text("n0\nn0\nn1\nn2\n")
     nodes = [NodePlan(name) for name in ("n1", "me@n0", "n2", "far")]
-    environ = {"PBS_NODENUM": "0", "PBS_NODEFILE": str(folder / "nodes")}
-    plan = job_plan(folder, nodes=nodes, **changes)
-    return plan, {**environ, "CUDA_VISIBLE_DEVICES": "GPU-here", "NCPUS": "2"}
+    environ = {"PBS_NODENUM": str(number), "PBS_NODEFILE": str(folder / "nodes")}
+    environ |= {"CUDA_VISIBLE_DEVICES": "GPU-here", "NCPUS": "2"}
+    return job_plan(folder, nodes=nodes, environ=environ)
 
 
 def test_each_nodes_own_values_come_from_pbsdsh(tools: Path, tmp_path: Path) -> None:
     make_tool(tools / "pbsdsh", PBSDSH)
-    plan, environ = job_of(tmp_path)
+    plan, elsewhere = job_of(tmp_path), job_of(tmp_path, 2)
     names = {"CUDA_VISIBLE_DEVICES", "NCPUS"}
     told: list[str] = []
     found = own.Own(names, is_default=True)
-    found.ask(plan, environ, told.append)
+    found.ask(plan, told.append)
     assert len(told) == 1 and "are unknown (far); " in told[0]
-    own.Own({"NCPUS"}, is_default=True).ask(plan, environ, told.append)
+    own.Own({"NCPUS"}, is_default=True).ask(plan, told.append)
     assert len(told) == 1  # nobody needs it
     assert found.values == {
         "n1": {"CUDA_VISIBLE_DEVICES": "GPU-of-1", "NCPUS": "3"},
@@ -142,7 +144,7 @@ def test_each_nodes_own_values_come_from_pbsdsh(tools: Path, tmp_path: Path) -> 
     }
     assert not list((tmp_path / "logs").iterdir())
     (tmp_path / "nodes").unlink()  # as on another node of the job, where there is no node file
-    assert own.ask_nodes(names, plan, {**environ, "PBS_NODENUM": "2"}) == {}
+    assert own.ask_nodes(names, elsewhere) == {}
 
 
 @pytest.mark.parametrize("pbsdsh", ["exit 1", "exec sleep 600", "true"])
@@ -151,10 +153,9 @@ def test_without_an_answer_a_value_stays_where_it_is(
 ) -> None:
     monkeypatch.setattr(limits, "PBSDSH_S", 0.2)
     make_tool(tools / "pbsdsh", pbsdsh)
-    plan, environ = job_of(tmp_path)
     told: list[str] = []
     found = own.Own({"CUDA_VISIBLE_DEVICES"}, is_default=False)
-    found.ask(plan, environ, told.append)
+    found.ask(job_of(tmp_path), told.append)
     assert found.values == {"me@n0": {"CUDA_VISIBLE_DEVICES": "GPU-here"}}
     assert told[0].startswith("warning: CUDA_VISIBLE_DEVICES: the scheduler's values for this node")
     assert "(n1, n2, far); to send this node's, set FORWARD_ENV='CUDA_VISIBLE_DEVICES'" in told[0]

@@ -17,6 +17,7 @@ from distributed.job import job_start, this_job
 from distributed.lock import RunLock
 from launcher.plan import pbs
 from launcher.plan.plan import ROOT
+from launcher.plan.typed import Choices
 from launcher.record import run_json
 from launcher.record.run_ids import next_run_id
 
@@ -228,11 +229,12 @@ def test_each_launch_in_a_job_is_a_run_of_its_own(
     be_in_job("26.head")
     monkeypatch.setattr(os, "getsid", lambda _: 1)
     note(qstat, first)
-    run_json.note_start(tmp_path / "26.head", job=run_json.this_start())
+    run_json.note_start(tmp_path / "26.head", os.environ)
     monkeypatch.setattr(os, "getsid", lambda _: session)
     note(qstat, later)
-    assert next_run_id(tmp_path, "26.head") == run_id
-    assert job_start() == (1 if "run_count = 2" in later else 0)
+    asked = Choices(environ=os.environ, is_dry_run=True)
+    assert next_run_id(tmp_path, "26.head", asked) == run_id
+    assert job_start(os.environ) == (1 if "run_count = 2" in later else 0)
 
 
 def test_a_job_of_torque_is_known_by_its_own_names(qstat: Path) -> None:
@@ -241,7 +243,7 @@ def test_a_job_of_torque_is_known_by_its_own_names(qstat: Path) -> None:
     assert pbs.note_job(os.environ) == []
     when = "Thu Nov 26 08:40:51 2026"
     this = {"job": "7.head", "run_id": "7.head", "start": 0, "cluster": "head", "submitted": when}
-    assert this_job() == this == json.loads(os.environ["LAUNCH_JOB"])
+    assert this_job(os.environ) == this == json.loads(os.environ["LAUNCH_JOB"])
 
 
 @pytest.mark.parametrize(

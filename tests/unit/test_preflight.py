@@ -37,16 +37,17 @@ def test_what_the_plan_must_know(tmp_path: Path) -> None:
     report = check_node(make_request(tmp_path), {"CUDA_VISIBLE_DEVICES": ""})
     assert (report.gpus, report.nproc, report.node_rank) == (0, 2, 0)
     assert 10_000 <= report.port < 32_768
-    assert check_node(make_request(tmp_path, nproc=3, port=4000)).nproc == 3
+    assert check_node(make_request(tmp_path, nproc=3, port=4000), {}).nproc == 3
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_checks_there_are_no_faults(tmp_path: Path) -> None:
     request = make_request(tmp_path, words=["none.py"])
-    assert [fault.name for fault in check_node(request).faults if not fault.warns] == [
+    assert [fault.name for fault in check_node(request, {}).faults if not fault.warns] == [
         "env-missing"
     ]
-    assert check_node(make_request(tmp_path, words=["none.py"], has_checks=False)).faults == []
+    unchecked = make_request(tmp_path, words=["none.py"], has_checks=False)
+    assert check_node(unchecked, {}).faults == []
 
 
 # --- several nodes ------------------------------------------------------------------------------
@@ -127,13 +128,13 @@ def test_arguments_and_their_files_may_differ_without_a_preflight(tmp_path: Path
     for file in (script, config):
         file.touch()
     words = [str(script), "--config", str(config), "a b"]
-    told = describe_program(words, "", {})
+    told = describe_program(words, "", skips_arguments=False)
     assert {*told} == {"this project", ARGUMENTS, "own.py", "my.yaml"}
     assert told[ARGUMENTS] == f"--config {config} 'a b'"
-    told = describe_program(words, str(config), {"SKIP_PREFLIGHT": "1"})
+    told = describe_program(words, str(config), skips_arguments=True)
     assert {*told} == {"this project", "own.py", "my.yaml"}  # the task's module
     other = [str(script), "--config", "other.yaml"]
-    one, two = (describe_program(each, "", {"SKIP_PREFLIGHT": "1"}) for each in (words, other))
+    one, two = (describe_program(each, "", skips_arguments=True) for each in (words, other))
     assert one == two
 
 
@@ -151,8 +152,8 @@ def test_what_a_preflight_has_compared_is_not_compared_again(
         raise Refused("node-missing", "nobody is there")
 
     monkeypatch.setattr(checkin, "meet", meet)
-    os.environ["SKIP_PREFLIGHT"] = skipped
-    args, _ = parse(["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "x.py"])
+    words = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "x.py"]
+    args, _ = parse(words, {"SKIP_PREFLIGHT": skipped})
     with pytest.raises(Refused):
         join.join(args, is_by_hand=is_by_hand)
     (report,) = told

@@ -18,6 +18,7 @@ from agents import AGENT, ROOT, Run, begun, eventually, execute, rarely
 
 from launcher import processes
 from launcher.agent.control import Launched
+from launcher.plan.typed import Choices
 from launcher.record import run_json
 from launcher.record.run_ids import free_run_id, next_run_id
 from launcher.record.run_json import LauncherProcess, Record
@@ -103,7 +104,7 @@ def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
     run_json.update(Path("logs/r1"), launcher=LauncherProcess(1, 2, "elsewhere"))
     Path("go on").touch()
     reader, writer = os.pipe()
-    run = start("0", stdin=reader, LAUNCH_TOKEN="t", **Launched("stdin").variable())
+    run = start("0", stdin=reader, **Launched("stdin").variables())
     run.finish()
     os.close(reader)
     os.close(writer)
@@ -114,12 +115,12 @@ def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
 def test_a_run_that_is_refused_has_ended(start: Start) -> None:
     """Where the launcher, which has become the supervisor, has recorded it before."""
     code = "import os, sys\nfrom pathlib import Path\nfrom launcher.record import run_json\n"
-    code += "run_json.note_start(Path('logs/r1'))\n"
+    code += "run_json.note_start(Path('logs/r1'), {})\n"
     code += "os.execv(sys.argv[1], sys.argv[1:])"
     with socket.create_server(("127.0.0.1", 0)) as server:
         options = ["--master-port", str(server.getsockname()[1]), "--log-dir", "logs"]
         command = [sys.executable, "-c", code, *AGENT, *options, "--rdzv-id", "r1", "steps.py"]
-        variables = {"PYTHONPATH": str(ROOT), **Launched(record="logs/r1").variable()}
+        variables = {"PYTHONPATH": str(ROOT), **Launched(record="logs/r1").variables()}
         done = execute(Path.cwd(), *command, code=3, **variables)
     assert "[port-in-use]" in done.stderr
     assert (read()["state"], read()["exit_code"]) == ("ended", 3)
@@ -160,10 +161,11 @@ def test_a_writer_that_hangs_is_not_waited_for(
 def test_launches_at_the_same_time_have_names_of_their_own(
     choose: Callable[..., str], tmp_path: Path
 ) -> None:
-    names = [choose(tmp_path, "7", takes=takes) for takes in (False, True, True, False, True)]
+    first, dry = Choices(), Choices(is_dry_run=True)
+    names = [choose(tmp_path, "7", asked) for asked in (dry, first, first, dry, first)]
     assert names == ["7", "7", "7.1", "7", "7.2"]  # a dry run takes none
-    os.environ["SLURM_RESTART_COUNT"] = "1"  # the first start may live on, cut off
-    assert [choose(tmp_path, "7", takes=True) for _ in range(2)] == ["7", "7.1"]
+    again = Choices(environ={"SLURM_RESTART_COUNT": "1"})  # the first start may live on, cut off
+    assert [choose(tmp_path, "7", again) for _ in range(2)] == ["7", "7.1"]
 
 
 def test_a_copy_of_the_terminal_outlives_every_signal_that_stops_the_run(tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ import pytest
 from agents import begun
 
 from distributed.errors import REFUSED, Refused
-from launcher.plan.typed import Typed
+from launcher.plan.typed import Choices, Typed
 from launcher.processes import ranks_of, start_ticks
 from launcher.record import run_json, runs
 from launcher.record.restart import Restart
 from launcher.record.run_ids import free_run_id
 from launcher.record.run_json import LauncherProcess, Record, note_end, note_start, refuse_live
+from launcher.text import Environ
 from launcher.wire import limits
 
 HERE = socket.gethostname()
@@ -67,7 +68,8 @@ def test_goodput(changes: dict[str, Any], line: str) -> None:
 
 
 def ask(task: str, log_dir: Path, *run_ids: str) -> int:
-    return runs.main(Typed(task, program="launch.sh", rest=run_ids), {"LOG_DIR": str(log_dir)})
+    environ = {"LOG_DIR": str(log_dir)}
+    return runs.main(Typed(task, program="launch.sh", rest=run_ids, environ=environ))
 
 
 @pytest.mark.parametrize("process", [-1, 0, 1])
@@ -160,7 +162,7 @@ def test_what_ended_a_run_is_shown_before_its_metrics_and_its_output(
     assert ask("stop", tmp_path, "one") == 3
     told = "run one is not running: ended, code 1, [rank-error] ValueError: boom; there is nothing"
     assert told in capsys.readouterr().err
-    note_start(tmp_path / "one")
+    note_start(tmp_path / "one", {})
     assert not (tmp_path / "one/failure.txt").exists()
 
 
@@ -206,25 +208,25 @@ def test_a_run_that_does_not_end_is_left_with_the_command_that_ends_it(
 
 @pytest.mark.parametrize("begin", [refuse_live, note_start])  # both at once pass the first
 def test_a_live_run_is_not_started_again(
-    process: subprocess.Popen[str], tmp_path: Path, begin: Callable[[Path], None]
+    process: subprocess.Popen[str], tmp_path: Path, begin: Callable[[Path, Environ], None]
 ) -> None:
     folder = tmp_path / "one"
-    refuse_live(folder)
+    refuse_live(folder, {})
     write(tmp_path, "one", state="running", launcher=launcher_of(process.pid))
     with pytest.raises(Refused, match=f"run one is live: process {process.pid};.*run-is-live"):
-        begin(folder)
+        begin(folder, {})
     write(tmp_path, "one", state="ended", exit_code=0)
-    refuse_live(folder)
+    refuse_live(folder, {})
 
 
 def test_two_live_runs_with_one_rdzv_id_have_two_names(
     process: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    assert free_run_id(tmp_path, "100") == "100"
+    assert free_run_id(tmp_path, "100", Choices(is_dry_run=True)) == "100"
     write(tmp_path, "100", state="running", launcher=launcher_of(process.pid))
-    assert free_run_id(tmp_path, "100") == "100.1"
+    assert free_run_id(tmp_path, "100", Choices(is_dry_run=True)) == "100.1"
     write(tmp_path, "100", state="ended", exit_code=0)
-    assert free_run_id(tmp_path, "100") == "100"
+    assert free_run_id(tmp_path, "100", Choices(is_dry_run=True)) == "100"
 
 
 HOLDS = """
@@ -240,10 +242,10 @@ input()
 def test_a_run_that_is_live_on_another_machine_is_known_by_its_lock(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     write(tmp_path, "one", state="running", launcher=launcher_of(os.getpid(), host="other"))
-    refuse_live(folder)
+    refuse_live(folder, {})
     with begun(HOLDS, folder), pytest.raises(Refused, match=r"process \d+ on other"):
-        refuse_live(folder)
-    refuse_live(folder)
+        refuse_live(folder, {})
+    refuse_live(folder, {})
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,7 @@ def test_in_a_job_a_run_is_another_jobs_as_long_as_that_one_lives(
         os.environ.update(SLURM_JOB_ID=job, SLURM_RESTART_COUNT=start)
         said = ""
         try:
-            note_start(folder)
+            note_start(folder, os.environ)
         except Refused as refused:
             said = str(refused)
         note_end(folder, REFUSED)  # by the same process, whose run was refused later
@@ -270,4 +272,4 @@ def test_in_a_job_a_run_is_another_jobs_as_long_as_that_one_lives(
     live = f"run 38 is live: job 38, process {holder.pid} on "
     assert said.startswith(live) == is_refused
     assert (folder / "failure.txt").exists() == is_refused
-    refuse_live(folder)
+    refuse_live(folder, os.environ)

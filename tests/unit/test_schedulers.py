@@ -3,7 +3,6 @@ that ask them for a job."""
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 
@@ -223,10 +222,9 @@ def test_a_copy_of_a_live_run_leaves_the_chain_of_that_run_alone(
         raise Refused(fault, "why")
 
     make_tool(tools / "scancel", f"touch {tmp_path}/told")
-    os.environ.update(captured("batch-step", PATH=os.environ["PATH"], CHAIN="linked"))
     call = Call("slurm_train", "x.sh", "", "/", "", "", "", "x.sh")
     monkeypatch.setattr(start, "make_plan", refuse)
-    assert start.start(call, [], os.environ) == REFUSED
+    assert start.start(call, [], captured("batch-step", CHAIN="linked")) == REFUSED
     assert (tmp_path / "told").exists() == is_cancelled
 
 
@@ -290,11 +288,12 @@ def own_of(**given: str) -> dict[str, str]:
 
 def test_settings_of_the_submission_and_of_the_training() -> None:
     given = (*OURS, "seed=3", "train.max_steps=5", "mem=4G")
-    own, others = take_own_settings(Typed("submit", setting=given), {})
+    own, others = take_own_settings(Typed("submit", setting=given))
     assert own == own_of(config="c.yaml", num_gpus_train="2", mem="4G")
     assert others == ["seed=3", "train.max_steps=5"]
-    typed = Typed("submit", setting=(*OURS, "whatever=1"))
-    assert take_own_settings(typed, {"TRAIN_SCRIPT": "own.py"})[1] == ["whatever=1"]
+    environ = {"TRAIN_SCRIPT": "own.py"}
+    typed = Typed("submit", setting=(*OURS, "whatever=1"), environ=environ)
+    assert take_own_settings(typed)[1] == ["whatever=1"]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +306,7 @@ def test_settings_of_the_submission_and_of_the_training() -> None:
 )
 def test_wrong_settings(settings: tuple[str, ...], cause: str) -> None:
     with pytest.raises(PlanError) as raised:
-        take_own_settings(Typed("submit", setting=settings, usage="x.sh ..."), {})
+        take_own_settings(Typed("submit", setting=settings, usage="x.sh ..."))
     assert cause in str(raised.value)
 
 
@@ -326,7 +325,7 @@ def test_the_script_that_prepares_is_typed_or_the_configs(
 
 def test_a_chain_cannot_be_waited_for() -> None:
     with pytest.raises(PlanError, match="--wait follows one job"):
-        take_own_settings(Typed("submit", setting=(*OURS, "chain=2"), wait=True), {})
+        take_own_settings(Typed("submit", setting=(*OURS, "chain=2"), wait=True))
 
 
 def test_other_options_of_sbatch_are_passed_on(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import get_args
@@ -76,10 +75,10 @@ def test_the_variable_wins_over_the_configs_hang_seconds(
     config: Path, variable: str, given: list[str], limit: float | None
 ) -> None:
     """None: a rank's beats read the variable."""
-    os.environ["HANG_SECONDS"] = variable
     with (config.parent / "base.yaml").open("a") as file:
         print("distributed: {hang_seconds: 7}", file=file)
-    assert load(config, given).distributed.hang_seconds == limit
+    environ = {"HANG_SECONDS": variable}
+    assert load(config, given, environ).distributed.hang_seconds == limit
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ from launcher.wire import limits
 def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan) -> None:
     own = {"SLURM_JOB_CPUS_PER_NODE": "64,32(x2)", "CUDA_VISIBLE_DEVICES": "0,1"}
     environ = captured("batch-step", **own)
-    command = srun.step_command(plan, nproc=2, port=1234, environ=environ)
+    command = srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
     names = ("GPUS_PER_TASK", "NTASKS_PER_GPU", "CPUS_PER_GPU")
     unset = [f"--unset=SLURM_{name}" for name in names]
     assert command[:5] == ["env", *unset, "srun"]
@@ -50,21 +51,22 @@ def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan
 
 
 def test_a_master_of_another_name_reaches_the_agents(plan: Plan) -> None:
-    environ = captured("batch-step")
+    plan = replace(plan, environ=captured("batch-step"))
     for engine, word in (("", "--master-addr"), ("srun", "MASTER_ADDR=node1i")):
         named = Plan(**{**vars(plan), "num_nodes": 2, "engine": engine, "master_addr": "node1i"})
         usual = Plan(**{**vars(named), "master_addr": hostlist.first(plan.hosts)})
-        assert word in srun.step_command(named, nproc=2, port=1234, environ=environ)
-        assert word not in srun.step_command(usual, nproc=2, port=1234, environ=environ)
+        assert word in srun.step_command(named, nproc=2, port=1234)
+        assert word not in srun.step_command(usual, nproc=2, port=1234)
 
 
 def test_a_step_with_spares_outlives_a_node(plan: Plan) -> None:
-    plan = Plan(**{**vars(plan), "num_nodes": 2, "num_spares": 1, "min_nodes": 2})
-    command = srun.step_command(plan, nproc=2, port=1234, environ=captured("batch-step"))
+    environ = captured("batch-step")
+    plan = replace(plan, num_nodes=2, num_spares=1, min_nodes=2, environ=environ)
+    command = srun.step_command(plan, nproc=2, port=1234)
     assert {"--nodes=3", "--ntasks=3", "--kill-on-bad-exit=0", "--no-kill"} <= {*command}
     assert {"SPARES=1", "MIN_NODES=2"} <= {*command}
     plan = Plan(**{**vars(plan), "left_out": ["node2", "node9"]})
-    command = srun.step_command(plan, nproc=2, port=1234, environ=captured("batch-step"))
+    command = srun.step_command(plan, nproc=2, port=1234)
     assert "--exclude=node2,node9" in command
 
 
@@ -80,29 +82,29 @@ def test_a_step_with_spares_outlives_a_node(plan: Plan) -> None:
     ],
 )
 def test_srun_forwards_the_secret_whatever_sbatch_exports(
-    given: str | None, forwarded: str | None
+    plan: Plan, given: str | None, forwarded: str | None
 ) -> None:
-    environ = {} if given is None else {"SLURM_EXPORT_ENV": given}
-    first, second = (srun.secret_variables(environ, has_agents=True) for _ in range(2))
+    plan = replace(plan, environ={} if given is None else {"SLURM_EXPORT_ENV": given})
+    first, second = (srun.secret_variables(plan) for _ in range(2))
     assert first.get("SLURM_EXPORT_ENV") == forwarded
     assert len(bytes.fromhex(first["RUN_SECRET"])) == 32
     assert first["RUN_SECRET"] != second["RUN_SECRET"]
 
 
 def test_one_task_for_each_rank(plan: Plan) -> None:
-    os.environ["PYTHONPATH"] = "/mine"
     plan = Plan(**{**vars(plan), "engine": "srun"})
-    environ = captured("batch-step", SLURM_GPUS_PER_NODE="8", SLURM_CPUS_PER_TASK="4")
-    command = srun.step_command(plan, nproc=2, port=1234, environ=environ)
+    sizes = {"SLURM_GPUS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "4"}
+    environ = captured("batch-step", PYTHONPATH="/mine", **sizes)
+    command = srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
     assert command[:3] == ["env", "SLURM_GPUS_PER_NODE=2", "srun"]
     assert {"--kill-on-bad-exit=1", "--job-name=mine", "--cpus-per-task=4"} <= {*command}
     path = "PYTHONPATH=/mine:" + importable.__path__[0]
     assert command[-6:] == ["OMP_NUM_THREADS=1", path, "/python", "-u", "own.py", "a b"]
     with pytest.raises(PlanError, match=r"2\(x2\) per node, for 4 ranks .*-world\]$"):
-        srun.step_command(plan, nproc=4, port=1234, environ=environ)
+        srun.step_command(replace(plan, environ=environ), nproc=4, port=1234)
     del environ["SLURM_NTASKS"]  # the other variable counts the CPUs then
     with pytest.raises(PlanError, match=r"1 per node, for 2 ranks .*-world\]$"):
-        srun.step_command(plan, nproc=2, port=1234, environ=environ)
+        srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
 
 
 # --- the preflight ------------------------------------------------------------------------------
@@ -130,7 +132,6 @@ def test_a_node_that_does_not_answer_is_named(
 ) -> None:
     monkeypatch.setattr(limits, "STEP_NAMING_S", 0.5)
     monkeypatch.setattr(limits, "STEP_PREFLIGHT_S", 1.0)
-    os.environ["SLURM_JOB_ID"] = "7"
     make_tool(tools / "squeue", "echo 7 RUNNING")
     lines = "\n".join(report(node_rank) for node_rank in answered)
     make_tool(tools / "srun", f"cat <<'END'\nof the prolog\n{lines}\nEND\n{end}")
@@ -156,10 +157,10 @@ def test_a_node_that_keeps_the_others_waiting_is_named_meanwhile(
 
 
 def test_a_silent_node_that_no_spare_replaces_is_refused(plan: Plan, tools: Path) -> None:
-    plan = Plan(**{**vars(plan), "num_nodes": 2, "num_spares": 1, "min_nodes": 2})
+    environ = {**os.environ, "MASTER_ADDR": "node1"}
+    plan = replace(plan, num_nodes=2, num_spares=1, min_nodes=2, environ=environ)
     lines = "\n".join(report(node_rank) for node_rank in (1, 2))
     make_tool(tools / "srun", f"cat <<'END'\n{lines}\nEND")
-    os.environ["MASTER_ADDR"] = "node1"
     with pytest.raises(Refused, match=r"from node1, and no spare can take over; .*node-missing"):
         srun.check_nodes(plan)
 
@@ -297,12 +298,13 @@ def test_an_end_at_the_time_limit_has_its_name(
     signum: int,
     environment: str,
     expected: tuple[str | None, int],
+    plan: Plan,
     tools: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     make_tool(tools / "squeue", f"echo {reason}")
-    os.environ.update(captured(environment, PATH=os.environ["PATH"]))
-    end = step.as_slurm_ended(Outcome(code, ends="by a signal", signum=signum))
+    told = Outcome(code, ends="by a signal", signum=signum)
+    end = step.as_slurm_ended(told, replace(plan, environ=captured(environment)))
     assert (end.failure and end.failure.fault, end.code) == expected
     print_outcome(end, sys.stdout, None)
     shown = capsys.readouterr().out
@@ -323,7 +325,7 @@ def test_three_restarts_without_a_new_step_end_the_job(
     for number, environ in [(5, job), (5, job), *[(9, task)] * 5]:
         latest.unlink(missing_ok=True)
         latest.symlink_to(f"step-{number}")
-        assert step.requeue(plan, environ)
+        assert step.requeue(replace(plan, environ=environ))
     assert queued.read_text().splitlines() == ["requeue 11"] * 2 + ["requeue 5_5"] * 3
     told = "x.sh: 3 restarts made no progress; the job is not requeued\n"
     back = [
@@ -336,7 +338,7 @@ def test_a_requeue_that_slurm_refuses_is_not_announced(
     plan: Plan, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_tool(tools / "scontrol", "exit 1")
-    assert not step.requeue(plan, captured("salloc-command"))
+    assert not step.requeue(replace(plan, environ=captured("salloc-command")))
     assert capsys.readouterr().err == ""
 
 
@@ -364,13 +366,12 @@ def test_a_notice_that_no_file_can_tell_is_sent_by_srun(plan: Plan) -> None:
     ],
 )
 def test_a_stop_reaches_our_step_alone(
-    tools: Path, squeue: str, cancelled: str, expected: str
+    plan: Plan, tools: Path, squeue: str, cancelled: str, expected: str
 ) -> None:
     make_tool(tools / "squeue", squeue)
     make_tool(tools / "scancel", f'echo "$*" >"{tools}/cancelled"')
-    os.environ["SLURM_JOB_ID"] = "7"
     with subprocess.Popen(["sleep", "60"]) as sleeper:
-        step.stop_step("mine", sleeper)
+        step.stop_step(plan, sleeper)
         if not expected:
             sleeper.kill()
         code = sleeper.wait()

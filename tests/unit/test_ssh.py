@@ -49,12 +49,12 @@ FAR_SIDE = f"""import os, subprocess, sys
 sys.path[:0] = [{str(ROOT)!r}]
 from launcher.fanout import far_side
 from launcher.processes import shell_code
-fork = lambda words, control, launched: (words, control)
+fork = lambda words, environ, control, launched: (words, control)
 def guard(agent):
     command = [sys.executable, os.environ["FAKE_NODES"] + "/agent.py", *agent[0]]
     return shell_code(subprocess.call(command, stdin=agent[1].fd))
 far_side.fork_agent, far_side.guard = fork, guard
-sys.exit(far_side.main(sys.argv[3:]))
+sys.exit(far_side.main(sys.argv[3:], os.environ))
 """
 TELL = """
 import json, os, signal, sys, time

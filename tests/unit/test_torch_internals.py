@@ -114,13 +114,12 @@ def test_binding_to_cpus_is_refused_where_torch_cannot(monkeypatch: pytest.Monke
 def test_one_node_has_any_free_port_although_old_torchrun_has_a_default(
     monkeypatch: pytest.MonkeyPatch, given: str, words: list[str], port: int
 ) -> None:
-    if given:
-        monkeypatch.setenv("PET_MASTER_PORT", given)
     parser = torchrun.get_args_parser()
     if not given:
         parser.set_defaults(master_port=29500)  # before torch 2.12
     monkeypatch.setattr(torchrun, "get_args_parser", lambda: parser)
-    args, _ = torchrun_arguments.parse([*words, "script.py"])
+    environ = {"PET_MASTER_PORT": given} if given else {}
+    args, _ = torchrun_arguments.parse([*words, "script.py"], environ)
     assert args.master_port == port
 
 
@@ -176,6 +175,6 @@ def test_an_option_that_this_torchrun_lacks_is_refused(
         parser._option_string_actions.pop(spelling, None)
     monkeypatch.setattr(torchrun, "get_args_parser", lambda: parser)
     with pytest.raises(ValueError) as error:
-        torchrun_arguments.parse([option, "script.py"])
+        torchrun_arguments.parse([option, "script.py"], {})
     lacks = f"{name}: torchrun of torch {torch.__version__} has no such option; {cure}"
     assert str(error.value) == lacks

@@ -320,9 +320,8 @@ def test_the_settings_are_kept_and_a_resume_with_others_names_them(
 def test_the_resume_line_without_a_launcher_or_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "a=1", "resume=never"])
     environment = detect({"RUN_ID": "r1"})
-    assert resume_line(environment) == "resume     RUN_ID=r1 python train.py a=1"
-    os.environ["LAUNCH_COMMAND"] = ""  # the launcher knows none that is right
-    assert resume_line(environment) == ""
+    assert resume_line(environment, None) == "resume     RUN_ID=r1 python train.py a=1"
+    assert resume_line(environment, "") == ""  # the launcher knows none that is right
 
 
 def test_resume_never_and_resume_from_a_path(trained: Path, text: Path) -> None:

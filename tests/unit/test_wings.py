@@ -99,6 +99,23 @@ def test_what_runs_on_a_node_needs_torch_alone(name: str) -> None:
     assert not {one.rpartition(".")[2] for one in called} & {"numpy", "from_numpy", "__array__"}
 
 
+# Where a process begins, what a rank reads of its own, and what others look for there.
+READ_ENVIRON = {
+    *("scripts/lib/start.py", "launcher/agent/supervisor.py", "launcher/explain/__main__.py"),
+    *("launcher/command.py", "launcher/agent/rank/program.py", "launcher/text.py"),
+    *("distributed/environment.py", "distributed/torch.py", "distributed/stop_signals.py"),
+    *("distributed/heartbeat.py", "distributed/lock.py"),
+    *("distributed/checkpoint/exchange.py", "distributed/checkpoint/snapshots.py"),
+    *("training/arguments.py", "training/model.py", "training/plot.py"),
+}
+ENVIRON = re.compile(r"\bos\.(environ|getenv|putenv)|from os import")
+
+
+def test_all_but_the_doors_are_given_the_environment() -> None:
+    texts = {name: (ROOT / name).read_text() for name in modules()}
+    assert {name for name, text in texts.items() if ENVIRON.search(text)} == READ_ENVIRON
+
+
 def test_a_thing_has_one_name() -> None:
     found = {
         (name, match[0])

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from distributed.environment import printable
 from launcher.preflight import infiniband
 from launcher.record.run_json import RunFolder
-from launcher.text import short_host_name
+from launcher.text import Environ, short_host_name
 
 _CHOSEN = re.compile(rb"NCCL INFO Using network (\S+)")  # so in NCCL 2.10 to 2.32
 _REASON = re.compile(
@@ -36,7 +36,7 @@ class NetworkWatch:
     log: Path | None = None  # None: there is nothing more to wait for
     start: int = 0  # bytes already in it
     port: str = ""  # one that NCCL could use
-    variables: Mapping[str, str] = field(default_factory=dict)  # for rank 0, so that it logs there
+    variables: Environ = field(default_factory=dict)  # for rank 0, so that it logs there
 
     def look(self, show: Callable[[str], None]) -> None:
         """Show a warning, once, if NCCL has chosen TCP."""
@@ -59,10 +59,7 @@ class NetworkWatch:
 
 
 def prepare(
-    folder: RunFolder | None,
-    node_rank: int,
-    num_nodes: int,
-    environ: Mapping[str, str] = os.environ,
+    folder: RunFolder | None, node_rank: int, num_nodes: int, environ: Environ
 ) -> NetworkWatch:
     """Return the watch of node rank 0 over a run on several nodes; elsewhere one that is idle."""
     if folder is None or node_rank != 0 or num_nodes == 1 or "NCCL_NET" in environ:
@@ -83,7 +80,7 @@ def prepare(
     return NetworkWatch(log, 0, active[0], variables)
 
 
-def _is_set_in_file(environ: Mapping[str, str]) -> bool:
+def _is_set_in_file(environ: Environ) -> bool:
     """Whether NCCL's own files say what it is to log; a variable would win."""
     for name in ("/etc/nccl.conf", "~/.nccl.conf", environ.get("NCCL_CONF_FILE", "")):
         with contextlib.suppress(OSError):  # NCCL will not read it either

@@ -26,15 +26,13 @@ def may_begin(line: bytes) -> bool:
     return len(line) < _LONGEST and _MAY_BE.match(line) is not None
 
 
-def drop(data: bytes) -> bytes:
-    """Return what a terminal is to show of this; with LOG_LEVEL=DEBUG everything."""
-    if _TEXT not in data or os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
-        return data
-    return _LINES.sub(b"", data)
+def drop(data: bytes, *, is_debug: bool) -> bytes:
+    """Return what a terminal is to show of this; with `is_debug` everything."""
+    return data if is_debug or _TEXT not in data else _LINES.sub(b"", data)
 
 
 @contextlib.contextmanager
-def without_noise(fd: int) -> Iterator[None]:
+def without_noise(fd: int, *, is_debug: bool) -> Iterator[None]:
     """Hold back what this process itself writes to a descriptor, and drop torch's noise from it."""
     kept = os.dup(fd)
     with tempfile.TemporaryFile() as held_back:
@@ -46,4 +44,4 @@ def without_noise(fd: int) -> Iterator[None]:
             os.close(kept)
             held_back.seek(0)
             with contextlib.suppress(OSError):
-                os.write(fd, drop(held_back.read()))
+                os.write(fd, drop(held_back.read(), is_debug=is_debug))

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import Std
 
 from launcher.agent.control import Control, Done, Membership, tell
-from launcher.agent.output.stream import NodeLog, Stream, open_stream, say
+from launcher.agent.output.stream import NodeLog, RankView, Stream, open_stream, say
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.record.run_json import RunFolder, writing_to
 from launcher.screen import are_one_file
@@ -45,13 +45,13 @@ class Outputs:
         for terminal, (name, kind) in zip(self._terminals, STREAMS.items(), strict=True):
             terminal.open_by = None  # what came after the attempt before has begun a line
             is_shown = local_rank in shown and kind not in redirected & ~teed
-            writer, stream = open_stream(
-                number,
-                self._log,
-                terminal if is_shown else None,
-                is_alone=is_alone,
-                has_label=args.has_labels,
-            )
+            # A line with a label begins with the rank; it is not the only one on the terminal.
+            label = b"[rank%d]" % number if args.has_labels else b""
+            own_terminal = terminal if is_shown and not label else None
+            writer, stream = open_stream(number, self._log, own_terminal)
+            if is_shown:
+                shows = {"is_alone": is_alone, "is_debug": args.is_debug}
+                stream.view = RankView(terminal, label=label, **shows)
             if kind in redirected | teed:
                 if self._files is None:
                     self._files = Path(tempfile.mkdtemp(prefix="torchelastic_"))

@@ -78,17 +78,22 @@ class NodeLog:
 class RankView(View):
     """A rank's stream on the terminal: without torch's noise, and tracebacks are held at first."""
 
-    def __init__(self, screen: Screen, *, is_alone: bool, label: bytes = b"") -> None:
-        """Begin each line with a label, such as `[rank3]`, in place of torch's own."""
+    def __init__(
+        self, screen: Screen, *, is_alone: bool, label: bytes = b"", is_debug: bool = False
+    ) -> None:
+        """Begin each line with a label, such as `[rank3]`, in place of torch's own.
+
+        With `is_debug`, torch's noise is shown, too.
+        """
         super().__init__(screen, is_alone=is_alone, prefix=label + b" " if label else b"")
-        self.traceback = HeldTraceback()
+        self.traceback, self._is_debug = HeldTraceback(), is_debug
         self._torchs_label = re.compile(rb"^%s: " % re.escape(label), re.M) if label else None
 
     def may_be_dropped(self, line: bytes) -> bool:
         return noise.may_begin(line)
 
     def clean(self, data: bytes) -> bytes:
-        data = noise.drop(data)
+        data = noise.drop(data, is_debug=self._is_debug)
         return self._torchs_label.sub(b"", data) if self._torchs_label else data
 
     def put(self, data: bytes) -> None:
@@ -265,16 +270,12 @@ def open_stream(
     rank: int,
     log: NodeLog,
     terminal: Terminal | None,
-    *,
-    is_alone: bool,
-    has_label: bool = False,
 ) -> tuple[int, Stream]:
     """One stream of one rank: the file descriptor for the rank, and the agent's reading end.
 
-    Where it `is_alone`, the terminal shows no other rank. With a label, each line there begins with
-    the rank; it then has no terminal of its own.
+    Where `terminal` is one, the rank's is of its size; None: it gets a pipe.
     """
-    is_tty = terminal is not None and terminal.isatty() and not has_label
+    is_tty = terminal is not None and terminal.isatty()
     if terminal is not None and is_tty:
         reader, writer = pty.openpty()
         with contextlib.suppress(OSError):
@@ -286,8 +287,4 @@ def open_stream(
     else:
         reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    view = None
-    if terminal is not None:
-        label = b"[rank%d]" % rank if has_label else b""
-        view = RankView(terminal, is_alone=is_alone, label=label)
-    return writer, Stream(rank, reader, log, view, is_tty)
+    return writer, Stream(rank, reader, log, is_tty=is_tty)

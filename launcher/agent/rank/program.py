@@ -27,7 +27,6 @@ import time
 import traceback
 import types
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,6 +46,7 @@ from launcher import processes
 from launcher.agent.output.stream import say
 from launcher.agent.rank.flight_recorder import answer_requests
 from launcher.agent.rank.optimizer_steps import count_steps
+from launcher.text import Environ
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 
@@ -78,7 +78,7 @@ class Program:
 
 
 def run_and_exit(
-    program: Program, variables: Mapping[str, str], *, stdout: int, stderr: int, parent: int
+    program: Program, variables: Environ, *, stdout: int, stderr: int, parent: int
 ) -> NoReturn:
     """In the child of a fork: turn into a rank, run the program, and leave with its exit code.
 
@@ -113,7 +113,7 @@ def run_and_exit(
         answer_requests(error_file)
     _hide_the_agent(program)
     kept = _keep_groups()
-    code = _execute(program)
+    code = _execute(program, error_file)
     kept.clear()
     if reports_leaks():
         gc.unfreeze()
@@ -190,7 +190,7 @@ def _keep_groups() -> list[Any]:
     return kept
 
 
-def _execute(program: Program) -> int:
+def _execute(program: Program, error_file: Path) -> int:
     """Run the program as `__main__`; returns the exit code that Python would give it."""
     faulthandler.enable()
     try:
@@ -202,7 +202,7 @@ def _execute(program: Program) -> int:
     except SystemExit as leave:
         code = _code_of(leave)
         if code != 0:
-            _record(leave, code)
+            _record(leave, code, error_file)
         return code
     except KeyboardInterrupt as stop:
         _report(stop)
@@ -210,7 +210,7 @@ def _execute(program: Program) -> int:
         os.kill(os.getpid(), signal.SIGINT)
         return 130
     except BaseException as error:
-        _record(error, 1)
+        _record(error, 1, error_file)
         return _report(error)
     return 0
 
@@ -235,7 +235,7 @@ def _code_of(leave: SystemExit) -> int:
     return 1
 
 
-def _record(error: BaseException, code: int) -> None:
+def _record(error: BaseException, code: int, file: Path) -> None:
     """Write the error file, in torch's format; torch writes it for exceptions alone."""
     try:
         text = str(error)
@@ -252,7 +252,6 @@ def _record(error: BaseException, code: int) -> None:
         "notes": "; ".join(map(str, getattr(error, "__notes__", []))),
         "has_left": has_left and not fault,
     }
-    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
     with contextlib.suppress(OSError):  # a full disk: stderr has it, too
         file.write_text(json.dumps({"message": message}), encoding="utf-8")
 
