@@ -20,7 +20,6 @@ from typing import Any
 from distributed.stop_signals import NOTICE, QUERY, Interrupts, handled_signals, stop_signals
 from launcher import own_time, processes
 from launcher.agent import verdict
-from launcher.agent.deadline import Deadline
 from launcher.agent.diagnosis.stuck import RankState, find_straggler
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.nodes.protocol import (
@@ -40,6 +39,7 @@ from launcher.agent.query import Query
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure
+from launcher.own_time import Deadline
 from launcher.wire import limits
 from launcher.wire.messages import KILLED
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from distributed.environment import printable
 from distributed.stop_signals import NOTICE
-from launcher.agent.deadline import Deadline
 from launcher.agent.diagnosis import stuck
 from launcher.agent.diagnosis.collectives import find_mismatches
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.node_ranks import NodeRanks
 from launcher.agent.nodes.protocol import NodeStacks, Peer, RankStack, StackRequest
+from launcher.own_time import Deadline
 from launcher.record.run_json import ASKED, NOTICED, SHOWN
 from launcher.wire import limits
 

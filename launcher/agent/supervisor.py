@@ -41,10 +41,10 @@ from launcher.agent.control import (
     report_outcome,
     take_stdin,
 )
-from launcher.agent.deadline import Deadline
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.failure_block import Outcome
 from launcher.outer_run import leave_outer_run
+from launcher.own_time import Deadline
 from launcher.record import run_json
 from launcher.text import mend_streams
 from launcher.wire import limits

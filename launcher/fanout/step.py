@@ -24,11 +24,11 @@ from distributed.job import job_id
 from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
 from launcher.agent.control import MESSAGES, Done, Membership
-from launcher.agent.deadline import Deadline
 from launcher.failure import Failure
 from launcher.failure_block import Outcome, print_outcome, print_resume
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.protocol import Answers, Exit
+from launcher.own_time import Deadline
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import ask_squeue, in_batch_script
 from launcher.record.run_json import ASKED, NOTICED

@@ -17,10 +17,9 @@ from ports import free_port
 from distributed.heartbeat import Heart, find_record
 from launcher import own_time, processes
 from launcher.agent import control
-from launcher.agent.deadline import Deadline
 from launcher.agent.node_ranks import Heartbeats
 from launcher.agent.nodes.protocol import Peer
-from launcher.own_time import OwnTime
+from launcher.own_time import Deadline, OwnTime
 from launcher.wire import limits
 from launcher.wire.meeting import Wait
 
