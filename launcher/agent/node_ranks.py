@@ -14,14 +14,13 @@ from pathlib import Path
 
 from distributed.heartbeat import LIMITS, RECORD, STACK_SIGNAL, Beat, name_record, stack_file_of
 from launcher import failure, own_time, processes
-from launcher.agent import verdict
 from launcher.agent.diagnosis import collectives, stuck
 from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Calls
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.output.stream import Stream
 from launcher.failure import Failure
+from launcher.processes import KILLED
 from launcher.wire import limits
-from launcher.wire.messages import KILLED
 
 
 @dataclass
@@ -170,8 +169,8 @@ class NodeRanks:
         unknown = self._unknown_failure(each)
         raised = failure.read_error(each.error_file)
         if raised is None and err.traceback_line > 0 and each.code == 1:
-            raised = verdict.read_traceback(err.last_text, unknown.time)
-        return verdict.describe_end(
+            raised = failure.read_traceback(err.last_text, unknown.time)
+        return failure.describe_end(
             replace(unknown, log=f"{log}:{line}" if log and line else log),
             raised,
             code=each.code,

@@ -29,26 +29,24 @@ from distributed.stop_signals import ADDED, NOTICE, QUERY, STOP_SIGNALS, handled
 from launcher import importable, own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch
 from launcher.agent.control import (
-    VARIABLE,
     AgentNote,
     Control,
-    Launched,
     SupervisorLink,
     await_client,
     close,
     end_after,
     follow_stream,
     report_outcome,
-    take_stdin,
 )
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
-from launcher.failure_block import Outcome
+from launcher.outcome import Outcome
 from launcher.outer_run import leave_outer_run
 from launcher.own_time import Deadline
+from launcher.processes import KILLED
 from launcher.record import run_json
 from launcher.text import mend_streams
-from launcher.wire import limits
-from launcher.wire.messages import KILLED
+from launcher.wire import launcher_link, limits
+from launcher.wire.messages import Exit
 
 HAS_TORCH = b"\0"  # begins the file for an agent's last words, after the import
 
@@ -65,7 +63,7 @@ class Agent:
     handled: Sequence[signal.Signals] = ()  # to pass on to it
     pausing: Set[signal.Signals] = frozenset()  # a terminal's Ctrl-Z, which stops all that run here
     client: int = 0  # podman's process, whose container this is in
-    recorded: str = ""  # the run folder where this process is noted
+    folder: Path | None = None  # of the run, where this process is noted as its launcher
     passed_on: list[int] = field(default_factory=list)  # the signals sent to it
 
     def send(self, signum: int) -> None:
@@ -88,18 +86,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     mend_streams()
     leave_outer_run(os.environ)
-    text, control = os.environ.pop(VARIABLE, ""), None
-    launched = typed_json.parse(Launched, text) if text else Launched()
-    if launched.control == "stdin":
-        control = take_stdin(os.environ["LAUNCH_TOKEN"])
-    elif launched.control == "step":
-        control = Control(None, f"{os.environ['LAUNCH_TOKEN']} {os.environ['SLURM_NODEID']}")
-        print(control.token, flush=True)  # from now on a part that tells no end was killed
-    return guard(fork_agent(arguments, control, launched))
+    started_by, control = os.environ.pop("LAUNCH_START", ""), None
+    if started_by == "step":
+        control = Control(None, f"{os.environ['LAUNCH_TOKEN']}.{os.environ['SLURM_NODEID']}")
+        launcher_link.tell(control.mark)  # from now on a part that tells no exit was killed
+    code = guard(fork_agent(arguments, control, is_launcher=started_by == "local"))
+    if control is not None:
+        control.tell(Exit(code, 0))
+    return code
 
 
-def fork_agent(arguments: Sequence[str], control: Control | None, launched: Launched) -> Agent:
-    """Fork the agent, which never returns; returns what this process supervises."""
+def fork_agent(
+    arguments: Sequence[str],
+    control: Control | None,
+    held: Sequence[socket.socket] = (),
+    *,
+    is_launcher: bool = False,  # this process
+) -> Agent:
+    """Fork the agent, which never returns; returns what this process supervises.
+
+    What this process has `held` open is closed in the agent.
+    """
     client = int(os.environ.pop("LAUNCH_CLIENT", "0"))
     added = find_option(arguments, "--signals-to-handle") or os.environ.get("PET_SIGNALS_TO_HANDLE")
     if added:
@@ -110,7 +117,7 @@ def fork_agent(arguments: Sequence[str], control: Control | None, launched: Laun
     pausing = {signal.SIGTSTP} - {*handled} if is_alone and control is None else set()
     awaited = {*handled, QUERY, *processes.WAKING, *pausing}
     signal.pthread_sigmask(signal.SIG_SETMASK, awaited)
-    reapers = start_reaper() if launched.has_reaper else (None, None)
+    reapers = start_reaper() if is_launcher else (None, None)
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     me, words = os.getpid(), processes.anonymous_file("words")
@@ -119,11 +126,14 @@ def fork_agent(arguments: Sequence[str], control: Control | None, launched: Laun
         close(reapers[1])
         given = find_option(arguments, "--node-rank") or os.environ.get("SLURM_NODEID", "")
         node_rank = int(given) if given.isdecimal() else 0  # as far as it is known by now
-        record = launched.record
-        return Agent(pid, ours, words, node_rank, control, handled, pausing, client, record)
+        logs, run_id = find_option(arguments, "--log-dir"), os.environ.get("RUN_ID", "")
+        folder = Path(logs, run_id) if is_launcher and logs and run_id else None
+        return Agent(pid, ours, words, node_rank, control, handled, pausing, client, folder)
     ours.close()
     close(reapers[0])
     close(control.fd if control else None)
+    for opened in held:
+        opened.close()
     os.setsid()  # a terminal's Ctrl-C reaches the supervisor alone
     processes.die_with_parent(me)
     processes.adopt_orphans()
@@ -234,8 +244,8 @@ def guard(agent: Agent) -> int:
         is_asked = os.WTERMSIG(status) in agent.passed_on
         _report_death(agent, code, None if is_asked else why, words, left=len(left))
     agent.notes.close()
-    if agent.recorded:  # the run may have ended before it began
-        run_json.note_end(Path(agent.recorded), code)
+    if agent.folder is not None:  # the run may have ended before it began
+        run_json.note_end(agent.folder, code)
     return code
 
 

@@ -10,11 +10,10 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from launcher.agent.control import Membership
 from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Loop, Show
-from launcher.fanout.protocol import Exit, Sweep
 from launcher.wire import limits
+from launcher.wire.messages import Exit, Membership, Sweep
 
 Connect = Callable[[str, str, Show], Connection]
 
@@ -65,7 +64,7 @@ class Nodes:
 
     def sweep(self, node: Connection) -> None:
         """Connect to a node that was lost, to end what is left there."""
-        token = os.urandom(16).hex()
+        token = f"{os.urandom(16).hex()}.0"
         look = self._connect(node.name, token, lambda line, is_error: None)
         look.ask(Sweep(node.token))
         self._looks[node] = look

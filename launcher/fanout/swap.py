@@ -10,10 +10,9 @@ from dataclasses import replace
 from distributed import hostlist
 from distributed.errors import Refused
 from launcher import handshake
-from launcher.fanout.protocol import Hello
 from launcher.plan.plan import NodePlan, Plan
-from launcher.preflight.check_node import Report
 from launcher.record import run_json
+from launcher.wire.messages import Hello, Report
 
 TWICE = 2  # losses of one node in a run, after which it is not used again
 

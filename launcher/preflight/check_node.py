@@ -12,9 +12,9 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distributed.environment import port_from_id
 from launcher.handshake import open_port, read_access
@@ -22,22 +22,12 @@ from launcher.preflight import infiniband, master_port, must_match
 from launcher.preflight.checks import CHECKS, Machine
 from launcher.preflight.gpus import GpuError, visible_gpus
 from launcher.text import Environ, short_host_name
-from launcher.typed_json import encode, in_pieces, parse
+from launcher.typed_json import parse
+from launcher.wire.launcher_link import Answers, tell
 from launcher.wire.meeting import Wait
-from launcher.wire.messages import Fault, Member, NodeReport, Request
+from launcher.wire.messages import Fault, Member, NodeReport, Report, Request
 
-
-@dataclass(frozen=True)
-class Report(NodeReport):
-    """What a node found out about itself."""
-
-    port: int = 0
-    gpus: int = 0
-    cpus: int = 0  # for all of its ranks
-    faults: Sequence[Fault] = ()
-    met: Sequence[Fault] = ()  # those found at the master's port, if node rank 0 was there
-    done: Sequence[str] = ()  # the checks made there; node rank 0 makes none alone
-    seconds: float = 0.0
+MARK = "node"  # begins what a node tells (launcher_link.py)
 
 
 def check_node(request: Request, environ: Environ = os.environ) -> Report:
@@ -134,23 +124,10 @@ def _look_at_machine(request: Request, environ: Environ, port: int, port_error: 
     )
 
 
-def write_report(report: Report) -> Iterator[str]:
-    """Yield a report as lines that srun does not tear."""
-    for piece in in_pieces(encode(report)):
-        yield f"node={report.node_rank} {piece}"
-
-
-def read_reports(lines: Iterable[str]) -> list[Report]:
-    """Return the reports among what the nodes have printed, by node rank.
-
-    Raises ValueError where one is not whole, or is none.
-    """
-    pieces: dict[str, str] = {}
-    for line in lines:
-        if line.startswith("node="):
-            node_rank, _, piece = line.removeprefix("node=").partition(" ")
-            pieces[node_rank] = pieces.get(node_rank, "") + piece
-    reports = [parse(Report, text) for text in pieces.values()]
+def read_reports(output: bytes) -> list[Report]:
+    """Return the reports among what the nodes have printed, by node rank."""
+    _, told = Answers(MARK).read(output)
+    reports = [report for _, report in told if isinstance(report, Report)]
     return sorted(reports, key=lambda report: report.node_rank)
 
 
@@ -158,5 +135,6 @@ def main(arguments: Sequence[str]) -> int:
     """Check this node, as the request asks; a long one comes in several arguments."""
     request = parse(Request, "".join(arguments))
     node_rank = int(os.environ.get("SLURM_NODEID") or request.node_rank)
-    print(*write_report(check_node(replace(request, node_rank=node_rank))), sep="\n", flush=True)
+    report = check_node(replace(request, node_rank=node_rank))
+    tell(f"{MARK}.{node_rank}", report)
     return 0

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from launcher import own_time
 from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, connect
@@ -42,7 +41,7 @@ def receive_others(
                 file = stack.enter_context(
                     tempfile.NamedTemporaryFile(dir=existing(folder), prefix=".shared-")
                 ).name
-        here = meeting.gather(acceptor, Link[Any], {*range(1, number + 1)}, wait)
+        here = meeting.gather(acceptor, {*range(1, number + 1)}, wait)
         for link, _ in here.values():
             stack.enter_context(contextlib.closing(link))
         left_s = wait.left_s if len(here) == number else 0
@@ -58,7 +57,7 @@ def visit_master(
     `done` gets the names of the checks that were made.
     """
     try:
-        master = Link[Any](_reach(address, port, secret, wait))
+        master = Link(_reach(address, port, secret, wait))
     except socket.gaierror:
         return  # check_master tells it
     except OSError as error:

@@ -12,14 +12,14 @@ from typing import Any
 from agents import PATIENCE_S
 
 MESSAGES = [
-    '{"hello":{"node_rank":1,"num_nodes":2,"nproc":2,"host":"h","run_id":"","versions":{},"files":{}}}',
-    '{"start":{"run_id":"../../x","first_rank":0,"world_size":2,"hosts":["a","b"]}}',
-    '{"verdict":{"code":0,"failure":null}}',
-    '{"signal":{"signum":15}}',
-    '{"end":{"stuck":0}}',
-    '{"done":{"stopped":[],"first_rank":0,"codes":[0]}}',
-    '{"refused":{"fault":"x","message":"y"}}',
-    '{"beat":{"straggler":null}}',
+    '{"NodeReport":{"node_rank":1,"num_nodes":2,"nproc":2,"host":"h","run_id":"","versions":{},"files":{}}}',
+    '{"Assignment":{"run_id":"../../x","first_rank":0,"world_size":2,"hosts":["a","b"]}}',
+    '{"Verdict":{"code":0,"failure":null}}',
+    '{"StopRequest":{"signum":15}}',
+    '{"EndRanks":{"stuck":0}}',
+    '{"NodeEnd":{"stopped":[],"first_rank":0,"codes":[0]}}',
+    '{"Refusal":{"fault":"x","message":"y"}}',
+    '{"NodeBeat":{"straggler":null}}',
     "GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "SSH-2.0-OpenSSH_9.2\r\n",
 ]

@@ -11,18 +11,17 @@ from pathlib import Path
 
 import pytest
 from agents import ROOT, run_program
-from test_ending import PLAN
+from test_outcome import PLAN
 
 from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Loop
 from launcher.fanout.nodes import Silence
 from launcher.fanout.swap import find_ill, leave_out, swap
 from launcher.plan.plan import NodePlan
-from launcher.preflight.check_node import Report
 from launcher.record import run_json
 from launcher.record.restart import Restart
 from launcher.wire import limits
-from launcher.wire.messages import Fault
+from launcher.wire.messages import Fault, Report
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -77,7 +76,9 @@ def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connect
     loop = Loop(2)
 
     def begin(node: str) -> Connection:
-        return Connection(loop, node, connect_s=1, token="token", show=lambda text, is_error: None)
+        return Connection(
+            loop, node, connect_s=1, token="token.0", show=lambda text, is_error: None
+        )
 
     yield begin
     for child in loop.children:

@@ -18,10 +18,10 @@ from distributed.heartbeat import Heart, find_record
 from launcher import own_time, processes
 from launcher.agent import control
 from launcher.agent.node_ranks import Heartbeats
-from launcher.agent.nodes.protocol import Peer
 from launcher.own_time import Deadline, OwnTime
 from launcher.wire import limits
 from launcher.wire.meeting import Wait
+from launcher.wire.node_link import Link
 
 LOOPS = str(ROOT / "tests/unit/own_loops.py")
 
@@ -80,7 +80,7 @@ def pass_by(clock: Hand, seconds: float) -> None:
 def test_every_measure_of_silence_forgives_once(clock: Hand, tmp_path: Path) -> None:
     """The link to another agent, a rank's beats, the check-in and the time for ranks to save."""
     ours, theirs = _tcp_pair()
-    peer, beats, wait, kill = Peer(ours), Heartbeats(1), Wait(300.0), Deadline()
+    peer, beats, wait, kill = Link(ours), Heartbeats(1), Wait(300.0), Deadline()
     place = find_record(beats.name(0))
     assert place is not None
     heart = Heart(*place, tmp_path / "x.stack")

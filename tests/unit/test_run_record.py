@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,7 +19,6 @@ from agents import AGENT, PATIENCE_S, ROOT, Run, eventually, rarely
 from job_tools import make_tool
 
 from launcher import processes
-from launcher.agent.control import Launched
 from launcher.record import run_json
 from launcher.record.run_ids import free_run_id, next_run_id
 from launcher.record.run_json import LauncherProcess, Record
@@ -104,11 +104,7 @@ def test_the_supervisor_completes_the_record_of_an_agent_that_was_killed(
 def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
     run_json.update(Path("logs/r1"), launcher=LauncherProcess(1, 2, "elsewhere"))
     Path("go on").touch()
-    reader, writer = os.pipe()
-    run = start("0", stdin=reader, LAUNCH_TOKEN="t", **Launched("stdin").variable())
-    run.finish()
-    os.close(reader)
-    os.close(writer)
+    start("0", LAUNCH_START="step", LAUNCH_TOKEN="t", SLURM_NODEID="0").finish()
     assert read()["launcher"] == {"process": 1, "birth": 2, "host": "elsewhere"}
 
 
@@ -124,7 +120,7 @@ def test_a_run_that_is_refused_has_ended(start: Start) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
-            **Launched(record="logs/r1").variable(),
+            **{"LAUNCH_START": "local", "LAUNCH_TOKEN": random.randbytes(8).hex(), "RUN_ID": "r1"},
         }
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, "[port-in-use]" in done.stderr) == (3, True)

@@ -12,11 +12,11 @@ import pytest
 from agents import PATIENCE_S, Run, eventually
 from ports import free_port
 
-from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 from launcher.failure import Failure
 from launcher.wire import limits
 from launcher.wire.messages import Member
+from launcher.wire.node_link import Link
 
 # Every rank says where it is, and trains for ever, or ends in the attempt that is named.
 PROGRAM = """
@@ -121,13 +121,13 @@ def test_without_a_spare_fewer_nodes_go_on(tmp_path: Path, start: Start, lost: i
 
 
 @pytest.fixture
-def peers() -> Iterator[Callable[[int], Peer]]:
+def peers() -> Iterator[Callable[[int], Link]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield lambda _: Peer(socket.create_connection(server.getsockname()))
+        yield lambda _: Link(socket.create_connection(server.getsockname()))
 
 
 def team_of(
-    connect: Callable[[int], Peer], nprocs: list[int], spares: list[int], min_nodes: int
+    connect: Callable[[int], Link], nprocs: list[int], spares: list[int], min_nodes: int
 ) -> Team:
     members = [Member(number, f"n{number}", nproc) for number, nproc in enumerate(nprocs)]
     others = {number: connect(number) for number in range(1, len(nprocs))}
@@ -156,7 +156,7 @@ ALONE = "stopping: this node reaches only 0 of 3 others"
     ],
 )  # fmt: skip
 def test_who_takes_whose_place(
-    peers: Callable[[int], Peer],
+    peers: Callable[[int], Link],
     nprocs: list[int],
     spares: list[int],
     min_nodes: int,
@@ -187,8 +187,8 @@ def test_who_takes_whose_place(
 def test_a_spare_that_is_gone_is_told_and_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def connect(_: int) -> Peer:
-            return Peer(socket.create_connection(server.getsockname()))
+        def connect(_: int) -> Link:
+            return Link(socket.create_connection(server.getsockname()))
 
         team, told = team_of(connect, [2, 2], [2, 2], 2), list[Failure]()
         ends = [server.accept()[0] for _ in range(3)]

@@ -10,10 +10,10 @@ import pytest
 from agents import ROOT, execute, rarely
 from test_output import Screen
 
+from launcher.agent.facts import Facts
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.output.stream import NodeLog
 from launcher.agent.output.tracebacks import HeldTraceback
-from launcher.agent.verdict import Facts, is_consequence
 from launcher.failure import Failure
 from launcher.wire import limits
 
@@ -121,8 +121,8 @@ def test_what_only_follows() -> None:
     first = failed(1, follows=False)
     facts = Facts(codes={0: 1, 1: 1, 2: 1, 3: 143, 4: 0}, stopped={3})
     facts.failures += [first, failed(0, follows=True), failed(2, follows=False)]
-    assert [rank for rank in range(5) if is_consequence(facts, first, rank)] == [0, 3]
-    assert not any(is_consequence(facts, None, rank) for rank in range(5))
+    assert [rank for rank in range(5) if facts.is_consequence(first, rank)] == [0, 3]
+    assert not any(facts.is_consequence(None, rank) for rank in range(5))
 
 
 PROGRAM = """
