@@ -8,7 +8,6 @@ No torch import, so it takes a few hundredths of a second.
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import time
@@ -16,9 +15,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from distributed.environment import port_from_id
-from launcher.handshake import open_port, read_access
-from launcher.preflight import infiniband, master_port, must_match
+from launcher.handshake import read_access
+from launcher.master_port import open_master_port
+from launcher.preflight import between_nodes, infiniband, must_match
 from launcher.preflight.checks import CHECKS, Machine
 from launcher.preflight.gpus import GpuError, visible_gpus
 from launcher.text import Environ, short_host_name
@@ -62,23 +61,6 @@ def check_node(request: Request, environ: Environ = os.environ) -> Report:
     )
 
 
-def open_master_port(request: Request) -> tuple[int, socket.socket | None, int]:
-    """Return the master's port, and on node rank 0 its listener, or the errno of why there is none.
-
-    It is opened once: a node that connected to one that only tries the port would be cut off. One
-    node alone that was given no port takes the next free one after that of the run id.
-    """
-    port = request.port or port_from_id(request.run_id)
-    while request.node_rank == 0:
-        try:
-            return port, open_port(port, request.master_addr), 0
-        except OSError as error:
-            if request.port or request.num_nodes > 1 or error.errno != errno.EADDRINUSE:
-                return port, None, error.errno or errno.EINVAL
-        port += 1
-    return port, None, 0
-
-
 def _meet(
     request: Request,
     port: int,
@@ -96,13 +78,13 @@ def _meet(
     if listener is None:
         me = NodeReport(request.node_rank, request.num_nodes, 1, host, request.run_id)
         done: list[str] = []
-        return [*master_port.visit_master(address, port, me, access.secret, wait, done)], done
+        return [*between_nodes.visit_master(address, port, me, access.secret, wait, done)], done
     # A SLURM job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
     folder = None
     if request.checkpoint_dir and "SLURM_JOB_ID" in environ:
         folder = request.directory / request.checkpoint_dir
     first, others = Member(0, host, 1, address), request.meeting_size - 1
-    return master_port.receive_others(listener, first, access, others, folder, wait), ()
+    return between_nodes.receive_others(listener, first, access, others, folder, wait), ()
 
 
 def _look_at_machine(request: Request, environ: Environ, port: int, port_error: int) -> Machine:

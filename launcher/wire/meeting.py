@@ -19,7 +19,8 @@ from dataclasses import replace
 
 from distributed.errors import Refused
 from launcher import own_time
-from launcher.handshake import Acceptor, open_port
+from launcher.handshake import Acceptor
+from launcher.master_port import open_port
 from launcher.wire import limits
 from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest, Refusal
 from launcher.wire.node_link import Link

@@ -12,7 +12,8 @@ from distributed.errors import Refused
 from launcher import own_time
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
-from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, connect, open_port
+from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, connect
+from launcher.master_port import open_port
 from launcher.preflight.must_match import ARGUMENTS, mismatches
 from launcher.text import count
 from launcher.wire import limits, meeting
