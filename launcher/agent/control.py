@@ -39,9 +39,8 @@ class Control:
 
     def tell(self, message: object, *, is_line_open: bool = False) -> None:
         """Send the launcher a message. Where `is_line_open`, the last line lacks its end."""
-        if is_line_open and self.fd is None:  # srun would mix so long a line with another node's
-            os.write(1, b"\n")
-        launcher_link.tell(self.mark, message)
+        # srun would mix so long a line with another node's.
+        launcher_link.tell(self.mark, message, begins_line=is_line_open and self.fd is None)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ The ranks' own side, what each process does after the fork, is launcher/agent/ra
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -37,11 +38,6 @@ class Rank:
     @property
     def stack_file(self) -> Path:
         return stack_file_of(self.error_file)
-
-    def show_traceback(self) -> None:
-        """Show a traceback that is held back."""
-        for stream in self.streams:
-            stream.show_traceback()
 
     def close(self) -> None:
         """Close the agent's ends of its output."""
@@ -125,8 +121,8 @@ class NodeRanks:
             each.code = processes.exit_code(statuses[each.pid])
             for stream in each.streams:
                 stream.drain()
-            if each.code == 0:
-                each.show_traceback()
+                if each.code == 0 and stream.view is not None:
+                    stream.view.show_traceback()
         return ended
 
     def streams(self) -> list[Stream]:
@@ -138,12 +134,13 @@ class NodeRanks:
         A rank that has written a traceback goes on if it still runs later. While the run is
         ending, that is not known.
         """
-        for each in self.living() if not is_ending else ():
-            age = max(stream.traceback_age(now) for stream in each.streams)
+        is_waiting = False
+        for each in self.all:
             limit_s = limits.RAISED_S if each.error_file.exists() else limits.TRACEBACK_S
-            if age >= limit_s:
-                each.show_traceback()
-        return bool([stream for stream in self.streams() if stream.tick(now)])
+            has_gone_on = each.code is None and not is_ending
+            for stream in each.streams:
+                is_waiting |= stream.tick(now, limit_s if has_gone_on else math.inf)
+        return is_waiting
 
     def straggler(self) -> RankState | None:
         """Return the rank furthest behind; None where none lives."""

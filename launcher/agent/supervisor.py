@@ -99,13 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def fork_agent(
     arguments: Sequence[str],
     control: Control | None,
-    held: Sequence[socket.socket] = (),
+    held: Sequence[int] = (),
     *,
     is_launcher: bool = False,  # this process
 ) -> Agent:
     """Fork the agent, which never returns; returns what this process supervises.
 
-    What this process has `held` open is closed in the agent.
+    The descriptors that this process has `held` open are closed in the agent.
     """
     client = int(os.environ.pop("LAUNCH_CLIENT", "0"))
     added = find_option(arguments, "--signals-to-handle") or os.environ.get("PET_SIGNALS_TO_HANDLE")
@@ -130,10 +130,8 @@ def fork_agent(
         folder = Path(logs, run_id) if is_launcher and logs and run_id else None
         return Agent(pid, ours, words, node_rank, control, handled, pausing, client, folder)
     ours.close()
-    close(reapers[0])
-    close(control.fd if control else None)
-    for opened in held:
-        opened.close()
+    for fd in (reapers[0], control.fd if control else None, *held):
+        close(fd)
     os.setsid()  # a terminal's Ctrl-C reaches the supervisor alone
     processes.die_with_parent(me)
     processes.adopt_orphans()

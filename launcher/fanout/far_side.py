@@ -11,6 +11,7 @@ and when pdsh's connection ends, so does the agent.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -44,17 +45,17 @@ def main(arguments: list[str]) -> int:
                 tell(token, Exit(0, processes.end_marked(request.token, limits.SWEEP_S)))
             case Start():
                 pdsh = await_pdsh(request.socket, token) if request.socket else None
-                code = CANNOT_START
-                if pdsh is not None or not request.socket:
-                    code = run_agent(request, token, pdsh)
+                has_come = pdsh is not None or not request.socket
+                code = run_agent(request, token, pdsh) if has_come else CANNOT_START
                 tell(token, Exit(code, processes.end_marked(token, limits.SWEEP_S)))
                 if pdsh is not None:
-                    pdsh.send(bytes([code]))
+                    with contextlib.suppress(OSError):  # it is gone
+                        os.write(pdsh, bytes([code]))
                 return 0
     return 0
 
 
-def run_agent(start: Start, token: str, pdsh: socket.socket | None) -> int:
+def run_agent(start: Start, token: str, pdsh: int | None) -> int:
     """Run the node's agent below this process; returns its exit code. The agent never returns."""
     mend_streams()
     os.environ.update(start.variables)
@@ -63,7 +64,7 @@ def run_agent(start: Start, token: str, pdsh: socket.socket | None) -> int:
     except OSError as error:
         print(f"cannot start the node agent: {error}", file=sys.stderr)
         return CANNOT_START
-    held = [pdsh] if pdsh is not None else []
+    held = () if pdsh is None else (pdsh,)
     agent = fork_agent(start.command[2:], take_stdin(), held)
 
     def beat() -> None:
@@ -79,15 +80,15 @@ def run_agent(start: Start, token: str, pdsh: socket.socket | None) -> int:
 
     threading.Thread(target=beat, daemon=True).start()  # a fork has one thread
     if pdsh is not None:
-        end_after(await_cut, pdsh.fileno(), agent.kill)
+        end_after(await_cut, pdsh, agent.kill)
     return guard(agent)
 
 
 # --- through pdsh -------------------------------------------------------------------------------
 
 
-def await_pdsh(name: str, token: str) -> socket.socket | None:
-    """Wait for pdsh's process at a socket; returns the connection, None where it does not come.
+def await_pdsh(name: str, token: str) -> int | None:
+    """Wait for pdsh's process at a socket; returns their connection, None where it does not come.
 
     Only this user's processes are listened to. The name cannot be known before it is taken: the
     launcher made it up, and pdsh's command names it when every node is ready.
@@ -108,7 +109,7 @@ def await_pdsh(name: str, token: str) -> socket.socket | None:
             if came:
                 other, _ = listener.accept()
                 if is_ours(other):
-                    return other
+                    return other.detach()
                 other.close()
     return None
 
@@ -128,8 +129,8 @@ def hold_agent(name: str) -> int:
         if not is_ours(far_side):
             raise SystemExit("the socket is another user's")
         while True:
-            ready, _, _ = select.select([0, far_side], [], [])
-            if far_side in ready:
+            ready, _, _ = select.select([0, far_side.fileno()], [], [])
+            if far_side.fileno() in ready:
                 code = far_side.recv(1)
                 return code[0] if code else KILLED
             if not os.read(0, 4096):  # the end of pdsh's connection

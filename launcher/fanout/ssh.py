@@ -167,7 +167,7 @@ class Fanout:
         plan, nproc = self.plan, report.nproc
         command = plan.agent_command(nproc=nproc, port=report.port, node_rank=report.node_rank)
         variables = {**plan.run_variables(), **self.own.of_node(node.name, nproc)}
-        return Start(command, {**variables, "LAUNCH_TOKEN": node.token}, plan.directory)
+        return Start(command, variables, plan.directory)
 
     def watch(self) -> None:
         """Wait for the end of every node's part, and see to it once one has ended."""

@@ -77,8 +77,7 @@ def _meet(
     access = read_access(environ)
     if listener is None:
         me = NodeReport(request.node_rank, request.num_nodes, 1, host, request.run_id)
-        done: list[str] = []
-        return [*between_nodes.visit_master(address, port, me, access.secret, wait, done)], done
+        return between_nodes.visit_master(address, port, me, access.secret, wait)
     # A SLURM job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
     folder = None
     if request.checkpoint_dir and "SLURM_JOB_ID" in environ:

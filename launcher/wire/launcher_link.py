@@ -54,10 +54,15 @@ def hears(fd: int) -> bool:
     return False
 
 
-def tell(mark: str, message: object | None = None) -> None:
-    """Send the launcher a message, or a sign of life; `mark` is the token with the node."""
+def tell(mark: str, message: object | None = None, *, begins_line: bool = False) -> None:
+    """Send the launcher a message, or a sign of life; `mark` is the token with the node.
+
+    Where it `begins_line`, the line before it may lack its end.
+    """
     *begun, last = in_pieces(messages.write(message), _PIECE) if message is not None else [""]
     with contextlib.suppress(OSError):  # nobody reads any more
+        if begins_line:
+            os.write(1, b"\n")
         for piece in (*(f"+{piece}" for piece in begun), last):
             os.write(1, f"{BEGIN}{mark} {piece}\n".encode())  # in one piece, whoever else writes
 

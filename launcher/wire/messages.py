@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -317,16 +317,8 @@ class EndRanks:
     stuck: int = -1  # the rank that holds up the run; first collect all stacks. -1: none
 
 
-_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(Request, Start, Sweep, StopRequest),
-        *(NodeReport, PairTest, PairResult, Refusal),
-        *(Hello, Report, Ready, Cut, Membership, Exit, Outcome),
-        *(Assignment, Verdict, StackRequest, NodeStacks, SnapshotPiece, HandedOver),
-        *(NodeBeat, EndRanks, NodeEnd, Failure),
-    )
-}
+_ALL = *globals().values(), Failure, NodeEnd, Outcome
+_KINDS = {kind.__name__: kind for kind in _ALL if isinstance(kind, type) and is_dataclass(kind)}
 
 
 def write(message: object) -> str:

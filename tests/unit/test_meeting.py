@@ -56,7 +56,7 @@ def report_of(rank: int) -> NodeReport:
 
 def visit_at(port: int, within_s: float = 5.0, *, rank: int = 1) -> list[Fault]:
     me, wait = report_of(rank), Wait(within_s)
-    return list(between_nodes.visit_master("127.0.0.1", port, me, SECRET, wait, []))
+    return between_nodes.visit_master("127.0.0.1", port, me, SECRET, wait)[0]
 
 
 def visit(test: PairTest) -> list[Fault]:

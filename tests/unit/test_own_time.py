@@ -16,10 +16,9 @@ from ports import free_port
 
 from distributed.heartbeat import Heart, find_record
 from launcher import own_time, processes
-from launcher.agent import control
 from launcher.agent.node_ranks import Heartbeats
 from launcher.own_time import Deadline, OwnTime
-from launcher.wire import limits
+from launcher.wire import launcher_link, limits
 from launcher.wire.meeting import Wait
 from launcher.wire.node_link import Link
 
@@ -122,7 +121,7 @@ def test_a_control_stream_outlives_a_suspension(
         return [] if left or not is_heard else reads, [], []
 
     monkeypatch.setattr(select, "select", wait)
-    assert control.hears(0) is is_heard
+    assert launcher_link.hears(0) is is_heard
 
 
 @pytest.mark.long

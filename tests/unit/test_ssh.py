@@ -455,9 +455,9 @@ def test_what_is_left_on_a_node_that_was_silent_at_the_end_is_ended(nodes: Nodes
 def test_another_user_is_not_handed_the_start(tmp_path: Path) -> None:
     name = f"{os.getpid()}.test"
     script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import os, sys; sys.path.insert(0, sys.argv[1])\n"
         "from launcher.fanout.far_side import await_pdsh\n"
-        "await_pdsh(sys.argv[2], 't.0').sendall(b'welcome')\n"
+        "os.write(await_pdsh(sys.argv[2], 't.0'), b'welcome')\n"
     )
     command = [sys.executable, "-c", script, str(ROOT), name]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as node:
