@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Loop, Show
+from launcher.outcome import NodePart, Outcome
 from launcher.wire import limits
 from launcher.wire.messages import Exit, Membership, Sweep
 
@@ -86,6 +87,20 @@ class Nodes:
         return {
             node: look.last_words for node, look in self._looks.items() if not look.answer(Exit)
         }
+
+    def parts(self, unreachable: Container[Connection]) -> list[NodePart]:
+        """Return how each node's part of the run ended, by node rank."""
+        return [
+            NodePart(
+                host=node.name,
+                code=ended.code if (ended := node.answer(Exit)) else None,
+                told=node.answer(Outcome),
+                lost=node.lost,
+                is_reachable=node not in unreachable,
+                is_silent=node.is_silent,
+            )
+            for node in self.current
+        ]
 
 
 class Silence:

@@ -24,7 +24,7 @@ from launcher.fanout.connection import AT_ONCE, Connection, forwarded_names, gre
 from launcher.fanout.loop import Loop, Show, given_options
 from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.swap import choose_master, find_ill, swap
-from launcher.outcome import LaunchEnd, NodePart, Outcome
+from launcher.outcome import LaunchEnd
 from launcher.plan.own import find_own, read_begun
 from launcher.plan.plan import Plan, print_commands, print_plan
 from launcher.preflight import compare
@@ -268,20 +268,9 @@ class Fanout:
         unreachable = self.nodes.find_unreachable(self.loop, within_s)
         for node, why in unreachable.items():
             self.say(f"{node.name}: {why}")
-        parts = [
-            NodePart(
-                host=node.name,
-                code=ended.code if (ended := node.answer(Exit)) else None,
-                told=node.answer(Outcome),
-                lost=node.lost,
-                is_reachable=node not in unreachable,
-                is_silent=node.is_silent,
-            )
-            for node in self.nodes.current
-        ]
         outcome = LaunchEnd(
             plan,
-            parts,
+            self.nodes.parts(unreachable),
             started=self.started or 0.0,
             ended=time.time(),
             stopped_by=self.stopped_by or 0,
