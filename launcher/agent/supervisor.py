@@ -60,9 +60,7 @@ class Agent:
     words: int  # the file for its last words
     node_rank: int
     control: Control | None = None
-    handled: Sequence[signal.Signals] = ()  # to pass on to it
     pausing: Set[signal.Signals] = frozenset()  # a terminal's Ctrl-Z, which stops all that run here
-    client: int = 0  # podman's process, whose container this is in
     folder: Path | None = None  # of the run, where this process is noted as its launcher
     passed_on: list[int] = field(default_factory=list)  # the signals sent to it
 
@@ -107,7 +105,7 @@ def fork_agent(
 
     The descriptors that this process has `held` open are closed in the agent.
     """
-    client = int(os.environ.pop("LAUNCH_CLIENT", "0"))
+    client = int(os.environ.pop("LAUNCH_CLIENT", "0"))  # podman, whose container this is in
     added = find_option(arguments, "--signals-to-handle") or os.environ.get("PET_SIGNALS_TO_HANDLE")
     if added:
         os.environ[ADDED] = added
@@ -128,7 +126,12 @@ def fork_agent(
         node_rank = int(given) if given.isdecimal() else 0  # as far as it is known by now
         logs, run_id = find_option(arguments, "--log-dir"), os.environ.get("RUN_ID", "")
         folder = Path(logs, run_id) if is_launcher and logs and run_id else None
-        return Agent(pid, ours, words, node_rank, control, handled, pausing, client, folder)
+        agent = Agent(pid, ours, words, node_rank, control, pausing, folder)
+        if control is not None and control.fd is not None:
+            end_after(follow_stream, control.fd, agent.kill)
+        if client:
+            end_after(await_client, client, agent.kill)
+        return agent
     ours.close()
     for fd in (reapers[0], control.fd if control else None, *held):
         close(fd)
@@ -223,10 +226,6 @@ def _wait_and_clean(supervisor: int, agent: int, token: str) -> NoReturn:
 def guard(agent: Agent) -> int:
     """Wait for the agent's end, then end what is left below; returns the agent's exit code."""
     memory_kills = count_memory_kills()
-    if agent.control is not None and agent.control.fd is not None:
-        end_after(follow_stream, agent.control.fd, agent.kill)
-    if agent.client:
-        end_after(await_client, agent.client, agent.kill)
     status = _await_end(agent)
     left = processes.end_descendants()
     code = processes.exit_code(status)
@@ -252,14 +251,14 @@ def _await_end(agent: Agent) -> int:
 
     Signals are blocked and taken one by one: a handler could run within another.
     """
-    kill = Deadline()
+    kill, handled = Deadline(), handled_signals()
     grace_s = float(os.environ.get("GRACE") or limits.GRACE_S)
     while (status := dict(processes.reap()).get(agent.pid)) is None:
         wait_s = min(kill.at - own_time.now(), limits.BEAT_S)
-        came = processes.await_signal({*agent.handled, QUERY, *agent.pausing}, wait_s)
+        came = processes.await_signal({*handled, QUERY, *agent.pausing}, wait_s)
         if came in agent.pausing:
             processes.suspend()
-        elif came == QUERY and QUERY not in agent.handled:
+        elif came == QUERY and QUERY not in handled:
             agent.ask()
         elif came is not None:
             agent.send(came)
