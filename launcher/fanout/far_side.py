@@ -65,7 +65,7 @@ def run_agent(start: Start, token: str, pdsh: int | None) -> int:
         print(f"cannot start the node agent: {error}", file=sys.stderr)
         return CANNOT_START
     held = () if pdsh is None else (pdsh,)
-    agent = fork_agent(start.command[2:], take_stdin(), held)
+    agent = fork_agent(start.command[2:], take_stdin(token), held)
 
     def beat() -> None:
         while True:
