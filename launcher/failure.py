@@ -9,7 +9,7 @@ import re
 import signal
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.explain.kinds import Kind
@@ -99,6 +99,43 @@ def read_error(path: Path) -> RaisedError | None:
         return RaisedError(str(text), str(stack), code, raised, fault, notes, has_left)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # none was written, or the rank was killed while writing it
+
+
+def describe_end(
+    unknown: Failure,  # as far as it is known of any rank; its time is the end's
+    raised: RaisedError | None,  # the error file's content; None if the rank left none
+    *,
+    code: int | None,  # the exit code; None of a rank that has not left yet
+    is_out_of_memory: bool,  # the kernel has killed for lack of memory during the attempt
+    last_text: str,  # the last line that the rank wrote to stderr
+) -> Failure:
+    """Return the failure of a rank that ended, or is about to, by an error."""
+    if raised is None:
+        code = code or 1
+        fault, cause = explain(code, out_of_memory=is_out_of_memory)
+        has_left = not signal_name(code)
+        return replace(unknown, fault=fault, cause=cause, code=code, has_left=has_left)
+    fault = raised.fault or fault_of(raised.message)
+    cause = raised.message.removesuffix(f" [{fault}]")
+    if raised.has_left and last_text not in cause:
+        cause += f", after: {last_text}"
+    cause = one_line(cause) + install_cure(cause)
+    return replace(
+        unknown,
+        fault=fault,
+        cause=f"{cause} ({one_line(raised.notes)})" if raised.notes else cause,
+        code=code if code and code < 128 else raised.code,  # its excepthook may choose another
+        time=raised.time,
+        frames=user_frames(raised.stack),
+        is_consequence=is_peer_lost(cause),
+        has_left=raised.has_left,
+    )
+
+
+def read_traceback(last_line: str, time: float) -> RaisedError:
+    """Return what a rank's last line shows if there is no error file: the disk may be full."""
+    has_left = last_line.startswith("KeyboardInterrupt")  # as Python prints it
+    return RaisedError(last_line, "", 1, time, has_left=has_left)
 
 
 def fault_of(message: str) -> str:

@@ -11,13 +11,13 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
 from distributed.environment import printable
-from distributed.errors import BAD_INPUT, REFUSED, STOPPED
+from distributed.errors import STOPPED
 from launcher.failure import Failure, signal_name
+from launcher.outcome import Outcome
 from launcher.record.run_json import KEPT
 from launcher.text import count, has_colour
 
@@ -31,38 +31,6 @@ _ENDS = re.compile(
     r"|^run         \S",
     re.MULTILINE,
 )
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended: all that its user is told of it."""
-
-    code: int  # exit code
-    failure: Failure | None = None  # the first one
-    lost_peer: int = 0  # ranks that ended as a consequence
-    stopped: int = 0  # ranks that their agent had to stop
-    left: int = 0  # processes that could not be ended
-    ends: str = ""  # of a run that was stopped: by what, and how its ranks ended
-    signum: int = 0  # of a run that was stopped: the first signal
-    has_saved: bool = False  # a rank has reported a save
-    started: float = 0.0  # seconds since the epoch
-    run_id: str = ""
-    command: str = ""  # that resumes it, as typed, quoted for a shell; empty if nothing does
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.code <= 255:
-            raise ValueError(f"{self.code} is no exit code")
-
-    @property
-    def has_text(self) -> bool:
-        """Whether there is something to print: an agent itself says why it starts nothing."""
-        is_refusal = self.code in (BAD_INPUT, REFUSED) and not self.ends
-        return self.failure is not None or not (self.code == 0 or is_refusal)
-
-    def with_saved(self, step: int) -> Outcome:
-        """Return it with a checkpoint that was saved after it."""
-        first = self.failure and replace(self.failure, saved_step=step)
-        return replace(self, failure=first, has_saved=True)
 
 
 def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:

@@ -12,7 +12,6 @@ process can join, on the hosts of HOSTS if that is set.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import os
 import selectors
@@ -23,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed import hostlist
-from launcher import processes
 from launcher.text import Environ, PlanError
 from launcher.wire import limits
 
@@ -91,50 +89,6 @@ def _read_private(file: Path) -> str:
             f"RUN_SECRET names a file that cannot be read ({why}); correct its path; a secret "
             "itself must not contain /"
         ) from None
-
-
-def open_port(port: int, address: str = "") -> socket.socket:
-    """Listen on the port (0: any free one) of this machine's address.
-
-    Where that is not the only one that the name stands for, or is translated on the way here, or
-    is loopback for this machine alone, listen at all of them. Raises OSError if that fails.
-    """
-    addresses = set()
-    with contextlib.suppress(OSError):
-        for family, *_, where in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
-            addresses.add((family, str(where[0])))
-    if len(addresses) == 1:
-        ((family, only),) = addresses
-        try:
-            if address in ("localhost", only) or not is_loopback(only):
-                return socket.create_server((only, port), family=family, backlog=4096)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=4096)
-
-
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
-def is_here(address: str, port: int = 0) -> bool:
-    """Whether it is an address of this machine, where something could listen."""
-    with contextlib.suppress(OSError):
-        family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        socket.create_server(where, family=family).close()
-        return True
-    return False
-
-
-def is_first(address: str, port: int) -> bool:
-    """Whether this can be node rank 0 there. Of several processes of this machine, one alone can.
-
-    That one holds a name of the machine's network to its end, and so does what it becomes.
-    """
-    return is_here(address, port) and processes.claim(str(port), is_inherited=True)
 
 
 def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:

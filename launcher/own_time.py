@@ -37,3 +37,21 @@ class OwnTime:
 
 _OWN = OwnTime()  # of the main thread
 now, since = _OWN.now, _OWN.since
+
+
+class Deadline:
+    """A time by which an event loop does something: it can only move closer. Not set at first."""
+
+    def __init__(self) -> None:
+        self.at = math.inf
+
+    def set_within(self, seconds: float) -> None:
+        """Set it to this many seconds from now, unless it is earlier."""
+        self.at = min(self.at, now() + seconds)
+
+    def take(self) -> bool:
+        """Whether it has passed; if so it is not set any more."""
+        has_passed = now() >= self.at
+        if has_passed:
+            self.at = math.inf
+        return has_passed

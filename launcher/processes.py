@@ -24,6 +24,7 @@ from launcher.wire import limits
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 WAKING = signal.SIGCHLD, signal.SIGALRM  # end a wait in await_signal()
+KILLED = 128 + signal.SIGKILL  # the code of a process that was killed, as a shell shows it
 
 
 def _prctl(option: int, value: int) -> None:

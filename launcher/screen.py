@@ -5,37 +5,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from abc import ABC, abstractmethod
 
+from launcher.terminal import Terminal
 from launcher.wire import limits
 
 _REDRAWN = re.compile(rb"\r(\x1b\[[0-2]?K)*")  # and what clears the line would clear a prefix, too
 LONGEST_HELD = 1 << 16  # bytes of it; a longer one is shown at once
-
-
-class Screen(ABC):
-    """A terminal or pipe, and the stream whose line there has not ended."""
-
-    open_by: object | None = None
-
-    @abstractmethod
-    def queue(self, data: bytes) -> None:
-        """Write it as soon as the reader takes it."""
-
-    def show(self, data: bytes, source: object) -> None:
-        """Show bytes of a stream; where another's line is open, on a line of their own."""
-        if not self.is_free_for(source):
-            self.end_line()
-        self.open_by = None if data.endswith(b"\n") else source
-        self.queue(data)
-
-    def is_free_for(self, source: object) -> bool:
-        return self.open_by is None or self.open_by is source
-
-    def end_line(self) -> None:
-        if self.open_by is not None:
-            self.open_by = None
-            self.queue(b"\n")
 
 
 class View:
@@ -45,7 +20,7 @@ class View:
     once; an unfinished line after PARTIAL_S if no other is open, and then as it grows.
     """
 
-    def __init__(self, screen: Screen, *, is_alone: bool, prefix: bytes = b"") -> None:
+    def __init__(self, screen: Terminal, *, is_alone: bool, prefix: bytes = b"") -> None:
         """Begin each line, and each state of one that redraws itself, with the prefix."""
         self._screen = screen
         self._is_alone = is_alone

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from typing import IO, TextIO, cast
 
-from launcher.screen import Screen
 from launcher.wire import limits
 
 BACKLOG_BYTES = 1 << 20  # that a terminal has not taken yet: whoever writes waits a little
@@ -19,8 +18,10 @@ MOST_BYTES = 1 << 24  # of it that are kept for one that is stuck
 _WRITE = 16384  # bytes a write; progress is noted after each
 
 
-class Terminal(Screen, io.RawIOBase):
+class Terminal(io.RawIOBase):
     """One of our own streams. What it does not take at once is left to a thread."""
+
+    open_by: object | None = None  # the stream whose line there has not ended
 
     def __init__(self, fd: int, *, is_instant: bool = False) -> None:
         """`is_instant`: the descriptor never blocks, and is not shared (`open_again`)."""
@@ -50,6 +51,21 @@ class Terminal(Screen, io.RawIOBase):
         self.end_line()
         self._add(bytes(data))
         return len(data)
+
+    def show(self, data: bytes, source: object) -> None:
+        """Show bytes of a stream; where another's line is open, on a line of their own."""
+        if not self.is_free_for(source):
+            self.end_line()
+        self.open_by = None if data.endswith(b"\n") else source
+        self.queue(data)
+
+    def is_free_for(self, source: object) -> bool:
+        return self.open_by is None or self.open_by is source
+
+    def end_line(self) -> None:
+        if self.open_by is not None:
+            self.open_by = None
+            self.queue(b"\n")
 
     def queue(self, data: bytes) -> None:
         """Queue output. A slow reader slows the ranks down; one that is stuck loses lines."""

@@ -2,11 +2,6 @@
 
 text = encode(report)
 report = parse(Report, text)
-
-Where several kinds of message share a channel, each stands behind its name: `{"hello": {...}}`.
-
-ANSWERS = Kinds(hello=Hello, report=Report)
-answer = ANSWERS.read(ANSWERS.write(Hello("10.0.0.1")))
 """
 
 from __future__ import annotations
@@ -22,40 +17,14 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 MAX_FLOAT = sys.float_info.max
-PIECE = 900  # characters; srun mixes the nodes' lines where they are longer than 1024
 
 
-def in_pieces(text: str, size: int = PIECE) -> list[str]:
-    """Return what fits into lines that srun does not tear, or into pieces of another size."""
+def in_pieces(text: str, size: int) -> list[str]:
     return [text[at : at + size] for at in range(0, len(text), size)]
 
 
 class MessageError(ValueError):
     """What arrived is not what was announced; names the field."""
-
-
-class Kinds:
-    """The kinds of message of one channel, by name."""
-
-    def __init__(self, **kinds: type) -> None:
-        self._kinds = kinds
-        self._names = {kind: name for name, kind in kinds.items()}
-
-    def write(self, message: object) -> str:
-        """Return a message as one line, without its end."""
-        return f'{{"{self._names[type(message)]}":{encode(message)}}}'
-
-    def read(self, text: bytes | str) -> Any:
-        """Return the message of a line.
-
-        Raises MessageError if it is none of these kinds, or does not fit its type.
-        """
-        content = _parse(text)
-        if isinstance(content, dict) and len(content) == 1:
-            ((name, fields),) = content.items()
-            if name in self._kinds:
-                return decode(self._kinds[name], fields)
-        raise MessageError(f"no message: {text!r:.80}")
 
 
 def encode(message: Any) -> str:
@@ -65,10 +34,11 @@ def encode(message: Any) -> str:
 
 def parse(kind: type[T], text: bytes | str) -> T:
     """Return the dataclass that a JSON text describes; raises MessageError."""
-    return decode(kind, _parse(text))
+    return decode(kind, parse_json(text))
 
 
-def _parse(text: bytes | str) -> Any:
+def parse_json(text: bytes | str) -> Any:
+    """Return the content of a JSON text; raises MessageError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

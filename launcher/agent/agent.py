@@ -25,12 +25,11 @@ from launcher.agent.attempt import Attempt
 from launcher.agent.command_line import read_for_torch
 from launcher.agent.control import (
     AgentNote,
-    Done,
-    Membership,
     SupervisorLink,
     report_outcome,
 )
 from launcher.agent.diagnosis import nccl_network
+from launcher.agent.facts import Facts
 from launcher.agent.fork import cpus_of_ranks, fork_ranks, variables_of
 from launcher.agent.join import join, versions
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
@@ -44,13 +43,12 @@ from launcher.agent.query import Query
 from launcher.agent.restarts import Restarts
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.torchrun_arguments import Arguments, parse
-from launcher.agent.verdict import Facts, Verdict
 from launcher.failure import Failure
-from launcher.failure_block import Outcome
+from launcher.outcome import Outcome
 from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 from launcher.text import OwnEnviron
 from launcher.wire import limits
-from launcher.wire.messages import Assignment
+from launcher.wire.messages import Assignment, Membership, Verdict
 
 load_dynamo()  # here once, not in each rank
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
@@ -321,7 +319,6 @@ class NodeAgent:
         self.restarts.end(outcome.code)
         control, is_open = self.supervisor.control, self.outputs.is_line_open
         if is_told and (control is not None or self.args.is_in_step):  # to the same terminal
-            self.outputs.tell(Done(), control)
             return
         if shows_no_rank(self) and outcome.code == 0:
             self.outputs.say("the run has ended with code 0")

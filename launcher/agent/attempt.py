@@ -2,7 +2,7 @@
 
 Events come in (output, deaths, signals, messages of other nodes' agents, time); one verdict comes
 out, the same on every node. The attempt records what it sees and acts on it; what the facts mean
-is decided in launcher/agent/verdict.py and launcher/agent/diagnosis/stuck.py.
+is decided in launcher/agent/facts.py, launcher/outcome.py and launcher/agent/diagnosis/stuck.py.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from typing import Any
 
 from distributed.stop_signals import NOTICE, QUERY, Interrupts, handled_signals, stop_signals
 from launcher import own_time, processes
-from launcher.agent import verdict
-from launcher.agent.deadline import Deadline
 from launcher.agent.diagnosis.stuck import RankState, find_straggler
+from launcher.agent.facts import Facts
 from launcher.agent.node_ranks import NodeRanks, Rank
-from launcher.agent.nodes.protocol import (
-    EndRanks,
-    Message,
-    NodeBeat,
-    NodeStacks,
-    Peer,
-    SnapshotData,
-    StackRequest,
-    StopRequest,
-)
 from launcher.agent.notice import Notice
 from launcher.agent.output.outputs import Outputs
 from launcher.agent.output.stream import Stream
 from launcher.agent.query import Query
 from launcher.agent.snapshots.memory import Snapshots
-from launcher.agent.verdict import Facts, NodeEnd, Verdict
 from launcher.failure import Failure
+from launcher.outcome import NodeEnd
+from launcher.own_time import Deadline
+from launcher.processes import KILLED
 from launcher.wire import limits
-from launcher.wire.messages import KILLED
+from launcher.wire.messages import (
+    EndRanks,
+    NodeBeat,
+    NodeStacks,
+    SnapshotData,
+    StackRequest,
+    StopRequest,
+    Verdict,
+)
+from launcher.wire.node_link import Link
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Attempt:
     """The ranks of this node, and the connections to the other nodes' agents."""
 
     ranks: NodeRanks
-    peers: dict[int, Peer]
+    peers: dict[int, Link]
     supervisor: socket.socket  # its other end closes when the supervisor dies
     facts: Facts  # the signals in it also came since the attempt before
     grace_s: float  # for the ranks to save, after a request to stop
@@ -104,14 +104,14 @@ class Attempt:
         waker.close()
         saved_step = self.ranks.heartbeats.saved()
         left = processes.end_descendants(term_s=limits.RANK_TERM_S)
-        reached = verdict.reach_verdict(self.facts, saved_step=saved_step, left=len(left))
+        verdict = self.facts.reach_verdict(saved_step, len(left))
         for each in self.ranks.all:
-            follows = verdict.is_consequence(self.facts, reached.outcome.failure, each.rank)
+            follows = self.facts.is_consequence(verdict.outcome.failure, each.rank)
             for stream in each.streams:
                 stream.end(is_consequence=follows)
         outputs.drain()
         self.selector.close()
-        return reached
+        return verdict
 
     def _listen_to_all(self) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
@@ -175,13 +175,13 @@ class Attempt:
         code = self.facts.codes[each.rank] = each.code or 0
         saved_step = self.ranks.heartbeats.saved()
         if code != 0 and each.rank not in self.facts.stopped:
-            end, has_saved = self.ranks.describe_end(each), saved_step >= 0
-            if verdict.is_asked(end, self.facts.asked, has_saved=has_saved):
+            end = self.ranks.describe_end(each)
+            if self.facts.is_asked(end, has_saved=saved_step >= 0):
                 self.kill.set_within(self.grace_s)
             else:
                 self._fail(end)
         if not self.is_first_node and not self.ranks.living():
-            self.send_all(verdict.end_of_node(self.facts, saved_step, *self.snapshots.parts()))
+            self.send_all(self.facts.end_of_node(saved_step, *self.snapshots.parts()))
 
     def _fail(self, first: Failure) -> None:
         """Record a failure, and end the ranks of all nodes; those that are asked to may save."""
@@ -208,7 +208,7 @@ class Attempt:
         else:
             self._stop(signum, None)
 
-    def _stop(self, signum: int, source: Peer | None) -> None:
+    def _stop(self, signum: int, source: Link | None) -> None:
         """Ask the ranks here and all other nodes to stop; `source` has asked and knows."""
         if signum not in self.facts.signals:  # schedulers send one signal to several processes
             self.facts.signals.append(signum)
@@ -223,14 +223,14 @@ class Attempt:
 
     # --- the other nodes ------------------------------------------------------------------------
 
-    def _on_peer(self, node: int, peer: Peer) -> None:
+    def _on_peer(self, node: int, peer: Link) -> None:
         received = peer.receive()
         if received is None:
             self._drop_peer(node)
         for message in received or ():
             self._on_message(node, peer, message)
 
-    def _on_message(self, node: int, peer: Peer, message: Message) -> None:
+    def _on_message(self, node: int, peer: Link, message: object) -> None:
         match message:
             case EndRanks() | Verdict() if self.is_first_node:
                 pass  # those it gives itself
@@ -251,7 +251,7 @@ class Attempt:
             case Verdict():
                 self.facts.verdict = message
 
-    def send_all(self, message: Message, *, but: Peer | None = None) -> None:
+    def send_all(self, message: object, *, but: Link | None = None) -> None:
         """Send to every other agent from node rank 0, and from elsewhere to node rank 0's."""
         for peer in self.peers.values():
             if peer is not but:

@@ -1,79 +1,46 @@
 """The links between an agent, its supervisor and a launcher elsewhere (no torch).
 
-Through the control stream, a remote launcher controls a node's part of a run. It sets two
-variables for the supervisor:
+Through the control stream, a remote launcher controls a node's part of a run: launcher_link.py has
+what goes over it. Whoever starts a supervisor sets two variables:
 
-    LAUNCH_START={json}     a Launched. The supervisor removes it: a run nested within this one has
-                            its own stdin.
-    LAUNCH_TOKEN=<token>    begins messages to the launcher, `<token> {json}` on stdout: one tells
-                            how the run ended, and the launcher prints the failure block.
-                            The variable stays: it marks every process of the run.
-
-In a step of a SLURM job there is no control stream, and messages come in short lines, because srun
-mixes long ones. The stream carries an empty line as a beat, and the names of signals to forward.
-Its end, or silence, means that the launcher is gone: that ends the run on this node.
+    LAUNCH_START=local|step the launcher on this machine has become it, or srun started it. The
+                            supervisor removes it: a run nested within this one is another's.
+    LAUNCH_TOKEN=<token>    marks every process of the run, and begins messages to the launcher.
+                            One tells how the run ended: the launcher prints the failure block.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.stop_signals import QUERY, STOP_SIGNALS
+from distributed.stop_signals import QUERY, stop_signals
 from launcher import processes
-from launcher.failure_block import Outcome, print_outcome
-from launcher.own_time import OwnTime
-from launcher.typed_json import Kinds, encode, in_pieces
-from launcher.wire import limits
-
-VARIABLE = "LAUNCH_START"
-_BY_NAME = {signum.name.encode(): signum for signum in (*STOP_SIGNALS, QUERY)}
-
-
-@dataclass(frozen=True)
-class Launched:
-    """How the supervisor was started; by default by hand."""
-
-    control: str = ""  # "stdin": the control stream; "step": srun started it, and there is none
-    has_reaper: bool = False
-    record: str = ""  # the run folder where the supervisor is noted
-
-    def variables(self) -> dict[str, str]:
-        """Return what tells it so, with the token of a new run."""
-        return {VARIABLE: encode(self), "LAUNCH_TOKEN": os.urandom(16).hex()}
-
-
-@dataclass(frozen=True)
-class Membership:
-    """The nodes that a run continues with, each by the node rank that it was started with."""
-
-    attempt: int
-    nodes: Sequence[int]  # by node rank, and after them the spares
-
-
-@dataclass(frozen=True)
-class Done:
-    """This node's part of the run is over; node rank 0 reports how the run ended."""
-
-
-MESSAGES = Kinds(outcome=Outcome, done=Done, membership=Membership)  # to the launcher
+from launcher.failure_block import print_outcome
+from launcher.outcome import Outcome
+from launcher.typed_json import encode
+from launcher.wire import launcher_link, limits
+from launcher.wire.messages import StopRequest
 
 
 @dataclass(frozen=True)
 class Control:
-    """The control stream of this process, and the token that begins messages to the launcher."""
+    """The connection to a launcher elsewhere."""
 
-    fd: int | None  # None: in a step of a SLURM job
-    token: str
+    fd: int | None  # the control stream; None: in a step of a SLURM job, which has none
+    mark: str  # begins messages to the launcher (launcher_link.py)
+
+    def tell(self, message: object, *, is_line_open: bool = False) -> None:
+        """Send the launcher a message. Where `is_line_open`, the last line lacks its end."""
+        # srun would mix so long a line with another node's.
+        launcher_link.tell(self.mark, message, begins_line=is_line_open and self.fd is None)
 
 
 @dataclass(frozen=True)
@@ -126,21 +93,10 @@ def end_after(wait: Callable[[int], None], which: int, kill_agent: Callable[[], 
 
 
 def follow_stream(fd: int) -> None:
-    """Send this process each signal named on a control stream, to its end."""
-    pending = b""
-    while hears(fd) and (data := os.read(fd, 4096)):
-        *lines, pending = (pending + data).split(b"\n")
-        for signum in filter(None, map(_BY_NAME.get, lines)):
-            os.kill(os.getpid(), signum)
-
-
-def hears(fd: int) -> bool:
-    """Wait until there is something to read; False after SILENCE_S seconds without."""
-    own, heard = OwnTime(), time.monotonic()
-    while own.since(heard) <= limits.SILENCE_S:
-        if select.select([fd], [], [], limits.BEAT_S)[0]:
-            return True
-    return False
+    """Send this process each signal that the launcher passes on, to the stream's end."""
+    while (request := launcher_link.read_request(fd)) is not None:
+        if isinstance(request, StopRequest) and request.signum in (*stop_signals(), QUERY):
+            os.kill(os.getpid(), request.signum)
 
 
 def await_client(pid: int) -> None:
@@ -150,13 +106,13 @@ def await_client(pid: int) -> None:
         time.sleep(limits.CLIENT_LOOK_S)
 
 
-def take_stdin(token: str) -> Control:
+def take_stdin(mark: str) -> Control:
     """Take the control stream away from stdin."""
     fd = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    return Control(fd, token)
+    return Control(fd, mark)
 
 
 def report_outcome(
@@ -166,20 +122,9 @@ def report_outcome(
 
     Where `is_line_open`, the last line shown may lack its end; the block begins a line.
     """
-    if control is None:
-        if is_line_open and outcome.code != 0:
-            print(file=sys.stderr)
-        print_outcome(outcome, sys.stderr, folder)
+    if control is not None:
+        control.tell(outcome, is_line_open=is_line_open)
         return
-    tell(outcome, control, is_line_open=is_line_open)
-
-
-def tell(message: Outcome | Done | Membership, control: Control, *, is_line_open: bool) -> None:
-    """Send a message to the launcher."""
-    # A launcher over ssh finds it within a line, too; one more end would be a line of its own.
-    line_end = "\n" if is_line_open and control.fd is None else ""
-    with contextlib.suppress(OSError):  # nobody reads any more
-        text = MESSAGES.write(message)
-        pieces = [text] if control.fd is not None else in_pieces(text)
-        lines = [f"{control.token} {piece}\n" for piece in pieces]
-        print(line_end + "".join(lines), end="", flush=True)
+    if is_line_open and outcome.code != 0:
+        print(file=sys.stderr)
+    print_outcome(outcome, sys.stderr, folder)

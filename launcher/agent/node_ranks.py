@@ -5,6 +5,7 @@ The ranks' own side, what each process does after the fork, is launcher/agent/ra
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -14,14 +15,13 @@ from pathlib import Path
 
 from distributed.heartbeat import LIMITS, RECORD, STACK_SIGNAL, Beat, name_record, stack_file_of
 from launcher import failure, own_time, processes
-from launcher.agent import verdict
 from launcher.agent.diagnosis import collectives, stuck
 from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Calls
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.output.stream import Stream
 from launcher.failure import Failure
+from launcher.processes import KILLED
 from launcher.wire import limits
-from launcher.wire.messages import KILLED
 
 
 @dataclass
@@ -38,11 +38,6 @@ class Rank:
     @property
     def stack_file(self) -> Path:
         return stack_file_of(self.error_file)
-
-    def show_traceback(self) -> None:
-        """Show a traceback that is held back."""
-        for stream in self.streams:
-            stream.show_traceback()
 
     def close(self) -> None:
         """Close the agent's ends of its output."""
@@ -126,8 +121,8 @@ class NodeRanks:
             each.code = processes.exit_code(statuses[each.pid])
             for stream in each.streams:
                 stream.drain()
-            if each.code == 0:
-                each.show_traceback()
+                if each.code == 0 and stream.view is not None:
+                    stream.view.show_traceback()
         return ended
 
     def streams(self) -> list[Stream]:
@@ -139,12 +134,13 @@ class NodeRanks:
         A rank that has written a traceback goes on if it still runs later. While the run is
         ending, that is not known.
         """
-        for each in self.living() if not is_ending else ():
-            age = max(stream.traceback_age(now) for stream in each.streams)
+        is_waiting = False
+        for each in self.all:
             limit_s = limits.RAISED_S if each.error_file.exists() else limits.TRACEBACK_S
-            if age >= limit_s:
-                each.show_traceback()
-        return bool([stream for stream in self.streams() if stream.tick(now)])
+            has_gone_on = each.code is None and not is_ending
+            for stream in each.streams:
+                is_waiting |= stream.tick(now, limit_s if has_gone_on else math.inf)
+        return is_waiting
 
     def straggler(self) -> RankState | None:
         """Return the rank furthest behind; None if none is alive."""
@@ -170,8 +166,8 @@ class NodeRanks:
         unknown = self._unknown_failure(each)
         raised = failure.read_error(each.error_file)
         if raised is None and err.traceback_line > 0 and each.code == 1:
-            raised = verdict.read_traceback(err.last_text, unknown.time)
-        return verdict.describe_end(
+            raised = failure.read_traceback(err.last_text, unknown.time)
+        return failure.describe_end(
             replace(unknown, log=f"{log}:{line}" if log and line else log),
             raised,
             code=each.code,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from distributed.stop_signals import NOTICE
 from launcher import own_time, processes
+from launcher.agent.facts import Facts
 from launcher.agent.node_ranks import NodeRanks
-from launcher.agent.verdict import Facts
 from launcher.wire import limits
 
 UNHANDLED = (

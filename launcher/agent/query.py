@@ -18,14 +18,15 @@ from pathlib import Path
 
 from distributed.environment import printable
 from distributed.stop_signals import NOTICE
-from launcher.agent.deadline import Deadline
 from launcher.agent.diagnosis import stuck
 from launcher.agent.diagnosis.collectives import find_mismatches
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.node_ranks import NodeRanks
-from launcher.agent.nodes.protocol import NodeStacks, Peer, RankStack, StackRequest
+from launcher.own_time import Deadline
 from launcher.record.run_json import ASKED, NOTICED, SHOWN
 from launcher.wire import limits
+from launcher.wire.messages import NodeStacks, RankStack, StackRequest
+from launcher.wire.node_link import Link
 
 LONGEST = 2000  # characters of a line that is shown
 
@@ -36,7 +37,7 @@ class Query:
 
     ranks: NodeRanks
     hosts: Sequence[str]  # by node rank
-    peers: Mapping[int, Peer]
+    peers: Mapping[int, Link]
     show: Callable[[str], None]
     folder: Path | None  # of the run; None: it has none
     _look: Deadline = field(default_factory=Deadline)  # for the files, on node rank 0

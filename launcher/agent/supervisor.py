@@ -29,26 +29,24 @@ from distributed.stop_signals import ADDED, NOTICE, QUERY, STOP_SIGNALS, handled
 from launcher import importable, own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch
 from launcher.agent.control import (
-    VARIABLE,
     AgentNote,
     Control,
-    Launched,
     SupervisorLink,
     await_client,
     close,
     end_after,
     follow_stream,
     report_outcome,
-    take_stdin,
 )
-from launcher.agent.deadline import Deadline
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
-from launcher.failure_block import Outcome
+from launcher.outcome import Outcome
 from launcher.outer_run import leave_outer_run
+from launcher.own_time import Deadline
+from launcher.processes import KILLED
 from launcher.record import run_json
 from launcher.text import OwnEnviron, mend_streams
-from launcher.wire import limits
-from launcher.wire.messages import KILLED
+from launcher.wire import launcher_link, limits
+from launcher.wire.messages import Exit
 
 HAS_TORCH = b"\0"  # begins the file for an agent's last words, after the import
 
@@ -63,10 +61,8 @@ class Agent:
     note: AgentNote  # what is known before the agent notes more
     control: Control | None = None
     grace_s: float = limits.GRACE_S
-    handled: Sequence[signal.Signals] = ()  # to pass on to it
     pausing: Set[signal.Signals] = frozenset()  # a terminal's Ctrl-Z, which stops all that run here
-    client: int = 0  # podman's process, whose container this is in
-    recorded: str = ""  # the run folder where this process is noted
+    folder: Path | None = None  # of the run, where this process is noted as its launcher
     passed_on: list[int] = field(default_factory=list)  # the signals sent to it
 
     def send(self, signum: int) -> None:
@@ -90,20 +86,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environ = os.environ
     mend_streams()
     leave_outer_run(environ)
-    launched, control = typed_json.parse(Launched, environ.pop(VARIABLE, "{}")), None
-    if launched.control == "stdin":
-        control = take_stdin(environ["LAUNCH_TOKEN"])
-    elif launched.control == "step":
-        control = Control(None, f"{environ['LAUNCH_TOKEN']} {environ['SLURM_NODEID']}")
-        print(control.token, flush=True)  # from now on a part that tells no end was killed
-    return guard(fork_agent(arguments, environ, control, launched))
+    started_by, control = environ.pop("LAUNCH_START", ""), None
+    if started_by == "step":
+        control = Control(None, f"{environ['LAUNCH_TOKEN']}.{environ['SLURM_NODEID']}")
+        launcher_link.tell(control.mark)  # from now on a part that tells no exit was killed
+    code = guard(fork_agent(arguments, environ, control, is_launcher=started_by == "local"))
+    if control is not None:
+        control.tell(Exit(code, 0))
+    return code
 
 
 def fork_agent(
-    arguments: Sequence[str], environ: OwnEnviron, control: Control | None, launched: Launched
+    arguments: Sequence[str],
+    environ: OwnEnviron,
+    control: Control | None,
+    held: Sequence[int] = (),
+    *,
+    is_launcher: bool = False,  # this process
 ) -> Agent:
-    """Fork the agent, which never returns; returns what this process supervises."""
-    client = int(environ.pop("LAUNCH_CLIENT", "0"))
+    """Fork the agent, which never returns; returns what this process supervises.
+
+    The descriptors that this process has `held` open are closed in the agent.
+    """
+    client = int(environ.pop("LAUNCH_CLIENT", "0"))  # podman, whose container this is in
     added = find_option(arguments, "--signals-to-handle") or environ.get("PET_SIGNALS_TO_HANDLE")
     if added:
         environ[ADDED] = added
@@ -113,7 +118,7 @@ def fork_agent(
     pausing = {signal.SIGTSTP} - {*handled} if is_alone and control is None else set()
     awaited = {*handled, QUERY, *processes.WAKING, *pausing}
     signal.pthread_sigmask(signal.SIG_SETMASK, awaited)
-    reapers = start_reaper(environ["LAUNCH_TOKEN"]) if launched.has_reaper else (None, None)
+    reapers = start_reaper(environ["LAUNCH_TOKEN"]) if is_launcher else (None, None)
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     me, words = os.getpid(), processes.anonymous_file("words")
@@ -122,14 +127,19 @@ def fork_agent(
         close(reapers[1])
         given = find_option(arguments, "--node-rank") or environ.get("SLURM_NODEID", "")
         node_rank = int(given) if given.isdecimal() else 0  # as far as it is known by now
-        note = AgentNote(environ.get("RUN_ID", ""), node_rank, time.time(), 0)
+        logs, run_id = find_option(arguments, "--log-dir"), environ.get("RUN_ID", "")
+        folder = Path(logs, run_id) if is_launcher and logs and run_id else None
+        note = AgentNote(run_id, node_rank, time.time(), 0)
         grace_s = float(environ.get("GRACE") or limits.GRACE_S)
-        return Agent(
-            pid, ours, words, note, control, grace_s, handled, pausing, client, launched.record
-        )
+        agent = Agent(pid, ours, words, note, control, grace_s, pausing, folder)
+        if control is not None and control.fd is not None:
+            end_after(follow_stream, control.fd, agent.kill)
+        if client:
+            end_after(await_client, client, agent.kill)
+        return agent
     ours.close()
-    close(reapers[0])
-    close(control.fd if control else None)
+    for fd in (reapers[0], control.fd if control else None, *held):
+        close(fd)
     os.setsid()  # a terminal's Ctrl-C reaches the supervisor alone
     processes.die_with_parent(me)
     processes.adopt_orphans()
@@ -223,10 +233,6 @@ def _wait_and_clean(supervisor: int, agent: int, token: str) -> NoReturn:
 def guard(agent: Agent) -> int:
     """Wait for the agent's end, then end what is left below; returns the agent's exit code."""
     memory_kills = count_memory_kills()
-    if agent.control is not None and agent.control.fd is not None:
-        end_after(follow_stream, agent.control.fd, agent.kill)
-    if agent.client:
-        end_after(await_client, agent.client, agent.kill)
     status = _await_end(agent)
     left = processes.end_descendants()
     code = processes.exit_code(status)
@@ -242,8 +248,8 @@ def guard(agent: Agent) -> int:
         is_asked = os.WTERMSIG(status) in agent.passed_on
         _report_death(agent, code, None if is_asked else why, words, left=len(left))
     agent.notes.close()
-    if agent.recorded:  # the run may have ended before it began
-        run_json.note_end(Path(agent.recorded), code)
+    if agent.folder is not None:  # the run may have ended before it began
+        run_json.note_end(agent.folder, code)
     return code
 
 
@@ -252,13 +258,13 @@ def _await_end(agent: Agent) -> int:
 
     Signals are blocked and taken one by one: a handler could run within another.
     """
-    kill = Deadline()
+    kill, handled = Deadline(), handled_signals()
     while (status := dict(processes.reap()).get(agent.pid)) is None:
         wait_s = min(kill.at - own_time.now(), limits.BEAT_S)
-        came = processes.await_signal({*agent.handled, QUERY, *agent.pausing}, wait_s)
+        came = processes.await_signal({*handled, QUERY, *agent.pausing}, wait_s)
         if came in agent.pausing:
             processes.suspend()
-        elif came == QUERY and QUERY not in agent.handled:
+        elif came == QUERY and QUERY not in handled:
             agent.ask()
         elif came is not None:
             agent.send(came)

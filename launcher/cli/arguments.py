@@ -1,7 +1,7 @@
 """Read the command line of an entry script: one grammar for all of them.
 
 Positional arguments, key=value settings anywhere, --options, and after `--` what goes to the
-training script untouched. launcher/cli/commands.py says what each command accepts.
+training script untouched. launcher/cli/options.py says what each command accepts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distributed.job import job_id
-from launcher.cli.commands import COMMANDS, COMMON, TASKS, Command, Values
+from launcher.cli.options import COMMANDS, COMMON, TASKS, Command, Values
 from launcher.plan.typed import Typed, is_same
 from launcher.text import Environ, PlanError, did_you_mean
 

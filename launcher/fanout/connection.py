@@ -14,16 +14,14 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from launcher import processes
-from launcher.agent.control import Membership
-from launcher.fanout import protocol
 from launcher.fanout.loop import Child, Loop, Show, given_options, ssh_command
-from launcher.fanout.protocol import Hello, Start, Sweep
 from launcher.plan.own import asked_names
 from launcher.plan.plan import Plan
 from launcher.plan.resume import FORWARDED
 from launcher.text import Environ, PlanError
-from launcher.wire import limits
-from launcher.wire.messages import Fault, Request
+from launcher.wire import limits, messages
+from launcher.wire.launcher_link import Answers
+from launcher.wire.messages import Fault, Hello, Membership, Request, Start, StopRequest, Sweep
 
 FAR_SIDE = "launcher.fanout.far_side"
 AT_ONCE = 8  # new connections: sshd drops some from 10 that have not logged in yet
@@ -47,7 +45,7 @@ class Connection(Child):
         node: str,  # as ssh calls it
         *,
         connect_s: int,
-        token: str,  # begins the node's messages, and marks its processes
+        token: str,  # `<token>.<node>` begins the node's messages, and marks its processes
         show: Show,
     ) -> None:
         """Connect to a bash on the node; `show` is given what is no message."""
@@ -62,7 +60,7 @@ class Connection(Child):
         self._fault = "ssh-refused"  # why there is no connection, once it has ended
         self._probe: threading.Thread | None = None
         self._show = show
-        self._messages = protocol.Answers(token)
+        self._messages = Answers(token.rpartition(".")[0])
         self._answers: dict[type, Any] = {}
         self._words = b""  # on stderr before the start: of start-up files, or Python
         self._log = processes.anonymous_file("ssh")  # what ssh itself says
@@ -77,8 +75,8 @@ class Connection(Child):
         self.is_started, self._words, self.heard = True, b"", time.monotonic()
         self.ask(request)
 
-    def ask(self, request: Request | Start | Sweep) -> None:
-        self.send_line(protocol.REQUESTS.write(request))
+    def ask(self, request: Request | Start | StopRequest | Sweep) -> None:
+        self.send_line(messages.write(request))
 
     def answer(self, kind: type[T]) -> T | None:
         """Return what the node has said of this kind."""
@@ -99,8 +97,8 @@ class Connection(Child):
         self.heard = now
         output = data
         if not is_error:
-            output, messages = self._messages.read(data)
-            for message in messages:
+            output, told = self._messages.read(data)
+            for _, message in told:
                 if isinstance(message, Membership):
                     self._answers[Membership] = message  # the newest
                 self._answers.setdefault(type(message), message)
@@ -234,10 +232,10 @@ def write_opening(plan: Plan, added: Environ) -> str:
     kept = {name: environ[name] for name in names if name in environ}
     token = shlex.quote(added["LAUNCH_TOKEN"])
     exports = shlex.join(f"{name}={value}" for name, value in {**kept, **added}.items())
-    shown = [plan.run_id, *[word for word in plan.words if word[:1] != "-"][:1]]  # by ps
-    shown = [] if plan.fanout == "pdsh" else ["--rdzv-id", *shown]  # its own process shows it
+    script = [word for word in plan.words if word[:1] != "-"][:1]
+    shown = ["--rdzv-id", plan.run_id, *script]  # by ps
     far_side = shlex.join(plan.inside([*plan.module_command(FAR_SIDE), *shown]))
     return f"""\
 set -- ${{SSH_CONNECTION:-}}
-printf '%s {{"hello":{{"address":"%s"}}}}\\n' {token} "${{3:-}}"
+printf '\\002%s {{"Hello":{{"address":"%s"}}}}\\n' {token} "${{3:-}}"
 cd -- {shlex.quote(str(plan.directory))} && export {exports} && exec {far_side}; exit 127"""

@@ -5,83 +5,57 @@
 
 The first is told on stdin what to do: check the node, start its agent, whose supervisor it becomes,
 with its stdin as the control stream. At the end it looks for what is left of the run. RUN_ID and
-SCRIPT are for whoever looks at ps. The second starts the supervisor that the first one describes.
+SCRIPT are for whoever looks at ps. The second is pdsh's: when it comes, the first starts the agent,
+and when pdsh's connection ends, so does the agent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import select
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
 
 from distributed.errors import CANNOT_START
 from launcher import processes
-from launcher.agent.control import Launched, hears, take_stdin
+from launcher.agent.control import end_after, take_stdin
 from launcher.agent.supervisor import fork_agent, guard
-from launcher.fanout import protocol
-from launcher.fanout.protocol import Cut, Exit, Ready, Start, Sweep
 from launcher.preflight.check_node import check_node
+from launcher.processes import KILLED
 from launcher.text import OwnEnviron, mend_streams
-from launcher.typed_json import encode, parse
 from launcher.wire import limits
-from launcher.wire.messages import KILLED, Request
+from launcher.wire.launcher_link import read_request, tell
+from launcher.wire.messages import Cut, Exit, Ready, Request, Start, Sweep
 
 
 def main(arguments: list[str], environ: OwnEnviron) -> int:
     """Serve the launcher, or pdsh; returns the exit code."""
     if arguments[:1] == ["--pdsh"]:
-        return start_for_other(arguments[1])
+        return hold_agent(arguments[1])
     token = environ["LAUNCH_TOKEN"]
-    while (request := read_request()) is not None:
+    while (request := read_request(0)) is not None:
         match request:
             case Request():
-                answer(token, check_node(request, environ))
+                tell(token, check_node(request, environ))
             case Sweep():
-                answer(token, Exit(0, processes.end_marked(request.token, limits.SWEEP_S)))
+                tell(token, Exit(0, processes.end_marked(request.token, limits.SWEEP_S)))
             case Start():
-                begin = offer_start if request.socket else run_agent
-                code = begin(request, environ, token)
-                answer(token, Exit(code, processes.end_marked(token, limits.SWEEP_S)))
+                pdsh = await_pdsh(request.socket, token) if request.socket else None
+                has_come = pdsh is not None or not request.socket
+                code = run_agent(request, environ, token, pdsh) if has_come else CANNOT_START
+                tell(token, Exit(code, processes.end_marked(token, limits.SWEEP_S)))
+                if pdsh is not None:
+                    with contextlib.suppress(OSError):  # it is gone
+                        os.write(pdsh, bytes([code]))
                 return 0
     return 0
 
 
-def read_request() -> Request | Start | Sweep | None:
-    """Return the launcher's next request, beats aside; None at its end.
-
-    Not a byte more is read: what follows a start is the agent's.
-    """
-    stream, line = io.FileIO(0, closefd=False), b"\n"
-    while line == b"\n":
-        if not hears(0) or not (line := stream.readline()).endswith(b"\n"):
-            return None
-    request: Request | Start | Sweep = protocol.REQUESTS.read(line)
-    return request
-
-
-def answer(token: str, message: object) -> None:
-    with contextlib.suppress(OSError):  # the launcher is gone
-        os.write(1, f"{token} {protocol.ANSWERS.write(message)}\n".encode())
-
-
-def start_beats(token: str) -> None:
-    def beat() -> None:
-        while True:
-            with contextlib.suppress(OSError):
-                os.write(1, protocol.beat_line(token))
-            time.sleep(limits.BEAT_S)
-
-    threading.Thread(target=beat, daemon=True).start()
-
-
-def run_agent(start: Start, environ: OwnEnviron, token: str) -> int:
+def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -> int:
     """Run the node's agent below this process; returns its exit code. The agent never returns."""
     mend_streams()
     environ.update(start.variables)
@@ -90,55 +64,54 @@ def run_agent(start: Start, environ: OwnEnviron, token: str) -> int:
     except OSError as error:
         print(f"cannot start the node agent: {error}", file=sys.stderr)
         return CANNOT_START
-    agent = fork_agent(start.command[2:], environ, take_stdin(token), Launched())
-    start_beats(token)  # a fork has one thread
+    held = () if pdsh is None else (pdsh,)
+    agent = fork_agent(start.command[2:], environ, take_stdin(token), held)
+
+    def beat() -> None:
+        while True:
+            tell(token)
+            time.sleep(limits.BEAT_S)
+
+    def await_cut(fd: int) -> None:
+        while os.read(fd, 4096):
+            pass
+        if processes.start_ticks(agent.pid) is not None:  # else it is over
+            tell(token, Cut())
+
+    threading.Thread(target=beat, daemon=True).start()  # a fork has one thread
+    if pdsh is not None:
+        end_after(await_cut, pdsh, agent.kill)
     return guard(agent)
 
 
 # --- through pdsh -------------------------------------------------------------------------------
 
 
-def offer_start(start: Start, environ: OwnEnviron, token: str) -> int:
-    """Have the agent started by pdsh's process, which comes to a socket; returns its exit code.
+def await_pdsh(name: str, token: str) -> int | None:
+    """Wait for pdsh's process at a socket; returns their connection, None if it does not come.
 
     Only this user's processes are listened to. The name cannot be known before it is taken: the
     launcher made it up, and pdsh's command names it when every node is ready.
     """
-    start_beats(token)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{start.socket}")
+        listener.bind(f"\0{name}")
         listener.listen()
-        answer(token, Ready())
-        other = await_other(listener)
-    if other is None:
-        return CANNOT_START
-    with other:
-        full = Start(start.command, {**environ, **start.variables}, start.directory)
-        with contextlib.suppress(OSError):  # it died: seen below
-            socket.send_fds(other, [f"{encode(full)}\n".encode()], [0, 1, 2])
-        said = other.makefile("rb")
-        code = said.readline(80)
-        if not code.strip().isdigit():  # its connection, or it itself, has ended
-            answer(token, Cut())
-            other.settimeout(limits.PDSH_CUT_S)
-            with contextlib.suppress(OSError):
-                code = said.readline(80)
-    return int(code) % 256 if code.strip().isdigit() else KILLED
-
-
-def await_other(listener: socket.socket) -> socket.socket | None:
-    """Return the connection of pdsh's process; None if it does not come."""
-    ready = select.poll()
-    ready.register(listener, select.POLLIN)
-    ready.register(0, select.POLLRDHUP)  # beats are the agent's, and stay unread
-    while True:
-        events = dict(ready.poll(limits.PDSH_FETCH_S * 1000))
-        if 0 in events or not events:
-            return None
-        other, _ = listener.accept()
-        if is_ours(other):
-            return other
-        other.close()
+        tell(token, Ready())
+        ready = select.poll()
+        ready.register(listener, select.POLLIN)
+        ready.register(0, select.POLLRDHUP)  # beats are the agent's, and stay unread
+        deadline = time.monotonic() + limits.PDSH_FETCH_S
+        while time.monotonic() < deadline:
+            tell(token)
+            came = dict(ready.poll(limits.BEAT_S * 1000))
+            if 0 in came:
+                break
+            if came:
+                other, _ = listener.accept()
+                if is_ours(other):
+                    return other.detach()
+                other.close()
+    return None
 
 
 def is_ours(connection: socket.socket) -> bool:
@@ -149,37 +122,16 @@ def is_ours(connection: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
-def start_for_other(name: str) -> int:
-    """Start the agent that the other one describes, on its streams; returns the exit code."""
-    with socket.socket(socket.AF_UNIX) as other:
-        other.connect(f"\0{name}")
-        if not is_ours(other):
+def hold_agent(name: str) -> int:
+    """As pdsh's process, hold the node's agent until its end; returns its exit code."""
+    with socket.socket(socket.AF_UNIX) as far_side:
+        far_side.connect(f"\0{name}")
+        if not is_ours(far_side):
             raise SystemExit("the socket is another user's")
-        begin, (stdin, stdout, stderr), *_ = socket.recv_fds(other, 1, 3)
-        start = parse(Start, begin + other.makefile("rb").readline())
-        threading.Thread(target=report_cut, args=(other,), daemon=True).start()
-        env = {**Launched("stdin").variables(), **start.variables}
-        try:
-            code = subprocess.call(
-                start.command,
-                cwd=start.directory,
-                env=env,
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-            )
-        except OSError as error:
-            os.write(stderr, os.fsencode(f"cannot start the node agent: {error}\n"))
-            code = CANNOT_START
-        code = processes.shell_code(code)
-        with contextlib.suppress(OSError):
-            other.sendall(b"%d\n" % code)
-        return code
-
-
-def report_cut(other: socket.socket) -> None:
-    """Wait for the end of pdsh's connection, and report it."""
-    while os.read(0, 4096):
-        pass
-    with contextlib.suppress(OSError):
-        other.sendall(b"cut\n")
+        while True:
+            ready, _, _ = select.select([0, far_side.fileno()], [], [])
+            if far_side.fileno() in ready:
+                code = far_side.recv(1)
+                return code[0] if code else KILLED
+            if not os.read(0, 4096):  # the end of pdsh's connection
+                return KILLED

@@ -15,14 +15,14 @@ from dataclasses import replace
 
 from distributed.errors import REFUSED, Refused
 from distributed.stop_signals import STOP_SIGNALS
-from launcher.agent.control import Launched
 from launcher.plan.own import THREADS, find_own, read_begun
 from launcher.plan.plan import AGENT, Plan, node_comment, print_plan
 from launcher.preflight import compare
-from launcher.preflight.check_node import Report, check_node, read_reports
+from launcher.preflight.check_node import check_node, read_reports
 from launcher.record import transcript
 from launcher.text import count, print_row, short_host_name
 from launcher.typed_json import encode
+from launcher.wire.messages import Report
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec does not return
@@ -46,9 +46,8 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     if not plan.container:  # a stop meanwhile waits for the agent's supervisor
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     be_ready()
-    record = str(plan.folder.absolute()) if plan.run_id else ""
-    launched = Launched(has_reaper=True, record=record)
-    given = {**plan.environ, **plan.run_variables(), **launched.variables()}
+    added = {"LAUNCH_START": "local", "LAUNCH_TOKEN": os.urandom(16).hex()}
+    given = {**plan.environ, **plan.run_variables(), **added}
     if nproc > 1 and find_own(plan, read_begun()).is_default:
         del given[THREADS]
     os.chdir(plan.directory)
@@ -64,7 +63,7 @@ def check_here(plan: Plan) -> Report:
         return check_node(plan.request(), plan.environ)
     check = [*plan.module_command("launcher.preflight.check_node"), encode(plan.request())]
     result = plan.run_inside(check, stdout=subprocess.PIPE)
-    if reports := read_reports(result.stdout.splitlines()):
+    if reports := read_reports(result.stdout.encode()):
         return reports[0]
     raise Refused(
         "env-missing",

@@ -13,9 +13,9 @@ import resource
 import selectors
 import signal
 import socket
+import subprocess
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from distributed.stop_signals import QUERY, handled_signals, stop_signals
 from launcher.text import Environ
@@ -91,21 +91,12 @@ def given_options(environ: Environ) -> list[str]:
     return environ.get("SSH_OPTS", "").split()
 
 
-def spawn(command: list[str], environ: Environ, streams: tuple[int, ...]) -> int:
-    """Start a program on these streams, in a session of its own; returns its process id.
-
-    PBS signals every process of a job's session: an ssh there would die before the ranks can save.
-    """
-    actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(streams)]
-    options: dict[str, Any] = {"file_actions": actions, "setsigdef": [signal.SIGPIPE]}
-    try:
-        return os.posix_spawnp(command[0], command, environ, setsid=True, **options)
-    except NotImplementedError:  # a Python built for an old system, such as conda's
-        return os.posix_spawnp("setsid", ["setsid", *command], environ, **options)
-
-
 class Child:
-    """One program, whose output goes to a function. No signal to our session reaches it."""
+    """One program, whose output goes to a function.
+
+    It has a session of its own: PBS signals every process of a job's, and an ssh would die before
+    the ranks can save.
+    """
 
     def __init__(
         self,
@@ -118,14 +109,20 @@ class Child:
         self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
         self._loop = loop
         self._on_output = on_output
-        (stdin, self._stdin), *outputs = (os.pipe() for _ in range(3))
-        theirs = stdin, outputs[0][1], outputs[1][1]
-        self._pid = spawn(command, environ or loop.environ, theirs)
-        for fd in theirs:
+        stdin, self._stdin = os.pipe()
+        (out, stdout), (err, stderr) = os.pipe(), os.pipe()
+        self._process = subprocess.Popen(
+            command,
+            env=environ or loop.environ,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        for fd in (stdin, stdout, stderr):
             os.close(fd)
         self._unsent = bytearray()
-        self._open = [reader for reader, _ in outputs]
-        self._stderr = self._open[1]
+        self._open, self._stderr = [out, err], err
         for fd in (self._stdin, *self._open):
             os.set_blocking(fd, False)
         for fd in self._open:
@@ -147,11 +144,11 @@ class Child:
 
     def terminate(self) -> None:
         if self.code is None:
-            os.kill(self._pid, signal.SIGTERM)
+            self._process.terminate()
 
     def reap(self) -> None:
         """Note its end, after its last output."""
-        if self.code is not None or (ended := os.waitpid(self._pid, os.WNOHANG)) == (0, 0):
+        if self.code is not None or (code := self._process.poll()) is None:
             return
         for fd in list(self._open):
             while self._read(fd):
@@ -159,7 +156,7 @@ class Child:
             if fd in self._open:  # a child of its own keeps it open
                 self._end(fd)
         self.close_input()
-        self.code = os.waitstatus_to_exitcode(ended[1])
+        self.code = code
 
     def _write(self) -> None:
         try:

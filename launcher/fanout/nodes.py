@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
-from launcher.agent.control import Membership
 from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Loop, Show
-from launcher.fanout.protocol import Exit, Sweep
+from launcher.outcome import NodePart, Outcome
 from launcher.wire import limits
+from launcher.wire.messages import Exit, Membership, Sweep
 
 Connect = Callable[[str, str, Show], Connection]
 
@@ -65,7 +65,7 @@ class Nodes:
 
     def sweep(self, node: Connection) -> None:
         """Connect to a node that was lost, to end what is left there."""
-        token = os.urandom(16).hex()
+        token = f"{os.urandom(16).hex()}.0"
         look = self._connect(node.name, token, lambda line, is_error: None)
         look.ask(Sweep(node.token))
         self._looks[node] = look
@@ -87,6 +87,20 @@ class Nodes:
         return {
             node: look.last_words for node, look in self._looks.items() if not look.answer(Exit)
         }
+
+    def parts(self, unreachable: Container[Connection]) -> list[NodePart]:
+        """Return how each node's part of the run ended, by node rank."""
+        return [
+            NodePart(
+                host=node.name,
+                code=ended.code if (ended := node.answer(Exit)) else None,
+                told=node.answer(Outcome),
+                lost=node.lost,
+                is_reachable=node not in unreachable,
+                is_silent=node.is_silent,
+            )
+            for node in self.current
+        ]
 
 
 class Silence:

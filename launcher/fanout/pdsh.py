@@ -1,8 +1,8 @@
-"""Fan-out through pdsh, which starts the agents and does nothing else.
+"""Fan-out through pdsh, which has the agents started and does nothing else.
 
 pdsh passes on no stdin, and its command shows in the list of processes. So the launcher's own ssh
-connections carry all the rest: on each, far_side.py waits for pdsh's process, and hands it the
-command and the streams.
+connections carry all the rest: on each, far_side.py waits for pdsh's process, and starts the agent
+when it comes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from dataclasses import replace
 from distributed.errors import Refused
 from launcher.fanout.connection import FAR_SIDE, Connection
 from launcher.fanout.loop import FIXED, Child, given_options
-from launcher.fanout.protocol import Ready, Start
 from launcher.fanout.ssh import Fanout, quote_line
 from launcher.plan.plan import Plan
-from launcher.preflight.check_node import Report
 from launcher.wire import limits
+from launcher.wire.messages import Ready, Report, Start
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:

@@ -6,7 +6,7 @@ LAUNCHER=srun it starts one task for each rank instead.
 
 from __future__ import annotations
 
-import re
+import os
 import signal
 import subprocess
 import sys
@@ -20,16 +20,16 @@ from distributed.errors import REFUSED, Refused
 from distributed.job import job_id
 from distributed.stop_signals import NOTICE, handled_signals
 from launcher import handshake, importable, processes
-from launcher.agent.control import Launched
 from launcher.fanout.step import Srun, run_step, start
 from launcher.fanout.swap import find_ill, leave_out
 from launcher.plan.plan import Plan, print_plan, shell_line
 from launcher.plan.slurm import has_ended
 from launcher.preflight import compare
-from launcher.preflight.check_node import Report, read_reports
+from launcher.preflight.check_node import read_reports
 from launcher.text import PlanError, count
 from launcher.typed_json import encode, in_pieces
 from launcher.wire import limits
+from launcher.wire.messages import Report
 
 LONGEST = 100_000  # characters of an argument; Linux allows 128 KiB
 KILL_ALL = "--kill-on-bad-exit=1"
@@ -82,7 +82,7 @@ def secret_variables(plan: Plan) -> dict[str, str]:
     """
     variables = {"RUN_SECRET": handshake.new_secret()}
     if not plan.engine:
-        variables |= Launched("step").variables()
+        variables |= {"LAUNCH_START": "step", "LAUNCH_TOKEN": os.urandom(16).hex()}
     exported = (plan.environ.get("SLURM_EXPORT_ENV") or "ALL").split(",")
     if "ALL" not in exported:
         named = [word for word in exported if word not in ("NONE", "NIL")]
@@ -130,11 +130,7 @@ def ask_nodes(plan: Plan) -> list[Report]:
     code = processes.shell_code(srun.returncode)
     if code == 128 + signal.SIGTERM and has_ended(plan.job):
         _leave(signal.SIGTERM)  # scancel ends the step before it tells the batch script
-    reports: list[Report] = []
-    try:
-        reports = read_reports(answers.decode(errors="replace").splitlines())
-    except ValueError as error:
-        print(f"{plan.program}: {error}", file=sys.stderr)
+    reports = read_reports(answers)
     silent = silent_hosts(plan, {report.node_rank for report in reports})
     if reports and len(silent) <= plan.num_spares:
         return reports
@@ -160,7 +156,7 @@ def receive(srun: Srun, plan: Plan) -> bytes:
     try:
         return bytes(srun.communicate(timeout=limits.STEP_NAMING_S)[0])
     except subprocess.TimeoutExpired as wait:
-        answered = {int(rank) for rank in re.findall(rb"^node=(\d+) ", wait.output or b"", re.M)}
+        answered = {report.node_rank for report in read_reports(wait.output or b"")}
     silent = silent_hosts(plan, answered)
     if answered and silent:
         cause = (

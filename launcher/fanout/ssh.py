@@ -19,23 +19,21 @@ from signal import SIGUSR1, Signals
 from distributed.errors import REFUSED, Refused
 from distributed.stop_signals import QUERY, stop_signals
 from launcher import handshake
-from launcher.agent.control import Done
-from launcher.failure_block import Outcome, print_outcome
+from launcher.failure_block import print_outcome
 from launcher.fanout.connection import AT_ONCE, Connection, forwarded_names, greet, write_opening
-from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.loop import Loop, Show, given_options
 from launcher.fanout.nodes import Nodes, Silence
-from launcher.fanout.protocol import Cut, Exit, Hello, Start
 from launcher.fanout.swap import choose_master, find_ill, swap
+from launcher.outcome import LaunchEnd
 from launcher.plan.own import find_own, read_begun
 from launcher.plan.plan import Plan, print_commands, print_plan
 from launcher.preflight import compare
-from launcher.preflight.check_node import Report
 from launcher.preflight.compare import Finding
 from launcher.screen import View, are_one_file
 from launcher.terminal import Terminal
 from launcher.text import count, print_row
 from launcher.wire import limits
+from launcher.wire.messages import Cut, Exit, Hello, Report, Start, StopRequest
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
@@ -231,7 +229,7 @@ class Fanout:
             self.close_within(self.plan.grace_s + limits.STOP_CLOSE_S)
         for node in self.nodes.current[:1] if is_query else self.connections:
             if node.is_started:
-                node.send_line(signum.name)  # where all ranks are, node rank 0 asks the others
+                node.ask(StopRequest(signum))  # where all ranks are, node rank 0 asks the others
 
     def note(self, node: Connection) -> None:
         """See whether a node's part of the run has ended, and how."""
@@ -269,19 +267,14 @@ class Fanout:
         unreachable = self.nodes.find_unreachable(self.loop, within_s)
         for node, why in unreachable.items():
             self.say(f"{node.name}: {why}")
-        nodes = [
-            NodeResult(
-                host=node.name,
-                exit=node.answer(Exit),
-                report=node.answer(Outcome) or node.answer(Done),
-                lost=node.lost,
-                is_reachable=node not in unreachable,
-                is_silent=node.is_silent,
-            )
-            for node in self.nodes.current
-        ]
-        began, still_s, signum = self.started or 0.0, self.silence.still_s, self.stopped_by
-        outcome = conclude(nodes, plan, started=began, stopped_by=signum, still_s=still_s)
+        outcome = LaunchEnd(
+            plan,
+            self.nodes.parts(unreachable),
+            started=self.started or 0.0,
+            ended=time.time(),
+            stopped_by=self.stopped_by or 0,
+            still_s=self.silence.still_s,
+        ).outcome()
         if left := sum(ended.left for node in self.connections if (ended := node.answer(Exit))):
             self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
         there = f"on {count(len(plan.nodes), 'node')}"

@@ -22,20 +22,19 @@ from distributed.errors import STOPPED
 from distributed.job import job_id
 from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
-from launcher.agent.control import MESSAGES, Done, Membership
-from launcher.agent.deadline import Deadline
 from launcher.failure import Failure
-from launcher.failure_block import Outcome, print_outcome, print_resume
-from launcher.fanout.ending import NodeResult, conclude
-from launcher.fanout.protocol import Answers, Exit
+from launcher.failure_block import print_outcome, print_resume
+from launcher.outcome import LaunchEnd, NodePart, Outcome
+from launcher.own_time import Deadline
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import ask_squeue, in_batch_script
+from launcher.processes import KILLED
 from launcher.record.run_json import ASKED, NOTICED
 from launcher.terminal import Terminal
 from launcher.text import short_host_name
-from launcher.typed_json import MessageError
 from launcher.wire import limits
-from launcher.wire.messages import KILLED
+from launcher.wire.launcher_link import Answers
+from launcher.wire.messages import Exit, Membership
 
 LIMIT = "TimeLimit"  # squeue's reason
 MOST_RESTARTS = 3  # in a row that gain no checkpoint
@@ -68,10 +67,11 @@ class Output:
     """What comes on srun's stdout: the agents' messages are taken out of the ranks' output."""
 
     def __init__(self, srun: Srun, token: str) -> None:
-        self.reports: dict[int, Outcome | Done] = {}  # by the node rank with which each was started
+        self.outcomes: dict[int, Outcome] = {}  # by the node rank with which each was started
+        self.exits: dict[int, int] = {}
         self.membership: Membership | None = None  # the nodes that the run goes on with; None: all
-        self._answers = Answers(token, _read_piece)
-        self._pieces: dict[int, bytes] = {}
+        self.begun: set[int] = set()
+        self._answers = Answers(token)
         self._screen = Terminal(1)
         assert srun.stdout is not None
         self._fd = srun.stdout.fileno()
@@ -79,24 +79,21 @@ class Output:
         self._thread.start()
 
     @property
-    def outcome(self) -> Outcome | None:
-        """How the run ended: the first node that tells it knows best, unless it only stopped."""
-        here = [self.reports[rank] for rank in sorted(self.reports) if self._takes_part(rank)]
-        outcomes = [outcome for outcome in here if isinstance(outcome, Outcome)]
-        first = outcomes[0] if outcomes else None
-        if first and first.code and not first.failure:
-            return next((outcome for outcome in outcomes if outcome.failure), first)
-        return first
-
-    @property
-    def begun(self) -> int:
-        """How many nodes' parts have begun."""
-        return len(self._pieces)
+    def has_outcome(self) -> bool:
+        """Whether a node has told how the run ended."""
+        return any(map(self._takes_part, self.outcomes))
 
     @property
     def unreported(self) -> set[int]:
-        """The nodes whose part began and reported no end."""
-        return {*filter(self._takes_part, self._pieces)} - self.reports.keys()
+        """The nodes whose part began and told no exit."""
+        return {*filter(self._takes_part, self.begun)} - self.exits.keys()
+
+    def parts(self, hosts: str, code: int) -> list[NodePart]:
+        """Return how each node's part ended; `code` is that of a part that told no exit."""
+        ends = self.exits | dict.fromkeys(self.unreported, code)
+        names = hostlist.expand(hosts)
+        ranks = range(len(names)) if self.membership is None else self.membership.nodes
+        return [NodePart(names[rank], ends.get(rank, 0), self.outcomes.get(rank)) for rank in ranks]
 
     def _takes_part(self, rank: int) -> bool:
         return self.membership is None or rank in self.membership.nodes
@@ -112,30 +109,21 @@ class Output:
         data = b"."
         while data:
             data = os.read(self._fd, 65536)
-            text, pieces = self._answers.read(data)
-            for rank, piece in pieces:
-                self._pieces[rank] = self._pieces.get(rank, b"") + piece
-                try:
-                    message = MESSAGES.read(self._pieces[rank])
-                except MessageError:  # not whole yet
-                    continue
-                self._pieces[rank] = b""
-                if isinstance(message, Outcome | Done):
-                    self.reports[rank] = message
+            text, told = self._answers.read(data)
+            for rank, message in told:
+                self.begun.add(rank)
+                if isinstance(message, Outcome):
+                    self.outcomes[rank] = message
+                elif isinstance(message, Exit):
+                    self.exits[rank] = message.code
+                elif not isinstance(message, Membership):
+                    pass
                 elif self.membership is None or message.attempt >= self.membership.attempt:
                     self.membership = message
-            if pieces:
+            if told:
                 os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
             if text:
                 self._screen.show(text, self)
-
-
-def _read_piece(text: bytes) -> tuple[int, bytes]:
-    """Return the node rank and a piece of its message: srun mixes the nodes' long lines."""
-    rank, _, piece = text.partition(b" ")
-    if not rank.isdigit():
-        raise MessageError("no node rank")
-    return int(rank), piece
 
 
 def run_step(plan: Plan, command: Sequence[str]) -> int:
@@ -154,8 +142,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     code, outcome = processes.shell_code(srun.returncode), None
     if output is not None:
         output.close()
-        is_killed = code >= KILLED  # srun's is the highest of its tasks'
-        outcome = find_outcome(plan, output, started) if is_killed and not asked else output.outcome
+        outcome = find_outcome(plan, output, code, started, asked)
     if outcome is not None:
         outcome = as_slurm_ended(outcome, plan)
         code = outcome.code
@@ -177,13 +164,13 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -
     """Wait for srun's end; adds the signals that ask for the run's to `asked`."""
     handled, interrupts, begun, end = handled_signals(), Interrupts(), 0, Deadline()
     while srun.poll() is None:
-        if output and output.outcome:
+        if output and output.has_outcome:
             may_go_on = plan.min_nodes and output.unreported  # without a node that has ended
             end.set_within(limits.DECIDE_S + plan.grace_s if may_go_on else limits.SRUN_END_S)
         else:
             end = Deadline()
-        if output and output.begun > begun:  # a signal before that may not have reached it
-            begun = output.begun
+        if output and len(output.begun) > begun:  # an earlier signal may not have reached it
+            begun = len(output.begun)
             for signum in asked:
                 pass_on(signum, plan, srun)
         left_s = min(end.at - own_time.now(), limits.BEAT_S)
@@ -202,17 +189,18 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -
                 pass_on(came, plan, srun)
 
 
-def find_outcome(plan: Plan, output: Output, started: float) -> Outcome | None:
-    """Return the outcome of a step of which a task was killed: as told, else the killed agent's."""
-    outcome = output.outcome
-    if not output.unreported or (outcome and outcome.failure):
-        return outcome
-    killed, well = Exit(KILLED, 0), Exit(0, 0)  # which only stopped
-    nodes = [
-        NodeResult(host, killed if rank in output.unreported else well, output.reports.get(rank))
-        for rank, host in enumerate(hostlist.expand(plan.hosts))
-    ]
-    return conclude(nodes, plan, started=started, stopped_by=None)
+def find_outcome(
+    plan: Plan, output: Output, code: int, started: float, asked: Sequence[int]
+) -> Outcome | None:
+    """Return the outcome of a step; None if no agent has told anything of its end.
+
+    `code` is srun's, the highest of its tasks': a task that told no exit may have been killed.
+    """
+    is_killed = code >= KILLED and not asked
+    parts = output.parts(plan.hosts, KILLED if is_killed else 0)
+    if not any(part.told or part.code for part in parts):
+        return None
+    return LaunchEnd(plan, parts, started, time.time(), next(iter(asked), 0)).outcome()
 
 
 def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 from distributed import hostlist
 from distributed.errors import Refused
-from launcher import handshake
-from launcher.fanout.protocol import Hello
+from launcher.master_port import is_loopback
 from launcher.plan.plan import NodePlan, Plan
-from launcher.preflight.check_node import Report
 from launcher.record import run_json
+from launcher.wire.messages import Hello, Report
 
 TWICE = 2  # losses of one node in a run, after which it is not used again
 
@@ -89,7 +88,7 @@ def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
     if plan.master_addr not in (first, first.rpartition("@")[2]):  # MASTER_ADDR, or one node's
         return plan
     for node, hello in zip(plan.nodes, hellos, strict=True):
-        if handshake.is_loopback(address) and hello and hello.address != address:
+        if is_loopback(address) and hello and hello.address != address:
             cause = f"{first}, the master, is {address}, which {node.name} cannot reach"
             raise Refused("loopback-address", f"{cause}; give its name on the network")
     return replace(plan, master_addr=address or plan.master_addr)

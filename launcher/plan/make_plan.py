@@ -17,7 +17,8 @@ from distributed.job import ask_scheduler, in_slurm_step, job_id, job_run_id
 from distributed.network import PROFILES
 from launcher.container import config_texts, read_container
 from launcher.fanout import job_command
-from launcher.handshake import is_first, is_loopback, read_access
+from launcher.handshake import read_access
+from launcher.master_port import is_first, is_loopback
 from launcher.plan import hosts, mpi, pbs, slurm, spares
 from launcher.plan.plan import ROOT, Plan, World, read_nproc, read_number
 from launcher.plan.resume import command_line

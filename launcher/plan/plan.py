@@ -15,11 +15,11 @@ from distributed import hostlist
 from distributed.errors import Refused
 from launcher.container import Container
 from launcher.plan.typed import Choices
-from launcher.preflight.check_node import Report, check_node
+from launcher.preflight.check_node import check_node
 from launcher.preflight.compare import Preflight
 from launcher.text import Environ, PlanError, count, print_row
 from launcher.wire import limits
-from launcher.wire.messages import Request
+from launcher.wire.messages import Report, Request
 
 ROOT = Path(__file__).parents[2]  # by the name that launch.sh has for it
 AGENT, START = "scripts/lib/agent.py", "scripts/lib/start.py"

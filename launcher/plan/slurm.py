@@ -12,7 +12,7 @@ from distributed import environment, hostlist
 from distributed.environment import slurm_node
 from distributed.errors import STOPPED
 from distributed.job import ask_scheduler, in_slurm_step
-from launcher.handshake import is_loopback
+from launcher.master_port import is_loopback
 from launcher.plan.plan import World, read_nproc, read_number
 from launcher.text import Environ, PlanError, warn
 

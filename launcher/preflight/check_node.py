@@ -8,36 +8,25 @@ No torch import, so it takes a few hundredths of a second.
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from distributed.environment import port_from_id
-from launcher.handshake import open_port, read_access
-from launcher.preflight import infiniband, master_port, must_match
+from launcher.handshake import read_access
+from launcher.master_port import open_master_port
+from launcher.preflight import between_nodes, infiniband, must_match
 from launcher.preflight.checks import CHECKS, Machine
 from launcher.preflight.gpus import GpuError, visible_gpus
 from launcher.text import Environ, short_host_name
-from launcher.typed_json import encode, in_pieces, parse
+from launcher.typed_json import parse
+from launcher.wire.launcher_link import Answers, tell
 from launcher.wire.meeting import Wait
-from launcher.wire.messages import Fault, Member, NodeReport, Request
+from launcher.wire.messages import Fault, Member, NodeReport, Report, Request
 
-
-@dataclass(frozen=True)
-class Report(NodeReport):
-    """What a node found out about itself."""
-
-    port: int = 0
-    gpus: int = 0
-    cpus: int = 0  # for all of its ranks
-    faults: Sequence[Fault] = ()
-    met: Sequence[Fault] = ()  # those found at the master's port, if node rank 0 was there
-    done: Sequence[str] = ()  # the checks made there; node rank 0 makes none alone
-    seconds: float = 0.0
+MARK = "node"  # begins what a node tells (launcher_link.py)
 
 
 def check_node(request: Request, environ: Environ) -> Report:
@@ -72,23 +61,6 @@ def check_node(request: Request, environ: Environ) -> Report:
     )
 
 
-def open_master_port(request: Request) -> tuple[int, socket.socket | None, int]:
-    """Return the master's port, and on node rank 0 its listener, or the errno of why there is none.
-
-    It is opened once: a node that connected to one that only tries the port would be cut off. One
-    node alone that was given no port takes the next free one after that of the run id.
-    """
-    port = request.port or port_from_id(request.run_id)
-    while request.node_rank == 0:
-        try:
-            return port, open_port(port, request.master_addr), 0
-        except OSError as error:
-            if request.port or request.num_nodes > 1 or error.errno != errno.EADDRINUSE:
-                return port, None, error.errno or errno.EINVAL
-        port += 1
-    return port, None, 0
-
-
 def _meet(
     request: Request,
     port: int,
@@ -105,14 +77,13 @@ def _meet(
     access = read_access(environ)
     if listener is None:
         me = NodeReport(request.node_rank, request.num_nodes, 1, host, request.run_id)
-        done: list[str] = []
-        return [*master_port.visit_master(address, port, me, access.secret, wait, done)], done
+        return between_nodes.visit_master(address, port, me, access.secret, wait)
     # A SLURM job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
     folder = None
     if request.checkpoint_dir and "SLURM_JOB_ID" in environ:
         folder = request.directory / request.checkpoint_dir
     first, others = Member(0, host, 1, address), request.meeting_size - 1
-    return master_port.receive_others(listener, first, access, others, folder, wait), ()
+    return between_nodes.receive_others(listener, first, access, others, folder, wait), ()
 
 
 def _look_at_machine(request: Request, environ: Environ, port: int, port_error: int) -> Machine:
@@ -134,23 +105,10 @@ def _look_at_machine(request: Request, environ: Environ, port: int, port_error: 
     )
 
 
-def write_report(report: Report) -> Iterator[str]:
-    """Yield a report as lines that srun does not tear."""
-    for piece in in_pieces(encode(report)):
-        yield f"node={report.node_rank} {piece}"
-
-
-def read_reports(lines: Iterable[str]) -> list[Report]:
-    """Return the reports among what the nodes have printed, by node rank.
-
-    Raises ValueError if one is not whole, or is none.
-    """
-    pieces: dict[str, str] = {}
-    for line in lines:
-        if line.startswith("node="):
-            node_rank, _, piece = line.removeprefix("node=").partition(" ")
-            pieces[node_rank] = pieces.get(node_rank, "") + piece
-    reports = [parse(Report, text) for text in pieces.values()]
+def read_reports(output: bytes) -> list[Report]:
+    """Return the reports among what the nodes have printed, by node rank."""
+    _, told = Answers(MARK).read(output)
+    reports = [report for _, report in told if isinstance(report, Report)]
     return sorted(reports, key=lambda report: report.node_rank)
 
 
@@ -159,5 +117,5 @@ def main(arguments: Sequence[str], environ: Environ) -> int:
     request = parse(Request, "".join(arguments))
     node_rank = int(environ.get("SLURM_NODEID") or request.node_rank)
     report = check_node(replace(request, node_rank=node_rank), environ)
-    print(*write_report(report), sep="\n", flush=True)
+    tell(f"{MARK}.{node_rank}", report)
     return 0

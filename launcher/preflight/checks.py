@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.network import interface_to
-from launcher.handshake import is_here, is_loopback
+from launcher.master_port import is_here, is_loopback
 from launcher.preflight import infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow
 from launcher.text import Environ, count, environment_cure

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from launcher.preflight.check_node import Report
 from launcher.preflight.checks import CHECKS
 from launcher.preflight.must_match import mismatches
-from launcher.wire.messages import Fault
+from launcher.wire.messages import Fault, Report
 
 COMPARED = 2  # versions and files; the rest is done at the master's port
 

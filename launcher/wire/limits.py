@@ -78,7 +78,6 @@ REQUEUE_S = 8.0  # after an srun that was killed: for SLURM to start a job again
 DECIDE_S = SILENCE_S + 10.0  # after the end of a node's part: for the run to go on without it
 RECALL_S = 5.0  # for so long after a gap in the signs of life, an exit is attributed to it
 SWEEP_S = 2.0  # for what is left of a run on a node to end by itself
-PDSH_CUT_S = 4.0  # after the end of pdsh's connection: for the agent to end its part
 KILL_S = 1.0  # for killed processes to be gone
 
 # Output and records.

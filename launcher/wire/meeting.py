@@ -16,16 +16,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
 
 from distributed.errors import Refused
 from launcher import own_time
-from launcher.handshake import Acceptor, open_port
+from launcher.handshake import Acceptor
+from launcher.master_port import open_port
 from launcher.wire import limits
 from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest, Refusal
 from launcher.wire.node_link import Link
 
-L = TypeVar("L", bound=Link[Any])
 AT_ONCE = 128  # members that are tried
 PASSED = 1 << 16  # bytes to each: packets as large as any interface allows
 SHOWN = 3  # nodes named in one line
@@ -56,21 +55,20 @@ class Wait:
 
 def gather(
     acceptor: Acceptor,
-    kind: type[L],
     awaited: set[int],
     wait: Wait,
-    admit: Callable[[L, NodeReport], bool] = lambda link, report: True,
-) -> dict[int, tuple[L, Member]]:
+    admit: Callable[[Link, NodeReport], bool] = lambda link, report: True,
+) -> dict[int, tuple[Link, Member]]:
     """Wait for nodes; returns those that have come in time, by node id.
 
     Whoever is not awaited, or not admitted, is turned away. Raises Refused if a node says why
     the run cannot start.
     """
-    here: dict[int, tuple[L, Member]] = {}
+    here: dict[int, tuple[Link, Member]] = {}
     while (missing := awaited - here.keys()) and wait.left_s > 0:
         wait.tell(f"node rank {', '.join(map(str, sorted(missing)))}")
         for connection, received in acceptor.wait(min(wait.left_s, limits.CHECKIN_AGAIN_S)):
-            link = kind(connection, received)
+            link = Link(connection, received)
             said = link.wait(wait.deadline)
             if isinstance(said, Refusal):
                 raise Refused(said.fault, said.message)
@@ -88,7 +86,7 @@ def gather(
     return dict(sorted(here.items()))
 
 
-def introduce(link: Link[Any], me: NodeReport) -> socket.socket:
+def introduce(link: Link, me: NodeReport) -> socket.socket:
     """Say who this node is; returns the listener of its failover port."""
     listener = open_failover_port(str(link.socket.getsockname()[0]))
     link.send(replace(me, failover_port=listener.getsockname()[1]))
@@ -107,7 +105,7 @@ def open_failover_port(address: str) -> socket.socket:
 
 def try_pairs(
     first: Member,
-    here: Mapping[int, tuple[Link[Any], Member]],
+    here: Mapping[int, tuple[Link, Member]],
     within_s: float,
     more_s: float,  # for answers
     file: str = "",

@@ -1,6 +1,10 @@
-"""One end of a connection between two nodes (no torch).
+"""One end of the connection between two nodes, from check-in to the end of the run (no torch).
 
-A message is one line of JSON, and a dataclass here. Nothing that arrives is ever unpickled.
+Each agent holds one TCP connection to the master address and port, where the torch store is served
+afterwards on the same listening socket. The kernel ends the connection at an agent's death, so the
+others know at once; missing beats reveal a cut network. The preflight uses such connections, too.
+
+A message is a line (messages.py). The bytes of a snapshot follow theirs.
 """
 
 from __future__ import annotations
@@ -8,21 +12,20 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from typing import ClassVar, Generic, TypeVar, cast
+from typing import Any
 
 from launcher import own_time
-from launcher.typed_json import Kinds, MessageError
-from launcher.wire import limits
-from launcher.wire.messages import MEETING
+from launcher.failure import Failure
+from launcher.processes import KILLED
+from launcher.typed_json import MessageError
+from launcher.wire import limits, messages
+from launcher.wire.messages import SnapshotData, SnapshotPiece
 
-M = TypeVar("M")  # a message
 _MAX_BYTES = 1 << 20
 
 
-class Link(Generic[M]):
+class Link:
     """One end of a connection between two nodes."""
-
-    kinds: ClassVar[Kinds] = Kinds(**MEETING)
 
     def __init__(self, connection: socket.socket, received: bytes = b"") -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -30,19 +33,19 @@ class Link(Generic[M]):
         self.heard = time.monotonic()
         self._buffer = received
 
-    def send(self, message: M) -> None:
+    def send(self, message: object) -> None:
         """Send one message; a node that is gone is noticed where it is read."""
-        self._write(self.kinds.write(message))
-
-    def _write(self, line: str, data: bytes = b"") -> None:
+        line, data = message, b""
+        if isinstance(message, SnapshotData):
+            line, data = message.piece, message.data
         try:
             self.socket.settimeout(limits.SILENCE_S)
-            self.socket.sendall(f"{line}\n".encode() + data)
+            self.socket.sendall(f"{messages.write(line)}\n".encode() + data)
         except OSError:
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)  # reading it now finds its end
 
-    def receive(self, limit_s: float = limits.SILENCE_S) -> list[M] | None:
+    def receive(self, limit_s: float = limits.SILENCE_S) -> list[Any] | None:
         """Return the messages that have arrived; None when the node is gone, or is none of ours."""
         if not self._fill(limit_s):
             return None
@@ -51,7 +54,7 @@ class Link(Generic[M]):
         except MessageError:
             return None
 
-    def wait(self, deadline: float) -> M | None:
+    def wait(self, deadline: float) -> Any | None:
         """Return the next message.
 
         None when the node is gone, is none of ours, or `deadline` (of own_time) has passed.
@@ -65,12 +68,17 @@ class Link(Generic[M]):
         except MessageError:
             return None
 
-    def _take(self) -> M | None:
+    def _take(self) -> Any | None:
         """Return the next message that has arrived in full; raises MessageError."""
         line, line_end, rest = self._buffer.partition(b"\n")
         if not line_end:
             return None
-        message = cast(M, self.kinds.read(line))
+        message = messages.read(line)
+        if isinstance(message, SnapshotPiece):
+            if len(rest) < message.length:
+                return None
+            message = SnapshotData(message, rest[: message.length])
+            rest = rest[len(message.data) :]
         self._buffer = rest  # for later
         return message
 
@@ -96,6 +104,13 @@ class Link(Generic[M]):
     def is_silent(self) -> bool:
         """Whether nothing has come for SILENCE_S seconds."""
         return own_time.since(self.heard) > limits.SILENCE_S
+
+    def loss(self, node_rank: int, host: str) -> Failure:
+        """Return the failure of the agent at the other end, which is gone or out of reach."""
+        fault, cause = "agent-killed", "its node agent is gone"
+        if self.is_silent:
+            fault, cause = "link-lost", f"no heartbeat for {limits.SILENCE_S:g} s (network down?)"
+        return Failure(fault, cause, KILLED, host, node_rank, time.time())
 
     def close(self) -> None:
         self.socket.close()

@@ -45,7 +45,7 @@ refuse() { # <fault of TROUBLESHOOTING.md> <"cause; cure">
   die 3 "${host%%.*}: $2 [$1]"
 }
 
-# Starts a command of launcher/cli/commands.py; does not return.
+# Starts a command of launcher/cli/options.py; does not return.
 run_command() { # <command> <word...>
   local name
   local script=${LAUNCH_AS:-$0} # a command that pip has installed has its own name

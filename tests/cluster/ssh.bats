@@ -75,6 +75,7 @@ launcher_of() { # <its last argument>
 find_victim() { # <run id> <host> <rank|agent|sshd|pdsh>: the last is the sshd of pdsh's connection
   local pid
   pid=$(on "$2" pgrep -o -f "rdzv-id $1 ")
+  [[ $3 != pdsh ]] || pid=$(on "$2" pgrep -o -f 'far_side --pdsh ')
   case $3 in
     agent) on "$2" pgrep -P "$pid" ;;
     rank) on "$2" pgrep -n -P "$(on "$2" pgrep -P "$pid")" ;;
@@ -268,12 +269,14 @@ import os
 from launcher.agent.command_line import find_option
 
 def run_agent(arguments, environ, link):
-    os.execlp("bash", "bash", "-c", environ["AGENT"], "ssh", find_option(arguments, "--nnodes"))
+    place = environ["PLACE"]
+    os.execlp("bash", "bash", "-c", environ["AGENT"], place, find_option(arguments, "--nnodes"))
 PY
   cat >all.py <<'PY'
 import os, sys
 from pathlib import Path
-from launcher.fanout import pdsh, protocol, ssh
+from dataclasses import replace
+from launcher.fanout import pdsh, ssh
 from launcher.plan.plan import NodePlan, Plan
 
 FANOUTS = {"ssh": ssh.Fanout, "pdsh": pdsh.PdshFanout}
@@ -283,10 +286,8 @@ root, fanout, *nodes = sys.argv[1:]
 class All(FANOUTS[fanout]):
     def start_request(self, report, one):
         start = super().start_request(report, one)
-        command = ["bash", "-c", os.environ["AGENT"], fanout, str(len(nodes))]
-        variables = {**start.variables, "AGENT": os.environ["AGENT"]}
-        command = start.command if fanout == "ssh" else command
-        return protocol.Start(command, variables, start.directory, start.socket)
+        own = {"AGENT": os.environ["AGENT"], "PLACE": fanout}
+        return replace(start, variables={**start.variables, **own})
 
 
 here = Path.cwd()
@@ -302,7 +303,7 @@ PY
   # shellcheck disable=SC2016 # the agents' own
   export PYTHONPATH=$ROOT AGENT='echo >>"$0"; until mapfile there <"$0" && ((${#there[@]} == $1)); do sleep 0.3; done'
   # shellcheck disable=SC2016 # the inner bash's own
-  run timeout 1200 "$CLUSTER" run login bash -c '"$PYTHON" all.py "$0" pdsh node{1..40}; "$PYTHON" all.py "$PWD/root" ssh node{1..64}' "$ROOT"
+  run timeout 1200 "$CLUSTER" run login bash -c '"$PYTHON" all.py "$PWD/root" pdsh node{1..40}; "$PYTHON" all.py "$PWD/root" ssh node{1..64}'
   "$CLUSTER" down
   [[ $status == 0 && $(grep '^ended' <<<"$output") == "ended      code 0; nothing is left running on 40 nodes
 ended      code 0; nothing is left running on 64 nodes" ]]

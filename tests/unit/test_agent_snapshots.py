@@ -20,9 +20,9 @@ from distributed.checkpoint.files import score, steps
 from distributed.checkpoint.memory import BEGIN
 from distributed.checkpoint.snapshots import Buffer
 from distributed.environment import detect
-from launcher.agent.nodes.protocol import SnapshotData
 from launcher.agent.snapshots.memory import PIECE, Incoming, Outgoing
 from launcher.wire import limits
+from launcher.wire.messages import SnapshotData
 from training.config_file import SettingsError
 from training.model import plan_snapshots
 from training.settings import load

@@ -20,11 +20,11 @@ from ports import free_port
 
 from distributed.errors import Refused
 from launcher.agent.nodes import checkin
-from launcher.agent.nodes.protocol import Peer
 from launcher.handshake import Acceptor, Access
 from launcher.preflight.must_match import ARGUMENTS
 from launcher.wire.meeting import Wait
 from launcher.wire.messages import NodeReport
+from launcher.wire.node_link import Link
 
 pytestmark = pytest.mark.slow
 
@@ -182,13 +182,13 @@ def test_a_node_that_has_waited_long_is_not_said_to_have_another_clock(
 def test_a_node_whose_report_is_lost_ends_the_check_in_of_all(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = Peer.send
+    send = Link.send
 
-    def lose(peer: Peer, message: Any) -> None:
+    def lose(peer: Link, message: Any) -> None:
         if not isinstance(message, NodeReport):
             send(peer, message)
 
-    monkeypatch.setattr(Peer, "send", lose)
+    monkeypatch.setattr(Link, "send", lose)
     monkeypatch.setattr(checkin, "find_loss", lambda connection, within_s: "it is lost")
     first, second = check_in(port, HERE, THERE)
     assert first == second

@@ -16,7 +16,7 @@ import torch.distributed.run as torchrun
 
 from launcher.agent import command_line, torchrun_arguments
 from launcher.cli.arguments import Call, parse
-from launcher.cli.commands import COMMANDS, Option
+from launcher.cli.options import COMMANDS, Option
 from launcher.plan.make_plan import choose_program
 from launcher.plan.spares import FANOUTS
 from launcher.plan.typed import Typed

@@ -18,9 +18,9 @@ from ports import free_port
 
 from distributed.environment import port_from_id
 from launcher import text
-from launcher.handshake import open_port
+from launcher.master_port import open_master_port, open_port
 from launcher.preflight import checks, must_match
-from launcher.preflight.check_node import check_node, open_master_port
+from launcher.preflight.check_node import check_node
 from launcher.preflight.checks import Machine
 from launcher.preflight.gpus import Gpu, GpuError, visible_gpus
 from launcher.wire import limits
@@ -309,7 +309,7 @@ def test_node_rank_0_opens_the_port_once(monkeypatch: pytest.MonkeyPatch) -> Non
         opened.append(port)
         return open_port(port, address)
 
-    for module in ("preflight.check_node", "wire.meeting"):
+    for module in ("master_port", "wire.meeting"):
         monkeypatch.setattr(f"launcher.{module}.open_port", note)
     report = check_node(a_request(num_nodes=2, meeting_size=2, within_s=0.05), {})
     assert opened == [report.port, 0]

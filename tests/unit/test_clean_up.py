@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import time
@@ -12,7 +13,6 @@ import pytest
 from agents import Run, eventually
 
 from launcher import processes
-from launcher.agent.control import Launched
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def start_run(folder: Path, *through: str, **environment: str) -> Run:
     """Start two ranks as launcher/fanout/local.py does, and wait until they are ready."""
     script = folder / "program.py"
     script.write_text(FORKS_TWICE)
-    reaper = Launched(has_reaper=True).variables()
+    reaper = {"LAUNCH_START": "local", "LAUNCH_TOKEN": random.randbytes(8).hex()}
     arguments = ["--nproc-per-node", "2", str(script)]
     run = Run(arguments, None, through, **reaper, **environment)
     run.wait_for("ready 0", "ready 1")

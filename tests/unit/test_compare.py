@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from launcher.preflight import compare
-from launcher.preflight.check_node import Report
 from launcher.preflight.compare import judge
-from launcher.wire.messages import Fault
+from launcher.wire.messages import Fault, Report
 
 BLOCKED = Fault("port-blocked", "no way", "open it")
 

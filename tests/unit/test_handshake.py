@@ -16,11 +16,12 @@ from ports import free_port
 
 from launcher import handshake
 from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, introduce, read_access
+from launcher.master_port import open_port
 
 SECRET = bytes(range(32))
 FIRST = """
 import os, sys
-from launcher.handshake import is_first
+from launcher.master_port import is_first
 print(is_first("127.0.0.1", int(sys.argv[1])), flush=True)
 os.execvp("cat", ["cat"])
 """
@@ -30,7 +31,7 @@ class Master:
     """A node rank 0 that lets others in until it is closed."""
 
     def __init__(self, access: Access) -> None:
-        self.listener = handshake.open_port(0, "127.0.0.1")
+        self.listener = open_port(0, "127.0.0.1")
         self.port = int(self.listener.getsockname()[1])
         self.said: list[str] = []
         self.acceptor = Acceptor(self.listener, access, self.said.append)
@@ -189,7 +190,7 @@ def test_what_cannot_be_used_is_refused(
 
 def test_only_the_masters_address_listens() -> None:
     for address, expected in (("127.0.0.1", "127.0.0.1"), ("192.0.2.1", "::"), ("", "::")):
-        with handshake.open_port(0, address) as listener:
+        with open_port(0, address) as listener:
             assert listener.getsockname()[0] == expected
 
 

@@ -34,7 +34,6 @@ PROMISE_S = 2.0  # README: once a process of a run is killed, for all the others
         (limits.SETTLE_S + limits.RANK_TERM_S, PROMISE_S),
         (limits.ORPHANS_S, PROMISE_S),
         (limits.ORPHANS_S, limits.SWEEP_S),
-        (limits.RANK_TERM_S + limits.CONTROL_TERM_S, limits.PDSH_CUT_S),
         (limits.VERDICT_S, limits.SRUN_END_S),
         (limits.SRUN_END_S, limits.OTHERS_S),
         (limits.RANK_TERM_S + limits.KILL_S, limits.OTHERS_S),

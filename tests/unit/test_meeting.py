@@ -16,8 +16,9 @@ import pytest
 from agents import PATIENCE_S
 from ports import free_port
 
-from launcher.handshake import Acceptor, Access, open_port
-from launcher.preflight import master_port
+from launcher.handshake import Acceptor, Access
+from launcher.master_port import open_port
+from launcher.preflight import between_nodes
 from launcher.typed_json import encode
 from launcher.wire import meeting
 from launcher.wire.meeting import Wait
@@ -51,11 +52,11 @@ def serving(says: bytes, *, is_ours: bool = True) -> Iterator[int]:
 
 def visit_at(port: int, within_s: float = 5.0) -> list[Fault]:
     me, wait = NodeReport(1, 3, 1, "n1", ""), Wait(within_s)
-    return list(master_port.visit_master("127.0.0.1", port, me, SECRET, wait, []))
+    return between_nodes.visit_master("127.0.0.1", port, me, SECRET, wait)[0]
 
 
 def visit(test: PairTest) -> list[Fault]:
-    with serving(f'{{"pairs":{encode(test)}}}\n'.encode()) as port:
+    with serving(f'{{"PairTest":{encode(test)}}}\n'.encode()) as port:
         return visit_at(port)
 
 
@@ -81,7 +82,7 @@ def test_another_port_that_is_closed() -> None:
     ("says", "is_ours"),
     [
         *((says, False) for says in (b"", b"HTTP/1.1 400 Bad Request\r\n", b"x" * 96)),
-        *((says, True) for says in (b"", b"{}\n", b"7\n", b'{"pairs": {"members": 7}}\n')),
+        *((says, True) for says in (b"", b"{}\n", b"7\n", b'{"PairTest": {"members": 7}}\n')),
         (b"[" * 5000 + b"\n", True),
     ],
 )
@@ -106,9 +107,9 @@ def test_a_network_that_has_just_come_back(monkeypatch: pytest.MonkeyPatch, code
             raise error
         return connected
 
-    monkeypatch.setattr(master_port, "connect", connect)
+    monkeypatch.setattr(between_nodes, "connect", connect)
     with connected:
-        assert master_port._reach("10.0.0.1", 1, SECRET, Wait(5)) is connected
+        assert between_nodes._reach("10.0.0.1", 1, SECRET, Wait(5)) is connected
 
 
 @pytest.mark.slow

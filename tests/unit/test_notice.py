@@ -13,10 +13,10 @@ from typing import Any, cast
 import pytest
 
 from launcher import own_time
+from launcher.agent.facts import Facts
 from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.notice import UNHANDLED, Notice
 from launcher.agent.query import Query
-from launcher.agent.verdict import Facts
 from launcher.processes import handles
 from launcher.record.run_json import NOTICED
 from launcher.wire import limits

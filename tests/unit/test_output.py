@@ -19,7 +19,6 @@ from launcher.agent.output.stream import NodeLog, RankView, Stream
 from launcher.agent.torchrun_arguments import parse
 from launcher.fanout.ssh import Terminals
 from launcher.screen import LONGEST_HELD, View
-from launcher.screen import Screen as AnyScreen
 from launcher.terminal import BACKLOG_BYTES, Terminal, open_again
 from launcher.wire import limits
 
@@ -195,14 +194,14 @@ def test_the_agents_own_messages_keep_all_but_the_noise(noise: bytes) -> None:
 # --- several streams ------------------------------------------------------------------------------
 
 
-class Sheet(AnyScreen):
+class Sheet(Terminal):
     """A screen that keeps what it is given."""
 
     def __init__(self) -> None:
-        self.text = b""
+        self.shown = b""
 
     def queue(self, data: bytes) -> None:
-        self.text += data
+        self.shown += data
 
 
 @pytest.fixture
@@ -225,16 +224,16 @@ def test_lines_written_in_pieces_stay_whole(sheet: Sheet) -> None:
     for piece in (b"loss", b" ", b"0.5", b"\n"):
         one.add(piece)
         two.add(piece)
-    assert sheet.text == b"loss 0.5\nloss 0.5\n"
+    assert sheet.shown == b"loss 0.5\nloss 0.5\n"
 
 
 def test_a_prompt_is_shown_after_a_short_time_and_then_as_it_grows(sheet: Sheet) -> None:
     one, _ = several(sheet)
     one.add(b"Name")
-    assert one.tick(time.monotonic()) and sheet.text == b""
-    assert not one.tick(later()) and sheet.text == b"Name"
+    assert one.tick(time.monotonic()) and sheet.shown == b""
+    assert not one.tick(later()) and sheet.shown == b"Name"
     one.add(b"? ")
-    assert sheet.text == b"Name? "
+    assert sheet.shown == b"Name? "
 
 
 def test_a_line_of_another_begins_a_line(sheet: Sheet) -> None:
@@ -244,7 +243,7 @@ def test_a_line_of_another_begins_a_line(sheet: Sheet) -> None:
     two.add(b"warned\n")
     one.add(b"\r20%")
     one.tick(later())
-    assert sheet.text == b"10%\nwarned\n\r20%"
+    assert sheet.shown == b"10%\nwarned\n\r20%"
 
 
 def test_a_second_bar_waits_for_the_first(sheet: Sheet) -> None:
@@ -253,18 +252,18 @@ def test_a_second_bar_waits_for_the_first(sheet: Sheet) -> None:
     one.tick(later())
     for _ in range(3 * LONGEST_HELD // 1000):
         two.add(b"\r50%" * 250)
-    assert two.tick(later()) and sheet.text == b"\r10%"
+    assert two.tick(later()) and sheet.shown == b"\r10%"
     assert len(two._held) <= 2 * LONGEST_HELD
     one.add(b"\n")
     two.tick(later())
-    assert sheet.text.startswith(b"\r10%\n\r50%")
+    assert sheet.shown.startswith(b"\r10%\n\r50%")
 
 
 def test_a_long_line_is_shown_in_pieces(sheet: Sheet) -> None:
     one, two = several(sheet)
     one.add(b"x" * (LONGEST_HELD + 1))
     two.add(b"y" * (LONGEST_HELD + 1))
-    assert sheet.text == b"x" * (LONGEST_HELD + 1) + b"\n" + b"y" * (LONGEST_HELD + 1)
+    assert sheet.shown == b"x" * (LONGEST_HELD + 1) + b"\n" + b"y" * (LONGEST_HELD + 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
@@ -276,7 +275,7 @@ def test_each_line_and_each_state_of_a_bar_has_its_prefix(sheet: Sheet, size: in
         one.tick(later())
     two.add(b"d\n")
     one.add(b"e\n")
-    shown = sheet.text.replace(b"\r[0] \n", b"\r\n").replace(b"[0] \r", b"\r")
+    shown = sheet.shown.replace(b"\r[0] \n", b"\r\n").replace(b"[0] \r", b"\r")
     expected = b"[0] a\n[0] \n[0] b\r\n\r[0] bar 1\r[0] bar 2\r\n[0] c\n[1] d\n[0] e\n"
     assert shown == expected
 
@@ -287,10 +286,10 @@ def test_a_bar_that_clears_its_line_keeps_its_prefix(sheet: Sheet, clear: bytes)
     for state in (b"10%", b"20%"):
         one.add(clear + state)
         one.tick(later())
-    assert sheet.text == b"[0] " + clear + b"[0] 10%" + clear + b"[0] 20%"
+    assert sheet.shown == b"[0] " + clear + b"[0] 10%" + clear + b"[0] 20%"
     two.add(b"x\n")
     one.add(clear + b"done\n")
-    assert sheet.text.endswith(b"20%\n[1] x\n[0] " + clear + b"[0] done\n")
+    assert sheet.shown.endswith(b"20%\n[1] x\n[0] " + clear + b"[0] done\n")
 
 
 def test_lines_of_ranks_with_labels_stay_apart() -> None:
@@ -298,15 +297,15 @@ def test_lines_of_ranks_with_labels_stay_apart() -> None:
     one, two = (RankView(sheet, is_alone=False, label=b"[rank%d]" % rank) for rank in range(2))
     one.add(b"loading\nName? ")
     two.add(b"loading\n[rank1]: ready\n\r10%\r20%")  # torch's own label is one too many
-    assert sheet.text == b"[rank0] loading\n[rank1] loading\n[rank1] ready\n"
+    assert sheet.shown == b"[rank0] loading\n[rank1] loading\n[rank1] ready\n"
     one.tick(later())
-    assert sheet.text.endswith(b"ready\n[rank0] Name? ")
+    assert sheet.shown.endswith(b"ready\n[rank0] Name? ")
     one.add(b"me\nhello\n")
     two.tick(later())
-    end = sheet.text.partition(b"Name? me\n")[2].replace(b"[rank1] \r", b"\r")
+    end = sheet.shown.partition(b"Name? me\n")[2].replace(b"[rank1] \r", b"\r")
     assert end == b"[rank0] hello\n\r[rank1] 10%\r[rank1] 20%"
     one.add(b"10%\r100%\n")
-    assert sheet.text.endswith(b"\n[rank0] 10%\r[rank0] 100%\n")
+    assert sheet.shown.endswith(b"\n[rank0] 10%\r[rank0] 100%\n")
 
 
 # --- the launcher's own streams -------------------------------------------------------------------

@@ -16,8 +16,8 @@ from launcher.fanout.connection import forwarded_names, write_opening
 from launcher.plan import own, pbs
 from launcher.plan.plan import NodePlan, Plan
 from launcher.plan.typed import Choices
-from launcher.preflight.check_node import Report
 from launcher.wire import limits
+from launcher.wire.messages import Report
 
 CAPTURED = Path(__file__).resolve().parents[1] / "cluster/pbs"
 CUDA = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

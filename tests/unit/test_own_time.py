@@ -16,12 +16,10 @@ from ports import free_port
 from test_restarts import Beating
 
 from launcher import own_time, processes
-from launcher.agent import control
-from launcher.agent.deadline import Deadline
-from launcher.agent.nodes.protocol import Peer
-from launcher.own_time import OwnTime
-from launcher.wire import limits
+from launcher.own_time import Deadline, OwnTime
+from launcher.wire import launcher_link, limits
 from launcher.wire.meeting import Wait
+from launcher.wire.node_link import Link
 
 Clock = list[float]
 
@@ -68,7 +66,7 @@ def pass_by(clock: Clock, seconds: float) -> None:
 def test_every_measure_of_silence_forgives_once(clock: Clock, tmp_path: Path) -> None:
     """The link to another agent, a rank's beats, the check-in and the time for ranks to save."""
     ours, theirs = _tcp_pair()
-    peer, beats, wait, kill = Peer(ours), Beating(tmp_path).reach(1), Wait(300.0), Deadline()
+    peer, beats, wait, kill = Link(ours), Beating(tmp_path).reach(1), Wait(300.0), Deadline()
     kill.set_within(30.0)
     clock[0] += 3600
     assert not peer.is_silent and beats.silence_s(0) == 0
@@ -107,7 +105,7 @@ def test_a_control_stream_outlives_a_suspension(
         return [] if left or not is_heard else reads, [], []
 
     monkeypatch.setattr(select, "select", wait)
-    assert control.hears(0) is is_heard
+    assert launcher_link.hears(0) is is_heard
 
 
 @pytest.mark.long

@@ -20,10 +20,11 @@ from distributed.errors import Refused
 from launcher.agent import join
 from launcher.agent.nodes import checkin
 from launcher.agent.torchrun_arguments import parse
-from launcher.preflight.check_node import check_node, read_reports, write_report
+from launcher.preflight.check_node import MARK, check_node, read_reports
 from launcher.preflight.compare import judge
 from launcher.preflight.must_match import ARGUMENTS, describe_program
-from launcher.typed_json import MessageError, encode
+from launcher.typed_json import encode
+from launcher.wire.launcher_link import tell
 from launcher.wire.messages import NodeReport, Request
 
 
@@ -79,23 +80,14 @@ def test_nodes_that_match_meet_and_pass(tmp_path: Path) -> None:
     assert names.count("loopback-address") == 3  # a warning, for 127.0.0.1 may be meant
 
 
-def test_reports_arrive_in_pieces_and_mixed() -> None:
-    long = {f"file {number} .yaml": "ab" * 6 for number in range(100)}
-    reports = [
-        make_report(rank, files=long, faults=[], met=[BLOCKED], done=[]) for rank in range(2)
-    ]
-    first, second = (list(write_report(report)) for report in reports)
-    assert max(map(len, [*first, *second])) < 1024  # so much srun keeps together
-    mixed = [line for pair in zip(second, first, strict=True) for line in pair]
-    assert read_reports(["srun: a warning", *mixed]) == reports
-
-
-def test_what_is_no_report_is_refused() -> None:
-    (line,) = write_report(make_report(1))
-    with pytest.raises(MessageError):
-        read_reports([line[:-5]])
-    with pytest.raises(MessageError):
-        read_reports(['node=1 {"node_rank":"1"}'])
+def test_reports_are_found_among_other_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    reports = [make_report(rank, faults=[], met=[BLOCKED], done=[]) for rank in range(2)]
+    for report in reversed(reports):
+        tell(f"{MARK}.{report.node_rank}", report)
+    told = capfd.readouterr().out.encode()
+    assert read_reports(b"srun: a warning\n" + told) == reports
+    assert read_reports(told[:-5]) == reports[1:]
+    assert read_reports(b'\x02node.1 {"Report":{"node_rank":"1"}}\n') == []
 
 
 # --- what must be the same on every node ----------------------------------------------------------

@@ -16,10 +16,11 @@ from distributed.heartbeat import Heart, find_record
 from launcher.agent.diagnosis import stuck
 from launcher.agent.diagnosis.stuck import STOPPED, RankState, find_odd, find_straggler
 from launcher.agent.node_ranks import Heartbeats, NodeRanks
-from launcher.agent.nodes.protocol import MESSAGES, NodeStacks
 from launcher.agent.query import Query
 from launcher.agent.rank.optimizer_steps import StepCounter
 from launcher.typed_json import MessageError
+from launcher.wire import messages
+from launcher.wire.messages import NodeStacks
 
 
 @pytest.mark.slow
@@ -72,8 +73,8 @@ def test_a_silence_is_told_once_and_ends_nothing() -> None:
 
 def test_what_another_node_tells_is_shown_harmlessly() -> None:
     with pytest.raises(MessageError):
-        MESSAGES.read('{"stacks":{"ranks":[{"rank":"x","frames":["a.py:1 in f"]}]}}')
-    told = MESSAGES.read('{"stacks":{"ranks":[{"rank":7,"frames":["\\u001b[2Ja.py:1 in f"]}]}}')
+        messages.read('{"NodeStacks":{"ranks":[{"rank":"x","frames":["a.py:1 in f"]}]}}')
+    told = messages.read('{"NodeStacks":{"ranks":[{"rank":7,"frames":["\\u001b[2Ja.py:1 in f"]}]}}')
     shown: list[str] = []
     ranks = NodeRanks([], Heartbeats(1), 0, "here")
     query = Query(ranks, ["here", "there"], {1: None}, shown.append, None)  # type: ignore[dict-item]

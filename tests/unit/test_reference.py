@@ -14,7 +14,7 @@ from agents import ROOT
 from distributed import errors
 from distributed.environment import DEFAULT_LOG_DIR
 from distributed.strategy import STRATEGIES
-from launcher.cli.commands import COMMANDS, COMMON, TASKS
+from launcher.cli.options import COMMANDS, COMMON, TASKS
 from launcher.plan import make_plan
 from launcher.record.run_json import Record
 from launcher.wire import limits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -17,7 +18,6 @@ import pytest
 from agents import AGENT, ROOT, Run, begun, eventually, execute, rarely
 
 from launcher import processes
-from launcher.agent.control import Launched
 from launcher.plan.typed import Choices
 from launcher.record import run_json
 from launcher.record.run_ids import free_run_id, next_run_id
@@ -103,11 +103,7 @@ def test_the_supervisor_completes_the_record_of_an_agent_that_was_killed(
 def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
     run_json.update(Path("logs/r1"), launcher=LauncherProcess(1, 2, "elsewhere"))
     Path("go on").touch()
-    reader, writer = os.pipe()
-    run = start("0", stdin=reader, **Launched("stdin").variables())
-    run.finish()
-    os.close(reader)
-    os.close(writer)
+    start("0", LAUNCH_START="step", LAUNCH_TOKEN="t", SLURM_NODEID="0").finish()
     assert read()["launcher"] == {"process": 1, "birth": 2, "host": "elsewhere"}
 
 
@@ -120,7 +116,8 @@ def test_a_run_that_is_refused_has_ended(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         options = ["--master-port", str(server.getsockname()[1]), "--log-dir", "logs"]
         command = [sys.executable, "-c", code, *AGENT, *options, "--rdzv-id", "r1", "steps.py"]
-        variables = {"PYTHONPATH": str(ROOT), **Launched(record="logs/r1").variables()}
+        launched = {"LAUNCH_START": "local", "LAUNCH_TOKEN": random.randbytes(8).hex()}
+        variables = {"PYTHONPATH": str(ROOT), **launched, "RUN_ID": "r1"}
         done = execute(Path.cwd(), *command, code=3, **variables)
     assert "[port-in-use]" in done.stderr
     assert (read()["state"], read()["exit_code"]) == ("ended", 3)

@@ -23,7 +23,7 @@ from distributed.lock import _COMMIT, _set_lock
 from launcher import processes
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.agent.snapshots.save import save
-from launcher.agent.verdict import NodeEnd
+from launcher.outcome import NodeEnd
 
 
 def fill(node: Snapshots, folder: Path, *steps: int) -> list[int]:

@@ -12,11 +12,11 @@ import pytest
 from agents import PATIENCE_S, Run, eventually
 from ports import free_port
 
-from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 from launcher.failure import Failure
 from launcher.wire import limits
 from launcher.wire.messages import Member
+from launcher.wire.node_link import Link
 
 # Every rank says where it is, and trains for ever, or ends in the attempt that is named.
 PROGRAM = """
@@ -128,7 +128,7 @@ def server() -> Iterator[socket.socket]:
 
 def team_of(server: socket.socket, nprocs: list[int], spares: list[int], min_nodes: int) -> Team:
     members = [Member(at, f"n{at}", nproc) for at, nproc in enumerate([*nprocs, *spares])]
-    peers = [Peer(socket.create_connection(server.getsockname())) for _ in members[1:]]
+    peers = [Link(socket.create_connection(server.getsockname())) for _ in members[1:]]
     others = dict(enumerate(peers[: len(nprocs) - 1], 1))
     there = dict(zip(members[len(nprocs) :], peers[len(others) :], strict=True))
     return Team("r", members[: len(nprocs)], others, there, min_nodes)

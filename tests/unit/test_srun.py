@@ -18,15 +18,18 @@ from job_tools import make_tool
 from distributed import hostlist
 from distributed.errors import Refused
 from launcher import importable
-from launcher.agent.control import Control, Done, Membership, report_outcome, tell
+from launcher.agent.control import Control
 from launcher.failure import Failure
-from launcher.failure_block import Outcome, print_outcome
+from launcher.failure_block import print_outcome
 from launcher.fanout import srun, step
+from launcher.outcome import Outcome
 from launcher.plan.plan import Plan
-from launcher.preflight.check_node import Report, write_report
+from launcher.preflight.check_node import MARK
 from launcher.text import PlanError
 from launcher.typed_json import encode
-from launcher.wire import limits
+from launcher.wire import limits, messages
+from launcher.wire.launcher_link import BEGIN
+from launcher.wire.messages import Exit, Membership, Report
 
 # --- commands -----------------------------------------------------------------------------------
 
@@ -112,7 +115,7 @@ def test_one_task_for_each_rank(plan: Plan) -> None:
 
 def report(node_rank: int) -> str:
     found = Report(node_rank, 3, 1, f"node{node_rank + 1}", "mine", {}, {}, port=1234)
-    return "\n".join(write_report(found))
+    return f"{BEGIN}{MARK}.{node_rank} {messages.write(found)}"
 
 
 @pytest.mark.parametrize(
@@ -188,16 +191,20 @@ sys.exit(step.run_step(job_plan(Path.cwd(), min_nodes=int(sys.argv[2])), ["srun"
 """
 
 
-def told(node_rank: int, blamed: int, capsys: pytest.CaptureFixture[str], frames: int = 0) -> str:
-    """Return the lines in which a node's agent tells that it has lost another."""
-    lost = [f"my_task.py:{line} in loss" for line in range(frames)]
+def told(node_rank: int, capfd: pytest.CaptureFixture[str], *sent: object) -> str:
+    """Return the lines in which a node tells its launcher some messages."""
+    for message in sent:
+        Control(None, f"t0ken.{node_rank}").tell(message)
+    return capfd.readouterr().out
+
+
+def lost(blamed: int, frames: int = 0) -> Outcome:
+    """What an agent tells that has lost another."""
+    places = [f"my_task.py:{line} in loss" for line in range(frames)]
     failure = Failure(
-        "link-lost", "no sign of life", 137, f"node{blamed + 1}", blamed, 9.0, frames=lost
+        "link-lost", "no sign of life", 137, f"node{blamed + 1}", blamed, 9.0, frames=places
     )
-    report_outcome(
-        Outcome(137, failure, stopped=1), Control(None, f"t0ken {node_rank}"), is_line_open=False
-    )
-    return capsys.readouterr().out
+    return Outcome(137, failure, stopped=1)
 
 
 def run_step(folder: Path, min_nodes: int = 0) -> tuple[subprocess.CompletedProcess[str], float]:
@@ -212,9 +219,9 @@ def run_step(folder: Path, min_nodes: int = 0) -> tuple[subprocess.CompletedProc
 
 @pytest.mark.slow
 def test_an_srun_that_waits_for_a_lost_node_is_ended(
-    tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tools: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "told").write_text(told(0, 1, capsys))
+    (tmp_path / "told").write_text(told(0, capfd, lost(1)))
     make_tool(tools / "srun", "echo step 1; cat told; exec sleep 60")
     result, took_s = run_step(tmp_path)
     assert result.returncode == 137
@@ -225,17 +232,14 @@ def test_an_srun_that_waits_for_a_lost_node_is_ended(
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_without_a_node_ends_as_the_others_do(
-    tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tools: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lost, others = told(1, 1, capsys), Control(None, "t0ken 0")
-    tell(Membership(1, [0, 2]), others, is_line_open=False)
-    membership = capsys.readouterr().out
-    for rank in (0, 2):
-        told_last = Done() if rank else Outcome(0)
-        tell(told_last, Control(None, f"t0ken {rank}"), is_line_open=False)
-    begun = "".join(f"t0ken {rank}\n" for rank in range(3))
+    first = "".join(f"{BEGIN}t0ken.{rank} \n" for rank in range(3)) + told(1, capfd, lost(1))
+    last = told(0, capfd, Membership(1, [0, 2]), Outcome(0), Exit(0, 0)) + told(
+        2, capfd, Exit(0, 0)
+    )
     pause = f"sleep {limits.SRUN_END_S + 1}"
-    for name, text in (("lost", begun + lost), ("ends", membership + capsys.readouterr().out)):
+    for name, text in (("lost", first), ("ends", last)):
         (tmp_path / name).write_text(text)
     make_tool(tools / "srun", f"cat lost; {pause}; echo on; cat ends; exit 137")
     result, _ = run_step(tmp_path, min_nodes=2)
@@ -243,10 +247,10 @@ def test_a_run_that_goes_on_without_a_node_ends_as_the_others_do(
 
 
 def test_the_block_comes_once_and_last_and_node_rank_0_is_believed(
-    tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tools: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first, second = (
-        told(node, 1 - node, capsys, frames=99).splitlines(keepends=True) for node in (0, 1)
+        told(node, capfd, lost(1 - node, frames=99)).splitlines(keepends=True) for node in (0, 1)
     )
     assert len(first) > 2 and max(map(len, first)) < 1024
     mixed = "".join(one + other for one, other in zip(second, first, strict=True))
@@ -261,11 +265,10 @@ def test_the_block_comes_once_and_last_and_node_rank_0_is_believed(
 
 
 def test_a_node_that_failed_is_told_where_node_rank_0_was_only_stopped(
-    tmp_path: Path, tools: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tools: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stopped = Outcome(143, stopped=1, signum=15)
-    report_outcome(stopped, Control(None, "t0ken 0"), is_line_open=False)
-    (tmp_path / "told").write_text(capsys.readouterr().out + told(1, 1, capsys))
+    stopped = told(0, capfd, Outcome(143, stopped=1, signum=15), Exit(143, 0))
+    (tmp_path / "told").write_text(stopped + told(1, capfd, lost(1), Exit(137, 0)))
     make_tool(tools / "srun", "cat told; exit 143")
     result, _ = run_step(tmp_path)
     assert result.returncode == 137
@@ -273,7 +276,7 @@ def test_a_node_that_failed_is_told_where_node_rank_0_was_only_stopped(
 
 
 def test_without_a_word_of_the_agents_sruns_code_counts(tmp_path: Path, tools: Path) -> None:
-    make_tool(tools / "srun", "echo t0ken 0 no message; echo t0ken x; exit 7")
+    make_tool(tools / "srun", r"""printf "\002t0ken.0 no message\n\002t0ken.x\n"; exit 7""")
     result, _ = run_step(tmp_path)
     assert (result.returncode, result.stderr) == (7, "")
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,10 +26,11 @@ from job_tools import make_tool
 
 from launcher import processes
 from launcher.fanout.connection import TRIES
-from launcher.preflight.check_node import Report
 from launcher.wire import limits
+from launcher.wire.messages import Report
 
 pytestmark = pytest.mark.slow
+needs_pdsh = pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
 
 SCRIPTS = ROOT / "scripts/ssh"
 SSH = """# As the launcher and pdsh call it: options, the host, the command.
@@ -49,30 +51,28 @@ FAR_SIDE = f"""import os, subprocess, sys
 sys.path[:0] = [{str(ROOT)!r}]
 from launcher.fanout import far_side
 from launcher.processes import shell_code
-fork = lambda words, environ, control, launched: (words, control)
-def guard(agent):
-    command = [sys.executable, os.environ["FAKE_NODES"] + "/agent.py", *agent[0]]
-    return shell_code(subprocess.call(command, stdin=agent[1].fd))
-far_side.fork_agent, far_side.guard = fork, guard
+def fork(words, environ, control, *_):
+    command = [sys.executable, os.environ["FAKE_NODES"] + "/agent.py", *words]
+    return subprocess.Popen(command, stdin=control.fd)
+far_side.fork_agent, far_side.guard = fork, lambda agent: shell_code(agent.wait())
 sys.exit(far_side.main(sys.argv[3:], os.environ))
 """
 TELL = """
 import json, os, signal, sys, time
 def tell(**message):
-    print(os.environ['LAUNCH_TOKEN'], json.dumps(message), flush=True)
+    print('\\x02' + os.environ['LAUNCH_TOKEN'], json.dumps(message), flush=True)
 rank = sys.argv[sys.argv.index('--node-rank') + 1]
-def end(code):
-    failure = dict(fault="rank-error", cause="ValueError: no samples", code=code, host="n")
-    failure |= dict(node_rank=0, time=2.0, rank=1)
-    tell(outcome=dict(code=code, failure=failure, started=1.0, run_id="r", command="again"))
+def end(code, fault="rank-error", cause="ValueError: no samples"):
+    failure = dict(fault=fault, cause=cause, code=code, host="n", node_rank=0, time=2.0, rank=1)
+    tell(Outcome=dict(code=code, failure=failure, started=1.0, run_id="r", command="again"))
     sys.exit(code)
 """
 LIE = """
 mapfile -t -n 3 opening
 [[ ${opening[1]} =~ ([0-9a-f]{32}[.][0-9]+) ]]
 token=${BASH_REMATCH[1]}
-say() { printf '%s %s\\n' "$token" "$1"; }
-say '{"hello":{"address":"127.0.0.1"}}'
+say() { printf '\\002%s %s\\n' "$token" "$1"; }
+say '{"Hello":{"address":"127.0.0.1"}}'
 """
 REPORT = asdict(Report(0, 1, 1, "n0", "r", {}, {}, port=20000))
 BEAT_S = 2.0
@@ -163,6 +163,33 @@ def test_the_block_is_shown_last_for_every_exit_code(nodes: Nodes, code: int) ->
     assert "[0] warned\n" in "".join(before)
 
 
+PDSH = "launch_pdsh_multinode.sh"
+
+
+@needs_pdsh
+def test_an_agent_starts_when_pdsh_comes(nodes: Nodes) -> None:
+    nodes.agent("print('busy', rank)\nsys.exit(7 if rank == '1' else 0)")
+    code, out, err = nodes.launch("-", "1", "n0", "n1", script=PDSH)
+    assert code == 7 and sorted(out.splitlines()) == ["[0] busy 0", "[1] busy 1"]
+    assert "FAILED   node agent 1 (n1) " in err and "n1: ssh exited with exit code 7" in err
+
+
+@needs_pdsh
+def test_the_end_of_pdshs_connection_ends_the_agent(nodes: Nodes) -> None:
+    nodes.agent("open(os.environ['FAKE_NODES'] + '/started', 'w').write('x')\ntime.sleep(600)")
+    launcher = nodes.start("-", "1", "n0", script=PDSH)
+    nodes.wait_for("started")
+    marks = [b"launcher.fanout.far_side", b"--pdsh"]
+    below = processes.descendants(launcher.pid)
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in below}
+    (pid,) = (pid for pid in below if {*marks} <= {*words[pid]})
+    os.kill(pid, signal.SIGKILL)
+    _, err = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 137
+    assert b": n0: the connection of pdsh has ended\n" in err
+    assert b"FAILED   node agent 0 (n0) " in err and b"[launcher-killed]\n" in err
+
+
 # --- what a node says is data -------------------------------------------------------------------
 
 COMMAND = "RANKS[$(touch pwned)]"
@@ -172,14 +199,14 @@ COMMAND = "RANKS[$(touch pwned)]"
     "answer",
     [
         f'nproc={COMMAND}\nsay checked 0\necho "nproc={COMMAND}"',
-        json.dumps({"report": {**REPORT, "nproc": COMMAND}}),
-        json.dumps({"report": {**REPORT, "faults": 7}}),
-        json.dumps({"report": {"port": 1}}),
-        json.dumps({"report": None, "exit": None}),
+        json.dumps({"Report": {**REPORT, "nproc": COMMAND}}),
+        json.dumps({"Report": {**REPORT, "faults": 7}}),
+        json.dumps({"Report": {"port": 1}}),
+        json.dumps({"Report": None, "Exit": None}),
         "[" * 100_000,
         "null",
-        '{"report":\xff',
-        json.dumps({"hello": {"address": COMMAND}}),
+        '{"Report":\xff',
+        json.dumps({"Hello": {"address": COMMAND}}),
     ],
     ids=lambda answer: answer[:40],  # a report has the time
 )
@@ -193,17 +220,17 @@ def test_a_report_that_does_not_fit_is_refused(nodes: Nodes, answer: str) -> Non
 @pytest.mark.parametrize(
     "answer",
     [
-        {"exit": {"code": "x[$(touch pwned)]", "left": 0}},
-        {"exit": {"code": 256, "left": 0}},
-        {"exit": {"code": 0, "left": -1}},
-        {"exit": {"code": True, "left": 0}},
-        {"exit": {"code": 0}},
+        {"Exit": {"code": "x[$(touch pwned)]", "left": 0}},
+        {"Exit": {"code": 256, "left": 0}},
+        {"Exit": {"code": 0, "left": -1}},
+        {"Exit": {"code": True, "left": 0}},
+        {"Exit": {"code": 0}},
         {"end": {"code": 0}},
     ],
     ids=str,
 )
 def test_an_end_that_does_not_fit_is_a_lost_node(nodes: Nodes, answer: object) -> None:
-    lie = f"{LIE}\nsay {shlex.quote(json.dumps({'report': REPORT}))}\nread -r; read -r"
+    lie = f"{LIE}\nsay {shlex.quote(json.dumps({'Report': REPORT}))}\nread -r; read -r"
     (nodes.nodes / "n0").write_text(f"{lie}\nsay {shlex.quote(json.dumps(answer))}\nexit 0")
     code, _, err = nodes.launch("-", "1", "n0")
     assert code == 137 and "FAILED   node agent 0 (n0)" in err
@@ -225,7 +252,7 @@ def test_a_reader_that_stalls_delays_neither_the_run_nor_its_stop(nodes: Nodes) 
     launcher = nodes.start("-", "1", "n0")
     nodes.wait_for("printed")
     launcher.terminate()
-    assert nodes.wait_for("told") == "SIGTERM\n"
+    assert nodes.wait_for("told") == '{"StopRequest":{"signum":15}}\n'
     assert launcher.wait(PATIENCE_S) == 75  # without a reader
     assert launcher.stdout is not None and launcher.stderr is not None
     assert b"not shown" not in launcher.stderr.read()
@@ -234,7 +261,7 @@ def test_a_reader_that_stalls_delays_neither_the_run_nor_its_stop(nodes: Nodes) 
 def test_after_a_stop_a_node_has_all_of_grace(nodes: Nodes) -> None:
     nodes.agent(
         "open(os.environ['FAKE_NODES'] + '/started', 'w').write('yes')\n"
-        "while sys.stdin.readline() != 'SIGTERM\\n': pass\n"
+        "while 'StopRequest' not in sys.stdin.readline(): pass\n"
         f"until = time.monotonic() + {limits.CONTROL_END_S + BEAT_S}\n"
         "while time.monotonic() < until and sys.stdin.readline(): pass\n"  # a beat, or the end
         "end(75 if time.monotonic() >= until else 143)"
@@ -414,11 +441,9 @@ def test_what_is_left_on_a_node_that_was_silent_at_the_end_is_ended(nodes: Nodes
 def test_another_user_is_not_handed_the_start(tmp_path: Path) -> None:
     name = f"{os.getpid()}.test"
     script = (
-        "import socket, sys\n"
-        "from launcher.fanout.far_side import await_other\n"
-        "with socket.socket(socket.AF_UNIX) as listener:\n"
-        "    listener.bind('\\0' + sys.argv[1]); listener.listen(); print(flush=True)\n"
-        "    await_other(listener).sendall(b'welcome')\n"
+        "import os, sys\n"
+        "from launcher.fanout.far_side import await_pdsh\n"
+        "os.write(await_pdsh(sys.argv[1], 't.0'), b'welcome')\n"
     )
     with begun(script, name):
         stranger = os.fork()

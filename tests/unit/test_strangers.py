@@ -18,8 +18,8 @@ from ports import free_port
 
 from launcher import handshake
 from launcher.agent.join import versions
-from launcher.agent.nodes.protocol import MESSAGES
 from launcher.preflight import must_match
+from launcher.wire import messages
 from launcher.wire.messages import NodeReport
 
 pytestmark = pytest.mark.slow
@@ -134,17 +134,17 @@ def attack_a_run(folder: Path, *, times: int, silent: int) -> None:
 
 
 STOLEN = [
-    b'{"failure":{"fault":"x","cause":"\\u001b[2J","code":0,"host":"h","node_rank":7,"time":0}}',
-    b'{"failure":{"fault":"x","cause":"\\u001b[2J","code":9,"host":"h","node_rank":7,"time":0}}',
-    b'{"done":{"stopped":[-1],"first_rank":1000000,"codes":[75,300]}}',
-    b'{"beat":{"straggler":{"rank":99,"progress":[1,2],"is_stuck":true,"is_stopped":false}}}',
-    b'{"verdict":{"code":0}}\n{"end":{"stuck":1}}',
-    b'{"signal":{"signum":9}}\n{"signal":{"signum":64}}',
-    b'{"start":{"run_id":"../../x","first_rank":0,"world_size":2,"hosts":[]}}',
-    b'{"failure":{"fault":1,"cause":null}}',
-    b'{"failure":{"fault":"x","cause":"c","code":9,"host":"h","node_rank":0,"time":1e400}}',
-    b'{"beat":{"straggler":{"rank":1e999,"progress":[]}}}',
-    b'{"hello":{}}\nnull\n[]',
+    b'{"Failure":{"fault":"x","cause":"\\u001b[2J","code":0,"host":"h","node_rank":7,"time":0}}',
+    b'{"Failure":{"fault":"x","cause":"\\u001b[2J","code":9,"host":"h","node_rank":7,"time":0}}',
+    b'{"NodeEnd":{"stopped":[-1],"first_rank":1000000,"codes":[75,300]}}',
+    b'{"NodeBeat":{"straggler":{"rank":99,"progress":[1,2],"is_stuck":true,"is_stopped":false}}}',
+    b'{"Verdict":{"code":0}}\n{"EndRanks":{"stuck":1}}',
+    b'{"StopRequest":{"signum":9}}\n{"StopRequest":{"signum":64}}',
+    b'{"Assignment":{"run_id":"../../x","first_rank":0,"world_size":2,"hosts":[]}}',
+    b'{"Failure":{"fault":1,"cause":null}}',
+    b'{"Failure":{"fault":"x","cause":"c","code":9,"host":"h","node_rank":0,"time":1e400}}',
+    b'{"NodeBeat":{"straggler":{"rank":1e999,"progress":[]}}}',
+    b'{"NodeReport":{}}\nnull\n[]',
     b"\x00" * 100,
     b"[" * 100_000,
     b"\xff" * 2_000_000,
@@ -166,9 +166,9 @@ def test_a_stolen_node_can_only_end_the_run(
     runs.append(run := Run([*world, "--master-addr=127.0.0.1", str(script)], RUN_SECRET=secret))
     with connect(port) as stolen:
         handshake.introduce(stolen, secret.encode())
-        stolen.sendall(hello(script) + b'{"tried":{"faults":[]}}\n')
+        stolen.sendall(hello(script) + b'{"PairResult":{"faults":[]}}\n')
         said = b""
-        while b'"start"' not in said:
+        while b'"Assignment"' not in said:
             said += (more := stolen.recv(65536))
             assert more, said
         stolen.sendall(message + b"\n")
@@ -186,4 +186,4 @@ def hello(script: Path) -> bytes:
     """What a node says first, with the versions and hashes that node 0 expects."""
     files = {"the list of arguments": "", **must_match.hash_files([str(script)], Path())}
     report = NodeReport(1, 2, 1, "stolen", "", versions(), files)
-    return f"{MESSAGES.write(report)}\n".encode()
+    return f"{messages.write(report)}\n".encode()

@@ -10,10 +10,10 @@ import pytest
 from agents import ROOT, execute, rarely
 from test_output import Screen
 
+from launcher.agent.facts import Facts
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.output.stream import NodeLog
 from launcher.agent.output.tracebacks import HeldTraceback
-from launcher.agent.verdict import Facts, is_consequence
 from launcher.failure import Failure
 from launcher.wire import limits
 
@@ -86,9 +86,10 @@ def test_a_traceback_that_was_shown_does_not_keep_a_later_one_from_being_held(
 ) -> None:
     rank = OneRank(tmp_path)
     rank.show(TRACEBACK)
-    assert rank.stream.traceback_age(time.monotonic() + limits.TRACEBACK_S) >= limits.TRACEBACK_S
-    rank.stream.show_traceback()
-    assert rank.shown() == TRACEBACK and rank.stream.traceback_age(time.monotonic()) == 0
+    later = time.monotonic() + limits.TRACEBACK_S
+    assert rank.stream.tick(later, 2 * limits.TRACEBACK_S) and rank.shown() == b""
+    assert not rank.stream.tick(later, limits.TRACEBACK_S)
+    assert rank.shown() == TRACEBACK
     assert rank.show(b"on\n" + TRACEBACK) == b"on\n"
     assert rank.end(is_consequence=True) == b""
 
@@ -121,8 +122,8 @@ def test_what_only_follows() -> None:
     first = failed(1, follows=False)
     facts = Facts(codes={0: 1, 1: 1, 2: 1, 3: 143, 4: 0}, stopped={3})
     facts.failures += [first, failed(0, follows=True), failed(2, follows=False)]
-    assert [rank for rank in range(5) if is_consequence(facts, first, rank)] == [0, 3]
-    assert not any(is_consequence(facts, None, rank) for rank in range(5))
+    assert [rank for rank in range(5) if facts.is_consequence(first, rank)] == [0, 3]
+    assert not any(facts.is_consequence(None, rank) for rank in range(5))
 
 
 PROGRAM = """

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from distributed.errors import Refused
 from launcher import own_time
-from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
-from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, connect, open_port
+from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, connect
+from launcher.master_port import open_port
 from launcher.preflight.must_match import ARGUMENTS, mismatches
 from launcher.text import count
 from launcher.wire import limits, meeting
@@ -26,6 +26,7 @@ from launcher.wire.messages import (
     PairTest,
     Refusal,
 )
+from launcher.wire.node_link import Link
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,13 @@ class Meeting:
     """The outcome of check-in, for one node's agent."""
 
     assignment: Assignment
-    peers: dict[int, Peer]  # on node rank 0 every other agent by node rank, else node rank 0's
+    peers: dict[int, Link]  # on node rank 0 every other agent by node rank, else node rank 0's
     listener: socket.socket | None = None  # on node rank 0: where the agents met
     team: Team | None = None  # there
     failover: socket.socket | None = None  # elsewhere: where this agent can replace that one
     took_over: Sequence[str] = ()  # whose places, where this agent has just replaced node rank 0
 
-    def everyone(self) -> list[Peer]:
+    def everyone(self) -> list[Link]:
         """Return the connections to other agents, those of spares among them."""
         spares = self.team.spares.values() if self.team is not None else ()
         return [*self.peers.values(), *spares]
@@ -102,7 +103,7 @@ def listen(address: str, port: int) -> socket.socket:
         raise Refused("port-in-use", f"{cause}; {cure}") from error
 
 
-def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Peer, Member]]:
+def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Link, Member]]:
     """On node rank 0: wait until every other agent has checked in; returns them by node rank.
 
     Raises Refused if a node did not come, came twice, or does not match this one; all are told.
@@ -110,9 +111,9 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Pe
     """
     nodes: dict[int, NodeReport] = {me.node_rank: me}
     awaited = {*range(me.num_nodes)} - {me.node_rank}
-    newcomers: list[Peer] = []  # they have checked in, and may yet be refused
+    newcomers: list[Link] = []  # they have checked in, and may yet be refused
 
-    def admit(peer: Peer, node: NodeReport) -> bool:
+    def admit(peer: Link, node: NodeReport) -> bool:
         if node.run_id not in ("", me.run_id):
             cause = f"{node.host} has run id {node.run_id}, {me.host} has {me.run_id}"
             say(f"warning: {cause}; sent it away, waiting for this run's own [wrong-world]")
@@ -128,7 +129,7 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Pe
         return True
 
     try:
-        here = meeting.gather(acceptor, Peer, awaited, wait, admit)
+        here = meeting.gather(acceptor, awaited, wait, admit)
         if missing := awaited - here.keys():
             came = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
             number = acceptor.unauthenticated
@@ -143,7 +144,7 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Pe
     return here
 
 
-def refuse(peers: Iterable[Peer], refused: Refused) -> None:
+def refuse(peers: Iterable[Link], refused: Refused) -> None:
     """Tell agents that the run does not start, or continues without them."""
     for peer in peers:
         peer.send(Refusal(refused.fault, refused.message))
@@ -205,7 +206,7 @@ def check_in(
     connect_s: float = limits.CHECKIN_CONNECT_S,
 ) -> Meeting:
     """Connect, and wait for the start; raises OSError, or Refused."""
-    peer = Peer(connect(address, port, secret, min(connect_s, wait.timeout_s)))
+    peer = Link(connect(address, port, secret, min(connect_s, wait.timeout_s)))
     failover = meeting.introduce(peer, replace(me, time=time.time()))  # it may have waited long
     if why := find_loss(peer.socket, limits.SILENCE_S):
         peer.close()
@@ -213,7 +214,7 @@ def check_in(
         lost = Refused("mtu-too-large", f"{cause}; {CURES['mtu-too-large']}")
         with contextlib.suppress(OSError):
             short = connect(address, port, secret, limits.CHECKIN_CONNECT_S)
-            refuse([Peer(short)], lost)
+            refuse([Link(short)], lost)
         raise lost
     # Node rank 0 may have started later; it has its own limit.
     limit_s = wait.timeout_s + limits.CHECKIN_TELL_S

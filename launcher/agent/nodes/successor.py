@@ -14,7 +14,6 @@ from distributed.errors import Refused
 from launcher import own_time
 from launcher.agent.nodes import checkin
 from launcher.agent.nodes.checkin import Meeting
-from launcher.agent.nodes.protocol import Peer
 from launcher.agent.nodes.team import Team
 from launcher.agent.output.stream import say
 from launcher.agent.torchrun_arguments import Arguments
@@ -56,7 +55,7 @@ def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
     awaited, wait = {member.node_id for member in behind}, Wait(limits.LOSS_SPREAD_S)
     with failover, contextlib.closing(Acceptor(failover, args.access, say)) as acceptor:
         here = meeting.gather(
-            acceptor, Peer, awaited, wait, lambda _, report: report.attempt == old.attempt
+            acceptor, awaited, wait, lambda _, report: report.attempt == old.attempt
         )
     peers = {node_id: peer for node_id, (peer, _) in here.items()}
     is_spare = me in old.spares

@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from launcher.agent.nodes.protocol import NodeBeat, Peer
-from launcher.agent.verdict import Verdict
 from launcher.failure import Failure
 from launcher.text import count
 from launcher.wire import limits
-from launcher.wire.messages import Assignment, Member
+from launcher.wire.messages import Assignment, Member, NodeBeat, Verdict
+from launcher.wire.node_link import Link
 
 
 @dataclass
@@ -20,8 +19,8 @@ class Team:
 
     run_id: str
     members: list[Member]  # by node rank; the first is this agent's
-    peers: dict[int, Peer]  # of the others, by node rank
-    spares: dict[Member, Peer] = field(default_factory=dict)
+    peers: dict[int, Link]  # of the others, by node rank
+    spares: dict[Member, Link] = field(default_factory=dict)
     min_nodes: int = 0  # with which the run goes on without a spare; 0: it replaces no node
 
     def __post_init__(self) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import Std
 
-from launcher.agent.control import Control, Done, Membership, tell
+from launcher.agent.control import Control
 from launcher.agent.output.stream import NodeLog, RankView, Stream, open_stream, say
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.record.run_json import RunFolder, writing_to
 from launcher.screen import are_one_file
 from launcher.terminal import open_again
 from launcher.wire import limits
-from launcher.wire.messages import Assignment
+from launcher.wire.messages import Assignment, Membership
 
 STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 
@@ -77,11 +77,11 @@ class Outputs:
             self.say(f"step {step}")
             self._step_due = now + limits.PROGRESS_S
 
-    def tell(self, message: Membership | Done, control: Control | None) -> None:
+    def tell(self, message: Membership, control: Control | None) -> None:
         """Tell a launcher elsewhere, if there is one; a message begins a line."""
         if control is not None:
             self.drain()
-            tell(message, control, is_line_open=self.is_line_open)
+            control.tell(message, is_line_open=self.is_line_open)
 
     def drain(self) -> None:
         """Wait until all output is written, for DRAIN_S at most."""

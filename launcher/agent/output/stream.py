@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import pty
 import re
@@ -22,7 +23,7 @@ from typing import BinaryIO
 
 from launcher.agent.output import noise
 from launcher.agent.output.tracebacks import HeldTraceback
-from launcher.screen import Screen, View
+from launcher.screen import View
 from launcher.terminal import Terminal
 from launcher.text import short_host_name
 from launcher.wire import limits
@@ -79,7 +80,7 @@ class RankView(View):
     """A rank's stream on the terminal: without torch's noise, and tracebacks are held at first."""
 
     def __init__(
-        self, screen: Screen, *, is_alone: bool, label: bytes = b"", is_debug: bool = False
+        self, screen: Terminal, *, is_alone: bool, label: bytes = b"", is_debug: bool = False
     ) -> None:
         """Begin each line with a label, such as `[rank3]`, in place of torch's own.
 
@@ -106,7 +107,10 @@ class RankView(View):
         if held := self.traceback.release():
             super().put(held)
 
-    def tick(self, now: float) -> bool:
+    def tick(self, now: float, traceback_s: float = math.inf) -> bool:
+        """Do the same; show a traceback that has been held back for so long."""
+        if self.traceback.age(now) >= traceback_s:
+            self.show_traceback()
         return super().tick(now) or bool(self.traceback.text)
 
 
@@ -176,12 +180,12 @@ class Stream:
         if self._partial and (not data or len(self._partial) > _LONGEST_LINE):
             self._end_lines(b"")
 
-    def tick(self, now: float) -> bool:
+    def tick(self, now: float, traceback_s: float = math.inf) -> bool:
         """Show and log what has waited for long enough; returns whether something waits.
 
         `now` is a time before the stream was last read.
         """
-        is_waiting = self.view is not None and self.view.tick(now)
+        is_waiting = self.view is not None and self.view.tick(now, traceback_s)
         if b"\r" not in self._partial:
             return is_waiting
         state = _newest_state(bytes(self._partial))
@@ -227,14 +231,6 @@ class Stream:
         while ready.poll(0) and self.pump():
             pass
 
-    def traceback_age(self, now: float) -> float:
-        """Return for how many seconds a traceback has been held back; 0 if none is."""
-        return self.view.traceback.age(now) if self.view is not None else 0.0
-
-    def show_traceback(self) -> None:
-        if self.view is not None:
-            self.view.show_traceback()
-
     def end(self, *, is_consequence: bool = False) -> None:
         """Take and show all that is left; without a traceback that only follows from a failure."""
         self.drain()
@@ -242,8 +238,8 @@ class Stream:
             self._end_lines(b"")
         if self.view is not None:
             self.view.end()
-        if not (is_consequence and self.log.is_kept):
-            self.show_traceback()
+            if not (is_consequence and self.log.is_kept):
+                self.view.show_traceback()
         self.close()
 
     def close(self) -> None:

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from distributed.checkpoint.memory import BEGIN, FILES, Memory, whole_steps
 from distributed.heartbeat import name_record
 from launcher import own_time, processes
-from launcher.agent.nodes.protocol import HandedOver, Peer, SnapshotData, SnapshotPiece
 from launcher.agent.output.stream import say
-from launcher.agent.verdict import NodeEnd, Parts
+from launcher.outcome import NodeEnd
 from launcher.wire import limits
 from launcher.wire.meeting import is_busy
+from launcher.wire.messages import HandedOver, Parts, SnapshotData, SnapshotPiece
+from launcher.wire.node_link import Link
 
 PIECE = 1 << 17  # bytes
 _AT_ONCE = 1 << 23  # bytes
@@ -75,7 +76,7 @@ class Snapshots:
                 return Parts(step, folder, sorted(ranks - held))
         return None
 
-    def leave_to(self, first_node: Peer, parts: Parts | None, limit_s: float) -> None:
+    def leave_to(self, first_node: Link, parts: Parts | None, limit_s: float) -> None:
         """On another node, hand its parts over, and stay until the first one's agent has ended.
 
         Launchers give the others little time once one node has ended.
@@ -88,7 +89,7 @@ class Snapshots:
             first_node.send(HandedOver())
         first_node.wait_for_end(deadline)
 
-    def save_parts(self, parts: Parts, peers: Mapping[int, Peer], limit_s: float) -> int:
+    def save_parts(self, parts: Parts, peers: Mapping[int, Link], limit_s: float) -> int:
         """Save a snapshot with what other nodes hand over; returns its step, or -1."""
         deadline = own_time.now() + limit_s
         for peer in peers.values():
@@ -182,7 +183,7 @@ class Outgoing:
         """Send from now on: this is the first of several nodes, and another keeps a copy."""
         self.next_at = own_time.now()
 
-    def on_time(self, peers: Mapping[int, Peer]) -> None:
+    def on_time(self, peers: Mapping[int, Link]) -> None:
         """Do the next part, if it is time to and the first of the other nodes can take it."""
         now = own_time.now()
         if now < self.next_at:

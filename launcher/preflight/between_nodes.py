@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from launcher import own_time
 from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, connect
@@ -42,7 +41,7 @@ def receive_others(
                 file = stack.enter_context(
                     tempfile.NamedTemporaryFile(dir=existing(folder), prefix=".shared-")
                 ).name
-        here = meeting.gather(acceptor, Link[Any], {*range(1, number + 1)}, wait)
+        here = meeting.gather(acceptor, {*range(1, number + 1)}, wait)
         for link, _ in here.values():
             stack.enter_context(contextlib.closing(link))
         left_s = wait.left_s if len(here) == number else 0
@@ -51,35 +50,34 @@ def receive_others(
 
 
 def visit_master(
-    address: str, port: int, me: NodeReport, secret: bytes, wait: Wait, done: list[str]
-) -> Iterator[Fault]:
+    address: str, port: int, me: NodeReport, secret: bytes, wait: Wait
+) -> tuple[list[Fault], list[str]]:
     """On any other node: reach node rank 0, and compare this node's clock and folder with its.
 
-    `done` gets the names of the checks that were made.
+    Returns what is wrong, and the names of the checks that were made.
     """
     try:
-        master = Link[Any](_reach(address, port, secret, wait))
+        master = Link(_reach(address, port, secret, wait))
     except socket.gaierror:
-        return  # check_master tells it
+        return [], []  # check_master tells it
     except OSError as error:
         is_silent = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
-        if is_silent or not isinstance(error, NotAccepted | WrongSecret):
-            why = f"no answer in {limits.GREETING_S:g} s" if is_silent else error.strerror or error
-            cause = f"cannot reach {address}:{port} ({why})"
-            yield Fault("port-blocked", cause, "open the port in the firewall")
-        return  # another program is there, which node rank 0 tells
+        if not is_silent and isinstance(error, NotAccepted | WrongSecret):
+            return [], []  # another program is there, which node rank 0 tells
+        why = f"no answer in {limits.GREETING_S:g} s" if is_silent else error.strerror or error
+        cause = f"cannot reach {address}:{port} ({why})"
+        return [Fault("port-blocked", cause, "open the port in the firewall")], []
     with contextlib.closing(master), meeting.introduce(master, me):
-        done.append("port")
         test = master.wait(wait.deadline + 1)
         if not isinstance(test, PairTest):
-            return
-        done += ["clock", *(["folder"] if test.file else []), "other port"]
-        yield from _compare(test)
-        faults = [*meeting.try_members(test.members, me.node_rank, wait.left_s)]
+            return [], ["port"]
+        done = ["port", "clock", *(["folder"] if test.file else []), "other port"]
         done += ["pairs"] if len(test.members) > 1 else []
-        yield from faults
-        master.send(PairResult(faults))
+        differences = [*_compare(test)]
+        unreached = [*meeting.try_members(test.members, me.node_rank, wait.left_s)]
+        master.send(PairResult(unreached))
         master.wait_for_end(wait.deadline + 1)  # all others have tried this node's port
+        return [*differences, *unreached], done
 
 
 def _compare(test: PairTest) -> Iterator[Fault]:

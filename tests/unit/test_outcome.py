@@ -1,16 +1,30 @@
-"""Who failed first, the verdict and the exit code, as tables of recorded facts."""
+"""How a run ended, which failure is shown and the exit code, as tables of recorded facts."""
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.agent import verdict
-from launcher.agent.verdict import Facts, NodeEnd, Verdict
+from launcher import failure
+from launcher.agent.facts import Facts
 from launcher.failure import Failure, RaisedError
-from launcher.failure_block import Outcome
+from launcher.outcome import (
+    Basis,
+    LaunchEnd,
+    NodeEnd,
+    NodePart,
+    Outcome,
+    choose,
+    describe_ends,
+    end_attempt,
+    stop_code,
+)
+from launcher.plan.plan import Plan
+from launcher.wire.messages import Verdict
 
 
 def failed(rank: int, time: float = 1.0, *, code: int = 1, is_consequence: bool = False) -> Failure:
@@ -31,6 +45,24 @@ def victim(rank: int, time: float = 1.0) -> Failure:
     return failed(rank, time, is_consequence=True)
 
 
+# --- the order in which accounts count ------------------------------------------------------------
+
+# An account of each kind, in the order in which they count.
+ACCOUNTS = {basis: Outcome(basis.value) for basis in Basis}
+
+
+@pytest.mark.parametrize("basis", Basis)
+def test_the_first_basis_counts(basis: Basis) -> None:
+    others = [(other, outcome) for other, outcome in ACCOUNTS.items() if other > basis]
+    same = Outcome(99)
+    accounts = [*reversed(others), (basis, ACCOUNTS[basis]), (basis, same)]
+    assert choose(accounts) == ACCOUNTS[basis]
+    assert choose([(basis, same), *accounts]) == same
+
+
+# --- of an attempt, by node rank 0's agent --------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("failures", "rank"),
     [
@@ -43,7 +75,7 @@ def victim(rank: int, time: float = 1.0) -> Failure:
     ],
 )
 def test_the_first_failure(failures: list[Failure], rank: int | None) -> None:
-    first = verdict.reach_verdict(Facts(failures=failures), saved_step=-1, left=0).outcome.failure
+    first = end_attempt(failures, [NodeEnd()], []).failure
     assert (first and first.rank) == rank
 
 
@@ -64,15 +96,16 @@ def test_which_ends_were_asked_for(
     has_left: bool, code: int, signals: list[int], has_saved: bool, is_asked: bool
 ) -> None:
     end = replace(failed(1, code=code), has_left=has_left)
-    assert verdict.is_asked(end, signals, has_saved=has_saved) == is_asked
+    facts = Facts(signals=signals)
+    assert facts.is_asked(end, has_saved=has_saved) == is_asked
     end = victim(1)  # it lost its peer, after a signal or without one
-    assert verdict.is_asked(end, signals, has_saved=has_saved) == bool(signals)
+    assert facts.is_asked(end, has_saved=has_saved) == bool(signals)
 
 
 def end_of(
     raised: RaisedError | None, code: int, last_text: str, *, is_out_of_memory: bool = False
 ) -> Failure:
-    return verdict.describe_end(
+    return failure.describe_end(
         failed(1, 9.0), raised, code=code, is_out_of_memory=is_out_of_memory, last_text=last_text
     )
 
@@ -82,8 +115,8 @@ def end_of(
     [
         (None, 1, "", True),
         (None, 137, "", False),
-        (verdict.read_traceback("ValueError: bad", 5.0), 1, "ValueError: bad", False),
-        (verdict.read_traceback("KeyboardInterrupt", 5.0), 1, "KeyboardInterrupt", True),
+        (failure.read_traceback("ValueError: bad", 5.0), 1, "ValueError: bad", False),
+        (failure.read_traceback("KeyboardInterrupt", 5.0), 1, "KeyboardInterrupt", True),
         (RaisedError("left with: nothing", "", 1, 5.0), 1, "", False),
         (RaisedError("SystemExit: 1", "", 1, 5.0, has_left=True), 1, "", True),
     ],
@@ -134,7 +167,7 @@ RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, 
             ("rank-error", "exited with code 7 without an exception", 7, 9.0, False),
         ),
         (
-            verdict.read_traceback("ValueError: bad", 9.0), 1, False, "ValueError: bad",
+            failure.read_traceback("ValueError: bad", 9.0), 1, False, "ValueError: bad",
             ("rank-error", "ValueError: bad", 1, 9.0, False),
         ),
     ],
@@ -171,30 +204,27 @@ def test_why_a_rank_ended(
 def test_the_exit_code_of_a_run_that_did_not_fail(
     nodes: list[NodeEnd], signals: list[int], code: int
 ) -> None:
-    assert verdict.stop_code(nodes, signals) == code
+    assert stop_code(nodes, signals) == code
 
 
 @pytest.mark.parametrize(
-    ("nodes", "has_saved", "ends"),
+    ("nodes", "ends"),
     [
-        ([NodeEnd(codes=[75, 75, 75])], True, "ranks 0-2 saved"),
-        ([NodeEnd(codes=[75])], False, "rank 0 exited with code 75"),
-        ([NodeEnd(codes=[0, 1])], False, "rank 0 exited with code 0, rank 1 exited with code 1"),
+        ([NodeEnd(codes=[75, 75, 75], saved_step=9)], "ranks 0-2 saved"),
+        ([NodeEnd(codes=[75])], "rank 0 exited with code 75"),
+        ([NodeEnd(codes=[0, 1])], "rank 0 exited with code 0, rank 1 exited with code 1"),
         (
             [NodeEnd(codes=[143, 0]), NodeEnd([3], 2, [143, 137])],
-            False,
             "ranks 0, 2 ended by SIGTERM, rank 1 exited with code 0, rank 3 killed after GRACE",
         ),
     ],
 )
-def test_how_the_ranks_of_a_stopped_run_ended(
-    nodes: list[NodeEnd], has_saved: bool, ends: str
-) -> None:
-    assert verdict.describe_ends(nodes, [], has_saved=has_saved) == ends
+def test_how_the_ranks_of_a_stopped_run_ended(nodes: list[NodeEnd], ends: str) -> None:
+    assert describe_ends(nodes, []) == ends
 
 
 def test_what_a_node_tells_at_its_end() -> None:
-    node = verdict.end_of_node(Facts(codes={5: 75, 2: 1, 3: 0, 4: 143}, stopped={4}), 9)
+    node = Facts(codes={5: 75, 2: 1, 3: 0, 4: 143}, stopped={4}).end_of_node(9)
     assert node == NodeEnd([4], 2, [1, 0, 143, 75], 9)
     assert node.left == {2: 1, 3: 0, 5: 75}
 
@@ -256,7 +286,7 @@ TOLD = Outcome(9, failed(5), 1, 2)
     ],
 )
 def test_the_verdict(facts: Facts, expected: Outcome) -> None:
-    told = verdict.reach_verdict(facts, saved_step=40, left=0).outcome
+    told = facts.reach_verdict(40, 0).outcome
     assert told.has_saved != (facts.verdict is not None)
     told = replace(told, has_saved=False)
     if told.failure and not told.failure.stacks:
@@ -266,4 +296,114 @@ def test_the_verdict(facts: Facts, expected: Outcome) -> None:
 
 def test_what_is_left_is_this_nodes() -> None:
     facts = Facts(codes={0: 0}, verdict=Verdict(Outcome(0, left=3)))
-    assert verdict.reach_verdict(facts, saved_step=-1, left=1).outcome.left == 1
+    assert facts.reach_verdict(-1, 1).outcome.left == 1
+
+
+# --- of a run on several nodes, by its launcher ---------------------------------------------------
+
+ENGINE = "torch.distributed.launch"
+PLAN = Plan(
+    program="p",
+    fanout="ssh",
+    command="again",
+    root=Path("/p"),
+    python="python",
+    directory=Path("/d"),
+    log_dir=Path("logs"),
+    run_id="r",
+    words=["own.py"],
+)
+
+
+def told(code: int, fault: str = "") -> Outcome:
+    """What an agent told; without a fault the run was stopped, or went well."""
+    rank = 0 if fault == "rank-error" else -1
+    return Outcome(code, Failure(fault, "cause", code, "host", 0, 0.0, rank) if fault else None)
+
+
+def node(
+    code: int | None, said: Outcome | None = None, lost: str = "", reached: bool = True
+) -> NodePart:
+    return NodePart("host", code, said, lost, reached)
+
+
+FINE, STOPPED, SAVED = node(0, told(0)), node(143, told(143)), node(75, told(75))
+FAILED, GONE = node(1, told(1, "rank-error")), node(137, told(137, "agent-killed"))
+LOST_PEER = Outcome(1, victim(3))
+SILENT = replace(STOPPED, lost="no sign of life", is_silent=True)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "code", "fault"),
+    [
+        ([FINE, FINE], 0, ""),
+        ([node(0), node(0)], 0, ""),  # an engine's tells nothing
+        ([SAVED, node(75)], 75, "stopped"),
+        ([FAILED, node(1)], 1, "rank-error"),
+        # Node rank 0 is gone: the other's own view counts, and not what it was told.
+        ([node(137, told(0)), GONE], 137, "agent-killed"),
+        ([node(3, told(3, "rank-error")), FINE], 3, "rank-error"),  # a user's script
+        # An agent that refuses says why itself; the others only see it go.
+        ([node(3), GONE], 3, ""),
+        ([GONE, node(2)], 2, ""),
+        ([node(7), node(7)], 7, "agent-killed"),
+        ([STOPPED, node(137), STOPPED], 137, "agent-killed"),  # the others were stopped for it
+        ([node(137), STOPPED], 137, "agent-killed"),
+        ([STOPPED, node(127)], 127, "env-missing"),
+        ([STOPPED, node(1, told(1, "env-missing"))], 1, "env-missing"),
+        ([STOPPED, node(None)], 137, "launcher-killed"),
+        ([STOPPED, node(0, told(0), lost="pdsh's connection")], 137, "launcher-killed"),
+        ([node(None, lost="cut", reached=False), STOPPED], 137, "link-lost"),
+        ([STOPPED, node(None), node(None, reached=False)], 137, "link-lost"),
+        ([STOPPED, replace(SILENT, code=None, told=None)], 137, "link-lost"),
+        # Its supervisor gave the launcher up, and the other agent has only seen it go.
+        ([GONE, SILENT], 137, "link-lost"),
+        ([FAILED, SILENT], 1, "rank-error"),
+        ([FAILED, replace(SILENT, code=None)], 137, "link-lost"),
+        ([STOPPED, replace(STOPPED, lost="ssh has ended")], 137, "launcher-killed"),
+        ([SAVED, replace(SAVED, lost="no sign of life", is_silent=True)], 75, "stopped"),
+        ([node(1, LOST_PEER), FAILED], 1, "rank-error"),  # the cause, whoever tells it
+    ],
+)
+def test_the_code_and_what_is_printed(nodes: list[NodePart], code: int, fault: str) -> None:
+    end = LaunchEnd(PLAN, nodes, 0.0, 0.0).outcome()
+    assert end.code == code
+    shown = end.failure.fault if end.failure else "stopped" * end.has_text
+    assert shown == fault
+    assert end.failure is None or not end.failure.is_consequence
+
+
+@pytest.mark.parametrize(
+    ("nodes", "stopped_by", "shown"),
+    [
+        ([STOPPED, node(137)], 0, "launcher-killed"),
+        ([FAILED, SILENT], 0, "rank-error"),
+        ([STOPPED, GONE], 0, "launcher-killed"),
+        ([node(None, lost="ssh has ended"), node(None)], 0, "launcher-killed"),
+        ([SAVED, node(75)], 0, "stopped"),
+        ([FINE, FINE], 0, "stopped"),
+        ([STOPPED, STOPPED], signal.SIGTERM, "stopped"),
+    ],
+)
+def test_a_launcher_that_stood_still(nodes: list[NodePart], stopped_by: int, shown: str) -> None:
+    end = LaunchEnd(PLAN, nodes, 0.0, 0.0, stopped_by, still_s=14.2).outcome()
+    assert (end.failure.fault if end.failure else "stopped") == shown
+    if end.failure:
+        is_own = end.failure.who.startswith("launcher (") and "for 14 s" in end.failure.cause
+        assert is_own == (shown == "launcher-killed")
+
+
+@pytest.mark.parametrize(
+    ("codes", "stopped_by", "code", "fault"),
+    [
+        ([0, 0], 0, 0, ""),
+        ([0, 1], 0, 1, "rank-error"),
+        ([2, 0], 0, 2, "rank-error"),
+        ([1, 1], signal.SIGTERM, 143, "stopped"),
+    ],
+)
+def test_the_end_of_an_engine(codes: list[int], stopped_by: int, code: int, fault: str) -> None:
+    plan = replace(PLAN, engine=ENGINE)
+    end = LaunchEnd(plan, [node(one) for one in codes], 0.0, 0.0, stopped_by).outcome()
+    shown = end.failure.fault if end.failure else "stopped" * end.has_text
+    assert (end.code, shown) == (code, fault)

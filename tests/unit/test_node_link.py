@@ -8,24 +8,24 @@ import time
 import pytest
 
 from launcher.agent.diagnosis.stuck import RankState
-from launcher.agent.nodes.protocol import (
-    MESSAGES,
+from launcher.failure import Failure
+from launcher.outcome import NodeEnd, Outcome
+from launcher.wire import messages
+from launcher.wire.messages import (
+    Assignment,
     EndRanks,
-    Message,
     NodeBeat,
-    Peer,
+    Parts,
     SnapshotData,
     SnapshotPiece,
     StopRequest,
+    Verdict,
 )
-from launcher.agent.verdict import NodeEnd, Parts, Verdict
-from launcher.failure import Failure
-from launcher.failure_block import Outcome
-from launcher.wire.messages import Assignment
+from launcher.wire.node_link import Link
 
 FAILURE = Failure("rank-error", "ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[])
 NEXT = Assignment("r1", 0, 8, ["node1"], 0, 1, members=[], spares=[])
-EXAMPLES: list[Message] = [  # with all that a field can be
+EXAMPLES = [  # with all that a field can be
     NodeBeat(RankState(3, (120, 2), True, False, 61.5)),
     NodeEnd([2], 4, [1, 137, 75], 120, {"115": [4], "120": [4]}, {"120": [2]}),
     Verdict(Outcome(1, FAILURE, 2, 1), NEXT, parts=Parts(120, "step-120.tmp-0f", [3])),
@@ -33,10 +33,10 @@ EXAMPLES: list[Message] = [  # with all that a field can be
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
-def test_a_message_is_one_line_and_arrives(message: Message) -> None:
-    line = MESSAGES.write(message)
+def test_a_message_is_one_line_and_arrives(message: object) -> None:
+    line = messages.write(message)
     assert "\n" not in line
-    assert MESSAGES.read(line) == message
+    assert messages.read(line) == message
 
 
 @pytest.mark.parametrize(
@@ -47,31 +47,31 @@ def test_a_message_is_one_line_and_arrives(message: Message) -> None:
         b"\xff\xfe",
         b"[]",
         b"{}",
-        b'{"end": {}, "beat": {"straggler": null}}',
+        b'{"EndRanks": {}, "NodeBeat": {"straggler": null}}',
         b'{"unknown": {}}',
-        b'{"signal": {"signum": "15"}}',
-        b'{"snapshot": {"step": 5, "offset": 64, "length": -9}}',
-        b'{"verdict": {"outcome": {"code": 1}, "parts": {"step": 1, "folder": "../x"}}}',
+        b'{"StopRequest": {"signum": "15"}}',
+        b'{"SnapshotPiece": {"step": 5, "offset": 64, "length": -9}}',
+        b'{"Verdict": {"outcome": {"code": 1}, "parts": {"step": 1, "folder": "../x"}}}',
         b"[" * 100_000,
     ],
 )
 def test_any_other_line_is_no_agents(line: bytes) -> None:
     with pytest.raises(ValueError):
-        MESSAGES.read(line)
+        messages.read(line)
 
 
-def connect() -> tuple[Peer, socket.socket]:
+def connect() -> tuple[Link, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         theirs = socket.create_connection(listener.getsockname())
-        return Peer(listener.accept()[0]), theirs
+        return Link(listener.accept()[0]), theirs
 
 
 def test_messages_arrive_in_pieces_and_together() -> None:
     peer, theirs = connect()
-    line = f"{MESSAGES.write(StopRequest(2))}\n".encode()
+    line = f"{messages.write(StopRequest(2))}\n".encode()
     theirs.sendall(line[:5])
     assert peer.receive() == []
-    theirs.sendall(line[5:] + f"{MESSAGES.write(EndRanks())}\n{{".encode())
+    theirs.sendall(line[5:] + f"{messages.write(EndRanks())}\n{{".encode())
     assert peer.receive() == [StopRequest(2), EndRanks()]
     theirs.sendall(b"}\n")
     assert peer.receive() is None
@@ -81,12 +81,12 @@ def test_the_bytes_of_a_snapshot_follow_their_line() -> None:
     data = b"\n{}\x00" * 1000
     sent = SnapshotData(SnapshotPiece(5, 64, len(data)), data)
     peer, theirs = connect()
-    other = Peer(theirs)
+    other = Link(theirs)
     other.send(sent)
     other.send(EndRanks())
     assert peer.wait(time.monotonic() + 5) == sent
     assert peer.wait(time.monotonic() + 5) == EndRanks()
-    line = f"{MESSAGES.write(sent.piece)}\n".encode()
+    line = f"{messages.write(sent.piece)}\n".encode()
     theirs.sendall(line + data[:10])
     assert peer.receive() == []
     theirs.sendall(data[10:])

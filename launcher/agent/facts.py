@@ -1,0 +1,77 @@
+"""What the agent of a node has seen of an attempt, and what follows from it (no torch).
+
+The attempt (attempt.py) records the facts and acts; nothing here reads a clock, a file or a
+process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from distributed.errors import STOPPED
+from distributed.stop_signals import NOTICE, stop_signals
+from launcher.failure import Failure
+from launcher.outcome import NodeEnd, end_attempt
+from launcher.wire.messages import Verdict
+
+
+@dataclass
+class Facts:
+    """What one agent has seen of an attempt, in the order in which it saw it."""
+
+    signals: list[int] = field(default_factory=list)  # stop signals from outside
+    noticed: set[int] = field(default_factory=set)  # ranks here that a notice was sent to
+    codes: dict[int, int] = field(default_factory=dict)  # by rank of this node, once it has ended
+    stopped: set[int] = field(default_factory=set)  # ranks here that the agent had to stop
+    failures: list[Failure] = field(default_factory=list)  # here, and those that other nodes told
+    nodes: dict[int, NodeEnd] = field(default_factory=dict)  # other nodes' ends, on node rank 0
+    verdict: Verdict | None = None  # node rank 0's, on the other nodes
+
+    @property
+    def asked(self) -> list[int]:
+        """The stop signals that ranks here were sent, by this agent or by SLURM itself."""
+        is_known = self.noticed or 128 + NOTICE in self.codes.values()
+        return [signum for signum in self.signals if signum != NOTICE or is_known]
+
+    @property
+    def is_ending(self) -> bool:
+        """True once this agent has reason to end the attempt."""
+        return bool(self.failures or self.stopped)
+
+    def is_asked(self, end: Failure, *, has_saved: bool) -> bool:
+        """Whether a rank that ended, not with code 0, stopped on request.
+
+        After a stop signal every end counts, but an error of the script's own. Without one, code 75
+        says so itself, where a rank of the node has told that it saved.
+        """
+        if not self.asked:
+            return end.code == STOPPED and has_saved
+        return end.has_left or end.is_consequence or end.code - 128 in stop_signals()
+
+    def is_consequence(self, first: Failure | None, rank: int) -> bool:
+        """Whether a rank of this node ended only because of the first failure, another's."""
+        if first is None or rank == first.rank or self.codes.get(rank) == 0:
+            return False
+        return all(each.is_consequence for each in self.failures if each.rank == rank)
+
+    def end_of_node(self, saved_step: int, *snapshots: Mapping[str, Sequence[int]]) -> NodeEnd:
+        """Return what this node reports to node rank 0 when all its ranks have ended.
+
+        `saved_step` is that of the newest checkpoint that a rank here has told, or -1; `snapshots`
+        are NodeEnd.parts and NodeEnd.copies.
+        """
+        codes = [code for _, code in sorted(self.codes.items())]
+        first_rank = min(self.codes, default=0)
+        return NodeEnd(sorted(self.stopped), first_rank, codes, saved_step, *snapshots)
+
+    def reach_verdict(self, saved_step: int, left: int) -> Verdict:
+        """Return how the attempt ended: as node rank 0 told it, else from what is known here.
+
+        `left` are the processes here that could not be ended.
+        """
+        told = self.verdict
+        if told is None:
+            nodes = [self.end_of_node(saved_step), *self.nodes.values()]
+            told = Verdict(end_attempt(self.failures, nodes, self.asked))
+        return replace(told, outcome=replace(told.outcome, left=left))

@@ -1,0 +1,291 @@
+"""How a run ended: which of its failures is shown, and the exit code.
+
+Whoever prints the end has accounts of it, and choose() takes the one that counts. Node rank 0's
+agent accounts for what the ranks of all nodes did. The launcher of several nodes accounts for what
+became of each node's part: what its agent told, or that it told nothing. A run on one machine, and
+nodes that were started by hand, have agents alone.
+
+Nothing here reads a clock, a file or a process.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from distributed.errors import BAD_INPUT, CANNOT_START, REFUSED, STOPPED
+from distributed.stop_signals import NOTICE, stop_signals
+from launcher.failure import Failure, signal_name
+from launcher.processes import KILLED
+from launcher.text import name_ranks, short_host_name
+from launcher.wire import limits
+
+if TYPE_CHECKING:
+    from launcher.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: all that its user is told of it."""
+
+    code: int  # exit code
+    failure: Failure | None = None  # the first one
+    lost_peer: int = 0  # ranks that ended as a consequence
+    stopped: int = 0  # ranks that their agent had to stop
+    left: int = 0  # processes that could not be ended
+    ends: str = ""  # of a run that was stopped: by what, and how its ranks ended
+    signum: int = 0  # of a run that was stopped: the first signal
+    has_saved: bool = False  # a rank has reported a save
+    started: float = 0.0  # seconds since the epoch
+    run_id: str = ""
+    command: str = ""  # that resumes it, as typed, quoted for a shell; empty if nothing does
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.code <= 255:
+            raise ValueError(f"{self.code} is no exit code")
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is something to print: an agent itself says why it starts nothing."""
+        is_refusal = self.code in (BAD_INPUT, REFUSED) and not self.ends
+        return self.failure is not None or not (self.code == 0 or is_refusal)
+
+    def with_saved(self, step: int) -> Outcome:
+        """Return it with a checkpoint that was saved after it."""
+        first = self.failure and replace(self.failure, saved_step=step)
+        return replace(self, failure=first, has_saved=True)
+
+
+class Basis(IntEnum):
+    """What an account goes by. The first in this order counts: the others may follow from it."""
+
+    LOST_NODE = 1  # the launcher's connection to a node ended, or the node did not end its part
+    CAUSE = 2  # an error of a rank, or what the agents saw happen first
+    SILENCE = 3  # the launcher and a node did not hear each other, and the node ended its part
+    NOT_STARTED = 4  # a node's agent could not be started
+    REFUSAL = 5  # an agent refused to start, and has said why
+    LOST_AGENT = 6  # an agent was killed, has failed, or is out of the others' reach
+    CONSEQUENCE = 7  # a rank has lost its peer; nobody knows why
+    NO_REPORT = 8  # an agent has ended, and told nothing
+    STOP = 9  # somebody asked the run to stop
+    DONE = 10
+
+
+Account = tuple[Basis, Outcome]
+
+
+def choose(accounts: Iterable[Account]) -> Outcome:
+    """Return the account of a run's end that counts; of those with the same basis the first."""
+    _, outcome = min(accounts, key=lambda account: account[0])
+    return outcome
+
+
+# --- of an attempt, by node rank 0's agent ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NodeEnd:
+    """What a node's agent knows when all its ranks have ended; node rank 0 is told it."""
+
+    stopped: Sequence[int] = ()  # ranks that the agent had to stop
+    first_rank: int = 0
+    codes: Sequence[int] = ()  # the exit codes of all its ranks, from the first on
+    saved_step: int = -1  # of the newest checkpoint that a rank of it has told; -1: none
+    parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of snapshots: ranks, by step
+    copies: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the same of another node's
+
+    def __post_init__(self) -> None:
+        if not all(0 <= code <= 255 for code in self.codes):
+            raise ValueError(f"{self.codes}: no exit codes")
+
+    @property
+    def left(self) -> dict[int, int]:
+        """The exit codes of the ranks that ended by themselves, by rank."""
+        codes = dict(enumerate(self.codes, self.first_rank))
+        return {rank: code for rank, code in codes.items() if rank not in self.stopped}
+
+
+def end_attempt(
+    failures: Sequence[Failure],  # of all nodes, as they became known
+    nodes: Sequence[NodeEnd],  # node rank 0's first
+    signals: Sequence[int],  # the stop signals that ranks were sent
+) -> Outcome:
+    """Return how an attempt ended."""
+    by_time = sorted(failures, key=lambda failure: failure.time)
+    accounts = [
+        (Basis.CONSEQUENCE if each.is_consequence else Basis.CAUSE, Outcome(each.code, each))
+        for each in by_time
+    ]
+    chosen = choose([*accounts, (Basis.STOP, end_stop(nodes, signals))])
+    chosen = replace(chosen, has_saved=has_saved(nodes))
+    if (first := chosen.failure) is None:
+        return chosen
+    lost = {each.rank for each in failures if each.is_consequence} - {first.rank}
+    stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
+    finished = [rank for node in nodes for rank, code in node.left.items() if code == 0]
+    if first.is_consequence and finished:  # nobody has failed: one has left too early
+        before = f"before it rank {min(finished)} exited with code 0"
+        first = replace(first, cause=f"{first.cause} ({before})")
+    stacks = [line for each in failures for line in each.stacks]
+    saved_step = max(nodes[0].saved_step, first.saved_step)
+    first = replace(first, stacks=stacks, saved_step=saved_step)
+    return replace(chosen, failure=first, lost_peer=len(lost), stopped=len(stopped))
+
+
+def end_stop(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> Outcome:
+    """Return the outcome of an attempt without a failure: it was stopped, or is done."""
+    code = stop_code(nodes, signals)
+    ends = describe_ends(nodes, signals) if code else ""
+    if code and signals:
+        ends = f"by {signal.Signals(signals[0]).name}: {ends}"
+    return Outcome(code, ends=ends, signum=next(iter(signals), 0))
+
+
+def has_saved(nodes: Iterable[NodeEnd]) -> bool:
+    """Whether a rank has told that it saved."""
+    return any(node.saved_step >= 0 for node in nodes)
+
+
+def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
+    """Return the exit code of a run that did not fail.
+
+    0 when it was done. When it was stopped: 75 if ranks saved, another code with which one left, or
+    that of the signal. A rank that has reported a save exits with 0 only when done.
+    """
+    codes = [code for node in nodes for code in node.left.values() if code != 0]
+    if other := next((code for code in codes if code != STOPPED), 0):
+        return other
+    if codes and has_saved(nodes):
+        return STOPPED
+    if codes or any(node.stopped for node in nodes):
+        return 128 + (signals[0] if signals else signal.SIGKILL)
+    wanted = [] if has_saved(nodes) else [signum for signum in signals if signum != NOTICE]
+    return 128 + wanted[0] if wanted else 0
+
+
+def describe_ends(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> str:
+    """Return how the ranks of a stopped run ended, alike ones together: "ranks 0-2 saved, ..."."""
+    why = "by a second Ctrl-C" if signals.count(signal.SIGINT) > 1 else "after GRACE"
+    ends = {rank: f"killed {why}" for node in nodes for rank in node.stopped}
+    for node in nodes:
+        for rank, code in node.left.items():
+            if code == STOPPED and has_saved(nodes):
+                ends[rank] = "saved"
+            elif code - 128 in stop_signals():
+                ends[rank] = f"ended by {signal.Signals(code - 128).name}"
+            else:
+                ends[rank] = f"exited with code {code}"
+    groups: dict[str, list[int]] = {}
+    for rank, end in sorted(ends.items()):
+        groups.setdefault(end, []).append(rank)
+    return ", ".join(f"{name_ranks(ranks)} {end}" for end, ranks in groups.items())
+
+
+# --- of a run on several nodes, by its launcher -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NodePart:
+    """How one node's part of a run ended, as its launcher knows it."""
+
+    host: str
+    code: int | None  # the agent's; None: it has not ended
+    told: Outcome | None = None  # by the agent, or in its place by its supervisor
+    lost: str = ""  # why the launcher gave the node up
+    is_reachable: bool = True  # when the launcher looked again
+    is_silent: bool = False  # when the launcher gave it up
+
+
+@dataclass(frozen=True)
+class LaunchEnd:
+    """What a launcher knows of the end of a run on several nodes."""
+
+    plan: Plan
+    parts: Sequence[NodePart]  # by node rank
+    started: float  # seconds since the epoch
+    ended: float
+    stopped_by: int = 0  # the signal that the launcher passed on
+    still_s: float = 0.0  # for so long the launcher stood still, just before the end
+
+    def outcome(self) -> Outcome:
+        """Return how the run ended."""
+        return choose([*self._told(), *self._losses(), *self._unreported(), *self._others()])
+
+    def _told(self) -> Iterator[Account]:
+        """Yield what agents have told."""
+        for outcome in (part.told for part in self.parts if part.told):
+            failure = outcome.failure
+            if failure is None:
+                yield Basis.STOP if outcome.code else Basis.DONE, outcome
+            elif failure.is_consequence:
+                yield Basis.CONSEQUENCE, outcome
+            else:
+                yield Basis.CAUSE if failure.rank >= 0 else Basis.LOST_AGENT, outcome
+
+    def _losses(self) -> Iterator[Account]:
+        """Yield why nodes were lost, once for all of them."""
+        is_well = {part.code for part in self.parts} <= {0, STOPPED}
+        if self.still_s and not (self.stopped_by or is_well):
+            cause = f"the launcher was suspended for {self.still_s:.0f} s (SIGSTOP, Ctrl-Z, sleep)"
+            cause += f"; nodes end a run after {limits.SILENCE_S:g} s without a heartbeat"
+            yield Basis.SILENCE, self._blame(-1, "launcher-killed", cause)
+            return
+        lost = [node for node, part in enumerate(self.parts) if part.lost or part.code is None]
+        silent = [node for node in lost if self.parts[node].is_silent]
+        has_ended = lost == silent and all(self.parts[node].code is not None for node in lost)
+        if not lost or (has_ended and is_well):
+            return
+        basis = Basis.SILENCE if has_ended else Basis.LOST_NODE
+        if len(self.parts) > 1 and len(silent) == len(self.parts):
+            cause = f"no heartbeat from any node for {limits.SILENCE_S:g} s (network down?)"
+            yield basis, self._blame(-1, "link-lost", cause)
+            return
+        is_link = silent or not all(part.is_reachable for part in self.parts)
+        first = (silent or lost)[0]
+        cause = self.parts[first].lost or "this node has not ended its part in time"
+        yield basis, self._blame(first, "link-lost" if is_link else "launcher-killed", cause)
+
+    def _unreported(self) -> Iterator[Account]:
+        """Yield the ends of agents that told nothing, which are known by their exit codes."""
+        told = {part.told.code for part in self.parts if part.told}  # others end with it, too
+        engine = self.plan.engine  # which tells nothing
+        for node, part in enumerate(self.parts):
+            code = part.code
+            if not code or code in told:
+                pass
+            elif code == CANNOT_START:
+                cause = "the node agent was not started; the lines above say why"
+                yield Basis.NOT_STARTED, self._blame(node, "env-missing", cause, code)
+            elif code in (BAD_INPUT, REFUSED) and not engine:
+                yield Basis.REFUSAL, self._outcome(code)
+            elif self.stopped_by:
+                pass
+            elif engine:
+                cause = f"a rank failed; the report of {engine} is above"
+                yield Basis.NO_REPORT, self._blame(node, "rank-error", cause, code)
+            else:
+                cause = "the node agent ended without a report"
+                if name := signal_name(code):
+                    cause = f"{name} to the node agent, from outside this run"
+                yield Basis.NO_REPORT, self._blame(node, "agent-killed", cause, code)
+
+    def _others(self) -> Iterator[Account]:
+        if self.stopped_by and any(part.code for part in self.parts):
+            yield Basis.STOP, self._outcome(128 + self.stopped_by)
+        yield Basis.DONE, self._outcome(0)
+
+    def _blame(self, node: int, fault: str, cause: str, code: int = KILLED) -> Outcome:
+        """Return a failure of a node, or of the launcher's own machine (-1)."""
+        has_log = node >= 0 and not self.plan.engine
+        log = f"{self.plan.log_dir}/{self.plan.run_id}/node_{node}.log" if has_log else ""
+        host = self.parts[node].host if node >= 0 else short_host_name()
+        return self._outcome(code, Failure(fault, cause, code, host, node, self.ended, log=log))
+
+    def _outcome(self, code: int, failure: Failure | None = None) -> Outcome:
+        can_resume = self.plan.checkpoint_dir is not None  # of other programs nobody knows
+        command = self.plan.run_variables().get("LAUNCH_COMMAND", "") if can_resume else ""
+        run_id, started = self.plan.run_id, self.started
+        return Outcome(code, failure, started=started, run_id=run_id, command=command)
