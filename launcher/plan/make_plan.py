@@ -267,10 +267,9 @@ def _read_own_node(typed: Typed) -> World:
 
 
 def _read_port(typed: Typed, *, is_by_hand: bool) -> int | None:
-    environ = typed.environ
-    text = _first(typed.port, environ, "MASTER_PORT")
-    if is_by_hand and in_slurm_step(environ) and text in (None, "auto"):
-        return port_from_id(job_run_id(environ))  # the run's id is node rank 0's alone
+    text = _first(typed.port, typed.environ, "MASTER_PORT")
+    if is_by_hand and in_slurm_step(typed.environ) and text in (None, "auto"):
+        return port_from_id(job_run_id(typed.environ))  # the run's id is node rank 0's alone
     text = text or (BY_HAND_PORT if is_by_hand else "auto")
     is_any = text == "auto" or (typed.port == "0" and not is_by_hand)
     return None if is_any else read_number("the port", text, 1, 65535)

@@ -282,7 +282,7 @@ def test_a_run_that_starts_and_has_no_log_yet_is_described(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    note_start(Path("logs/26"))
+    note_start(Path("logs/26"), {})
     assert main(["26"], {}, "explain.sh") == 1
     assert capsys.readouterr().out.startswith("26 ")
 

@@ -71,7 +71,7 @@ def test_nodes_that_match_meet_and_pass(tmp_path: Path) -> None:
     port = free_port()
     words = ["own.py", "x" * 300, " a  b ", "--flag"]
     nodes = [start_node(tmp_path, rank, port, *words) for rank in (2, 1, 0)]
-    said = [line for node in nodes for line in node.communicate()[0].splitlines()]
+    said = "".join(node.communicate()[0] for node in nodes).encode()
     assert [node.returncode for node in nodes] == [0, 0, 0]
     outcome = judge(read_reports(said))
     assert (outcome.num_checks, outcome.num_nodes) == (29, 3)
