@@ -120,7 +120,7 @@ def refuse_locked(folder: Path, what: str) -> None:
 
 
 def _refuse_live(fd: int, what: str, me: Mapping[str, Any]) -> None:
-    """Raise Refused if another process has a lock, unless this one is its successor."""
+    """Take a lock, unless this process is its holder's successor; raises Refused if it is live."""
     holder = _holder(fd)
     is_next = any(
         me.get(one) and me[one] == holder.get(one) and me[number] > holder[number]

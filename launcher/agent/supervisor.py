@@ -122,34 +122,34 @@ def fork_agent(
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     me, words = os.getpid(), processes.anonymous_file("words")
-    if (pid := os.fork()) != 0:
-        theirs.close()
-        close(reapers[1])
-        given = find_option(arguments, "--node-rank") or environ.get("SLURM_NODEID", "")
-        node_rank = int(given) if given.isdecimal() else 0  # as far as it is known by now
-        logs, run_id = find_option(arguments, "--log-dir"), environ.get("RUN_ID", "")
-        folder = Path(logs, run_id) if is_launcher and logs and run_id else None
-        note = AgentNote(run_id, node_rank, time.time(), 0)
-        grace_s = float(environ.get("GRACE") or limits.GRACE_S)
-        agent = Agent(pid, ours, words, note, control, grace_s, pausing, folder)
-        if control is not None and control.fd is not None:
-            end_after(follow_stream, control.fd, agent.kill)
-        if client:
-            end_after(await_client, client, agent.kill)
-        return agent
-    ours.close()
-    for fd in (reapers[0], control.fd if control else None, *held):
-        close(fd)
-    os.setsid()  # a terminal's Ctrl-C reaches the supervisor alone
-    processes.die_with_parent(me)
-    processes.adopt_orphans()
-    for signum in handled:
-        signal.signal(signum, signal.SIG_DFL)
-    if QUERY not in handled:
-        signal.signal(QUERY, lambda *_: None)  # until there are ranks
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
-    link = SupervisorLink(theirs, control, reapers[1], words)
-    sys.exit(_run_agent(arguments, environ, link, me))
+    if (pid := os.fork()) == 0:
+        ours.close()
+        for fd in (reapers[0], control.fd if control else None, *held):
+            close(fd)
+        os.setsid()  # a terminal's Ctrl-C reaches the supervisor alone
+        processes.die_with_parent(me)
+        processes.adopt_orphans()
+        for signum in handled:
+            signal.signal(signum, signal.SIG_DFL)
+        if QUERY not in handled:
+            signal.signal(QUERY, lambda *_: None)  # until there are ranks
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+        link = SupervisorLink(theirs, control, reapers[1], words)
+        sys.exit(_run_agent(arguments, environ, link, me))
+    theirs.close()
+    close(reapers[1])
+    given = find_option(arguments, "--node-rank") or environ.get("SLURM_NODEID", "")
+    node_rank = int(given) if given.isdecimal() else 0  # as far as it is known by now
+    logs, run_id = find_option(arguments, "--log-dir"), environ.get("RUN_ID", "")
+    folder = Path(logs, run_id) if is_launcher and logs and run_id else None
+    note = AgentNote(run_id, node_rank, time.time(), 0)
+    grace_s = float(environ.get("GRACE") or limits.GRACE_S)
+    agent = Agent(pid, ours, words, note, control, grace_s, pausing, folder)
+    if control is not None and control.fd is not None:
+        end_after(follow_stream, control.fd, agent.kill)
+    if client:
+        end_after(await_client, client, agent.kill)
+    return agent
 
 
 def _run_agent(

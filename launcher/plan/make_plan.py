@@ -52,8 +52,8 @@ def make_plan(typed: Typed) -> Plan:
 
     Raises PlanError, LauncherError or HostlistError: the user or the scheduler cannot mean this.
     """
-    raw = _find_hosts(typed) if typed.like_torchrun else typed
-    typed = replace(raw, environ=_read_words(raw))
+    given = _find_hosts(typed) if typed.like_torchrun else typed
+    typed = replace(given, environ=_read_words(given))
     environ = typed.environ
     words, is_ours, config = choose_program(typed)
     restarts = _first(typed.max_restarts, environ, "MAX_RESTARTS") or "0"
@@ -78,10 +78,10 @@ def make_plan(typed: Typed) -> Plan:
     log_dir = typed.here / log_dir if typed.module else log_dir
     directory = ROOT if typed.module else typed.here
     is_namer = world.node_rank == 0 and fanout != "job_command"
-    as_set = raw if typed.like_torchrun else typed  # the user's script reads them, too
+    as_set = given.environ if typed.like_torchrun else environ  # the user's script reads them, too
     return Plan(
         **vars(world),
-        **raw.choices(),
+        **given.choices(),
         fanout=fanout,
         command=command_line(typed, fanout),
         root=ROOT,
@@ -96,7 +96,7 @@ def make_plan(typed: Typed) -> Plan:
         engine=engine,
         max_restarts=max_restarts,
         grace_s=grace_s,
-        variables=_choose_variables(environ, as_set.environ, is_ours=is_ours),
+        variables=_choose_variables(environ, as_set, is_ours=is_ours),
         container=read_container(
             environ,
             typed.here,

@@ -72,13 +72,13 @@ def find_own(asked: Choices, begun: Collection[str]) -> Own:
     environ = asked.environ
     signs = [sign for sign in OWN if environ.get(sign)]
     names = {name for sign in signs for name in OWN[sign]} & environ.keys()
-    is_shell = any(f"{sign}={environ[sign]}" in begun for sign in signs)
+    began_in_job = any(f"{sign}={environ[sign]}" in begun for sign in signs)
     attributes = pbs.ask_qstat(environ.get("PBS_JOBID", "")) if names else {}
-    given = f",{attributes.get('Variable_List', '')},".replace("\\,", ",")
+    sent = f",{attributes.get('Variable_List', '')},".replace("\\,", ",")
     chosen = {*asked.activated, *asked_names(environ)}
     for name in names:
         value = f"{name}={environ[name]}"
-        if (is_shell and value not in begun) or f",{value}," in given:
+        if (began_in_job and value not in begun) or f",{value}," in sent:
             chosen.add(name)
     threads = {chunk.get("ompthreads") for chunk in pbs.read_chunks(attributes)} - {None}
     if len(threads) == 1 or environ.get(THREADS) != environ.get("NCPUS"):
