@@ -55,7 +55,7 @@ def new_secret() -> str:
 
 
 def read_access(environ: Environ) -> Access:
-    """Return what RUN_SECRET, the secret or the path of its file, and else HOSTS say.
+    """Return what RUN_SECRET (the secret, or the path of its file) or else HOSTS says.
 
     Raises PlanError, one line with cause and cure, where one of them cannot be used.
     """
@@ -130,9 +130,9 @@ def is_here(address: str, port: int = 0) -> bool:
 
 
 def is_first(address: str, port: int) -> bool:
-    """Whether this can be node rank 0 there. Of several processes of this machine, one alone can.
+    """Whether this can be node rank 0 there. Of several processes on this machine, only one can.
 
-    That one holds a name of the machine's network to its end, and so does what it becomes.
+    It holds a name of the machine's network until it ends, and so does what it becomes.
     """
     return is_here(address, port) and processes.claim(str(port), is_inherited=True)
 

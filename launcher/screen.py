@@ -14,7 +14,7 @@ LONGEST_HELD = 1 << 16  # bytes of it; a longer one is shown at once
 
 
 class Screen(ABC):
-    """A terminal or pipe, and the stream whose line there has not ended."""
+    """A terminal or pipe, and the stream whose unfinished line it shows."""
 
     open_by: object | None = None
 
@@ -23,7 +23,7 @@ class Screen(ABC):
         """Write it as soon as the reader takes it."""
 
     def show(self, data: bytes, source: object) -> None:
-        """Show bytes of a stream; where another's line is open, on a line of their own."""
+        """Show bytes of a stream; if another's line is open, on a separate line."""
         if not self.is_free_for(source):
             self.end_line()
         self.open_by = None if data.endswith(b"\n") else source

@@ -3,7 +3,7 @@
 text = encode(report)
 report = parse(Report, text)
 
-Where several kinds of message share a channel, each stands behind its name: `{"hello": {...}}`.
+If several kinds of message share a channel, each follows its name: `{"hello": {...}}`.
 
 ANSWERS = Kinds(hello=Hello, report=Report)
 answer = ANSWERS.read(ANSWERS.write(Hello("10.0.0.1")))
@@ -80,7 +80,7 @@ def decode(kind: type[T], value: Any) -> T:
 
     Fields may be of type str, int, float, bool, Path, another dataclass, a Sequence, a Mapping
     from str, or a union of these with None. Missing fields take their defaults. Raises MessageError
-    where a field is missing, unknown or of another type.
+    if a field is missing, unknown or of another type.
     """
     result: T = _read(kind, value, kind.__name__)
     return result

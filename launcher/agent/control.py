@@ -5,7 +5,7 @@ variables for the supervisor:
 
     LAUNCH_START={json}     a Launched. The supervisor removes it: a run nested within this one has
                             its own stdin.
-    LAUNCH_TOKEN=<token>    begins messages to the launcher, `<token> {json}` on stdout: one tells
+    LAUNCH_TOKEN=<token>    begins messages to the launcher, `<token> {json}` on stdout: one reports
                             how the run ended, and the launcher prints the failure block.
                             The variable stays: it marks every process of the run.
 
@@ -163,7 +163,7 @@ def report_outcome(
 ) -> None:
     """Print how the run ended, and keep it in `folder`; a launcher elsewhere is sent it.
 
-    Where `is_line_open`, the last line shown may lack its end; the block begins a line.
+    If `is_line_open`, the last line shown may lack its end; the block begins a line.
     """
     if control is None:
         if is_line_open and outcome.code != 0:

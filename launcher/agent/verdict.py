@@ -22,7 +22,7 @@ from launcher.wire.messages import Assignment
 
 @dataclass(frozen=True)
 class Parts:
-    """A snapshot whose parts are on several nodes, which lay them together to save it."""
+    """A snapshot whose parts are on several nodes, which put them together to save it."""
 
     step: int
     folder: str  # below that of the run's checkpoints; what a killed save leaves has such a name
@@ -44,7 +44,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class NodeEnd:
-    """What a node's agent knows when all its ranks have ended; node rank 0 is told it."""
+    """What a node's agent knows when all its ranks have ended; it is sent to node rank 0."""
 
     stopped: Sequence[int] = ()  # ranks that the agent had to stop
     first_rank: int = 0
@@ -154,7 +154,7 @@ def end_of_node(facts: Facts, saved_step: int, *snapshots: Mapping[str, Sequence
 
 
 def reach_verdict(facts: Facts, *, saved_step: int, left: int) -> Verdict:
-    """Return how the attempt ended: as node rank 0 told it, else from what is known here.
+    """Return how the attempt ended: as node rank 0 reported it, otherwise from what is known here.
 
     `saved_step` is that of the newest checkpoint reported by a rank here, or -1; `left` are the
     processes here that could not be ended.

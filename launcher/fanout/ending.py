@@ -67,7 +67,7 @@ def conclude(
     if CANNOT_START in silent:
         cause = "the node agent was not started; the lines above say why"
         return blame(silent.index(CANNOT_START), "env-missing", cause, CANNOT_START)
-    agents = () if plan.engine else (BAD_INPUT, REFUSED)  # whose causes an agent tells itself
+    agents = () if plan.engine else (BAD_INPUT, REFUSED)  # whose causes an agent reports itself
     refused = [code for code in silent if code in agents]
     code = next(filter(None, refused + codes), 0)
     if code == 0 or refused:

@@ -149,7 +149,7 @@ def is_ours(connection: socket.socket) -> bool:
 
 
 def start_for_other(name: str) -> int:
-    """Start the agent that the other one describes, on its streams; returns the exit code."""
+    """Start the agent that the far side describes, on its streams; returns the exit code."""
     with socket.socket(socket.AF_UNIX) as other:
         other.connect(f"\0{name}")
         if not is_ours(other):

@@ -271,7 +271,7 @@ def open_stream(
 ) -> tuple[int, Stream]:
     """One stream of one rank: the file descriptor for the rank, and the agent's reading end.
 
-    Where it `is_alone`, the terminal shows no other rank. With a label, each line there begins with
+    If it `is_alone`, the terminal shows no other rank. With a label, each line there begins with
     the rank; it then has no terminal of its own.
     """
     is_tty = terminal is not None and terminal.isatty() and not has_label
