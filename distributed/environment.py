@@ -113,7 +113,7 @@ def torchrun(v: _Variables) -> Environment:
     ranks = _ranks_of_equal_nodes(v, "RANK", "WORLD_SIZE", local_name, size_name)
     env = Environment("launch" if v["--local-rank"] else "torchrun", *ranks, *v.master())
     if size_name == "WORLD_SIZE" and env.rank != env.local_rank:
-        cause = f"RANK={env.rank} is not LOCAL_RANK={env.local_rank}, so there are more nodes"
+        cause = f"RANK={env.rank} differs from LOCAL_RANK={env.local_rank}, so there are more nodes"
         raise LauncherError(f"{cause}; set LOCAL_WORLD_SIZE, the number of ranks on this one")
     if not v["GROUP_WORLD_SIZE"]:
         return env
