@@ -201,7 +201,7 @@ class Run:
         own = saved.ranks[rank] if rank < len(saved.ranks) else {}
         if own:
             checkpoint.set_rng_state(own["rng"])
-        # A run that goes on from the checkpoint of one that is over has another id.
+        # A run that continues from the checkpoint of one that is over has another id.
         self.is_over = progress.get("ended") == self.environment.run_id
         resume.log_resume(saved, self.progress_at(progress["step"]), self.environment.world_size)
         return own

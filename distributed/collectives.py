@@ -65,7 +65,7 @@ def gather(tensor: Tensor) -> Tensor:
     """Return the rows of every rank's tensor, in order of rank, on every rank, without padding.
 
     Each rank may have any number of rows, or none. A tensor without dimensions is one row.
-    Carries no gradient. Raises ValueError on every rank where rows differ in shape or dtype.
+    Carries no gradient. Raises ValueError on every rank if rows differ in shape or dtype.
     """
     mine = tensor.detach() if tensor.dim() else tensor.detach().view(1)
     told = gather_json([[*mine.shape], str(mine.dtype)[6:]])
@@ -104,7 +104,7 @@ def broadcast(value: Any) -> Any:
 def mean(tensor: Tensor) -> Tensor:
     """Return the mean over the ranks of tensors of one shape, on every rank, without a gradient.
 
-    It is in float32 where theirs is a smaller type or an integer's.
+    It is in float32 if theirs is an integer or a smaller type.
     """
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     where = _device() if dist.is_initialized() else tensor.device

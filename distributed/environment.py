@@ -95,7 +95,7 @@ class _Variables(dict[str, str]):
         return self.number(name, 0, size - 1, f" ({size_name}={size})")
 
     def master(self, address: str = "", port_id: str = "") -> tuple[str, int]:
-        """Return MASTER_ADDR and MASTER_PORT; the arguments are used where one is not set."""
+        """Return MASTER_ADDR and MASTER_PORT; the arguments are used if one is not set."""
         address = self["MASTER_ADDR"] or address or self.text("MASTER_ADDR")
         if port_id and not self["MASTER_PORT"]:
             return address, port_from_id(port_id)
@@ -113,7 +113,7 @@ def torchrun(v: _Variables) -> Environment:
     ranks = _ranks_of_equal_nodes(v, "RANK", "WORLD_SIZE", local_name, size_name)
     env = Environment("launch" if v["--local-rank"] else "torchrun", *ranks, *v.master())
     if size_name == "WORLD_SIZE" and env.rank != env.local_rank:
-        cause = f"RANK={env.rank} is not LOCAL_RANK={env.local_rank}, so there are more nodes"
+        cause = f"RANK={env.rank} differs from LOCAL_RANK={env.local_rank}, so there are more nodes"
         raise LauncherError(f"{cause}; set LOCAL_WORLD_SIZE, the number of ranks on this one")
     if not v["GROUP_WORLD_SIZE"]:
         return env
@@ -154,7 +154,7 @@ def no_local_rank(v: _Variables) -> Environment:
 def _ranks_of_equal_nodes(
     v: _Variables, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str
 ) -> tuple[int, int, int, int, int, int]:
-    """Return Environment's six numbers, where every node runs as many ranks as this one."""
+    """Return Environment's six numbers, if every node runs as many ranks as this one."""
     world_size = v.number(size_name)
     local_size = v.number(local_size_name, 1, world_size, f" ({size_name}={world_size})")
     rank = v.rank(rank_name, world_size, size_name)

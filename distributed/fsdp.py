@@ -29,7 +29,7 @@ def shard(
 ) -> nn.Module:
     """Shard a model, block by block, with rank 0's weights.
 
-    Where groups shard for themselves, the groups replicate (HSDP). Raises LauncherError if the
+    If each group shards for itself, the groups replicate (HSDP). Raises LauncherError if the
     ranks do not divide into groups of `how.shard`, or this torch cannot shard on a CPU.
     """
     if is_cpu := device.type == "cpu":
@@ -64,7 +64,7 @@ def _refuse_unless(can_do: bool) -> None:
 
 
 def _can_average(mesh: DeviceMesh) -> bool:
-    """Return whether a mean of ranks is one: an older gloo refuses it, or gives the sum."""
+    """Return whether a mean over ranks works: an older gloo rejects it, or gives the sum."""
     for group in mesh.get_all_groups():
         whole, part = torch.ones(group.size()), torch.zeros(1)
         try:
@@ -96,7 +96,7 @@ def gather(state: Any) -> Any:
 def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's whole state_dict() with this rank's shard of what is sharded.
 
-    Meta tensors stay such, as shards that are still to be read.
+    Meta tensors stay meta tensors, as shards that are still to be read.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     parts = {

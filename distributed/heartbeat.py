@@ -33,13 +33,13 @@ RECORD = struct.Struct("<qqqddB?6x")
 class Beat(NamedTuple):
     """A rank's record. Time 0: nothing counts its steps, and it is not watched."""
 
-    step: int = -1  # optimizer steps done; -1: none was told yet
+    step: int = -1  # optimizer steps done; -1: none reported yet
     marks: int = 0  # beats since then
     saved: int = -1  # step of the newest checkpoint on disk; -1: none
     time: float = 0.0  # of the newest beat, or the rank's start, on the machine's monotonic clock
     limit_s: float = limits.FIRST_SILENCE_S  # the longest silence before the rank counts as stuck
     limit_by: int = 0  # of LIMITS
-    is_counted: bool = False  # the script tells no steps: its optimizer's are counted
+    is_counted: bool = False  # the script reports no steps: its optimizer's are counted
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -64,7 +64,7 @@ class Heart:
         self._limit_by = 1 if self._limit_s else 0
         try:
             self._stack_file = stack_file.open("w")  # stays open: the handler writes to it
-        except OSError:  # a full disk, or the folder has gone: no stacks, but the run goes on
+        except OSError:  # a full disk, or the folder has gone: no stacks, but the run continues
             self._stack_file = open(os.devnull, "w")  # noqa: SIM115
         faulthandler.register(STACK_SIGNAL, self._stack_file, all_threads=True)
         if is_counted:  # from before the script's first line
@@ -85,7 +85,7 @@ class Heart:
         saved = last.saved if saved is None else saved
         if hang_seconds:
             self._limit_s, self._limit_by = hang_seconds, 2
-        elif step is None and last.is_counted:  # the script tells no steps: they stay counted
+        elif step is None and last.is_counted:  # the script reports no steps: they stay counted
             self._write(last._replace(saved=saved, time=now))
             return
         silence_s = now - last.time

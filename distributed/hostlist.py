@@ -2,8 +2,8 @@
 
 They expand as with `scontrol show hostnames`: order and duplicates are kept, the zeros of a range's
 first number give its width, and the last of several brackets changes fastest, then the first, the
-second and so on. Unlike there, a suffix can follow a bracket, a range can have any length, and any
-unreadable list is an error (tests/unit/test_like_scontrol.py compares the two).
+second and so on. Unlike with scontrol, a suffix can follow a bracket, a range can have any length,
+and any unreadable list is an error (tests/unit/test_like_scontrol.py compares the two).
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def _told(environ: Mapping[str, str]) -> dict[str, str | int]:
 
 def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | None:
     """Return what a command of SLURM or PBS prints; None if they do not answer, as in a
-    container. A line says so where that takes longer than a user would wait without one.
+    container. If that takes longer than a user would wait without a message, a line says so.
     """
     import subprocess  # these cost more than the rest of this module, and few need them
     import threading

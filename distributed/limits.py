@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-GRACE_S = 30  # for the ranks to save when they are stopped, where GRACE says nothing else
+GRACE_S = 30  # for the ranks to save when they are stopped, unless GRACE is set
 SECOND_INTERRUPT_S = 0.3  # schedulers and terminals may send one SIGINT twice
 STOP_LOOK_S = 1.0  # between two looks for a file that asks to stop
 COMMIT_S = 30.0  # the longest that the commit of a checkpoint may take
@@ -11,7 +11,7 @@ EXIT_S = 30.0  # at a rank's end, for threads and exit handlers
 SCHEDULER_S = 10  # for SLURM or PBS to answer
 SCHEDULER_SILENT_S = 2  # its answer may take this long before we print a line
 
-# A rank that makes no progress for so long is stuck, where HANG_SECONDS says nothing else: 10 times
+# A rank that makes no progress for so long is stuck, unless HANG_SECONDS is set: 10 times
 # the longest silence seen so far, and at least
 SILENCE_S = 60.0
 FIRST_SILENCE_S = 600.0  # until two steps are done: compilation, caches; always, of counted steps

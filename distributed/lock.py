@@ -30,10 +30,10 @@ class RunLock:
 
     A job that was started again takes the folder over from its earlier start, which may still run
     where the scheduler cannot reach it; so does a launch that restarted its ranks. Each lock
-    replaces the file of the one before. The kernel's lock on its first byte tells
-    whether the holder lives; the lock on its second is held while something is committed. All of it
-    works on NFS, too. Forks do not inherit it. Raises Refused if a live process has it, or
-    the folder is another job's with this job's id.
+    replaces the file of the one before. The kernel's lock on its first byte shows whether the
+    holder is alive; the lock on its second is held while something is committed. All of it works on
+    NFS, too. Forks do not inherit it. Raises Refused if a live process has it, or the folder is
+    another job's with this job's id.
     """
 
     def __init__(self, folder: Path, what: str) -> None:

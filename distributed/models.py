@@ -43,7 +43,7 @@ def grad_scaler(dtype: str | None, **options: Any) -> Scaler:
 class Scaler(torch.amp.GradScaler):
     """Also counts the steps that it skips, because a gradient is not finite."""
 
-    skipped: int | Tensor = 0  # since the scaler was made; a tensor, not to wait for the GPU
+    skipped: int | Tensor = 0  # since the scaler was made; a tensor: no wait for the GPU
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         one = torch.ones((), device=device())

@@ -93,7 +93,7 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
 
 
 def _is_served(address: str, port: int, timeout_s: float) -> bool:
-    """Return whether a port is served in time; where none is, torch's store prints a C++ trace."""
+    """Return whether a port is served in time; if none is, torch's store prints a C++ trace."""
     end = time.monotonic() + timeout_s
     while (left := end - time.monotonic()) > 0:
         with contextlib.suppress(OSError), socket.create_connection((address, port), left):

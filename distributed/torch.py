@@ -6,7 +6,7 @@
     loader = get_dataloader_for_distributed(dataset, batch_size=32, shuffle=True)
     metrics = sync_metrics({"loss": loss}, weight=samples)
 
-With mixed precision, gradients of several batches, and a run that goes on after a stop:
+With mixed precision, gradients of several batches, and a run that continues after a stop:
 
     with no_sync(model, enabled=not is_last), autocast("bfloat16"):
         loss = loss_of(model, batch)
@@ -225,8 +225,8 @@ def get_dataloader_for_distributed(
 ) -> DataLoader[Any]:
     """Return a loader over this rank's share of a dataset, `batch_size` samples per process.
 
-    All ranks get the same number of samples. Unless `drop_last`, some samples repeat for that, each
-    the last of its rank. Each iteration over the loader is another epoch, with another order:
+    All ranks get the same number of samples. For this, unless `drop_last`, some samples repeat,
+    each the last of its rank. Each iteration over the loader is another epoch, with another order:
     epoch 0, 1 and so on, or from n on after `loader.sampler.set_epoch(n)`. World size and rank are
     the process group's; `options` are DataLoader's own, such as `collate_fn`. Raises ValueError for
     another world size or rank, and for a dataset without a length, which cannot be sharded.
@@ -254,7 +254,7 @@ def get_dataloader_for_distributed(
 
 
 def _refuse_others(who: str, *told: tuple[str, int | None, int]) -> None:
-    """Raise LauncherError if a number is given, and is not what somebody has."""
+    """Raise LauncherError if a number is given and differs from the actual one."""
     for name, given, own in told:
         if given not in (None, own):
             raise LauncherError(f"{name} is {given} but {who} {own}; make them agree")

@@ -1,7 +1,7 @@
 """Every name of torch that it does not document, and what is done in a version without one.
 
-No other file of ours may use such a name: a torch that drops one breaks this file alone. Where
-nothing is said of it, each torch from 2.4 to 2.15 has it.
+No other file of ours may use such a name: a torch that drops one breaks this file alone. Unless a
+comment says otherwise, each torch from 2.4 to 2.15 has it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _NAMES = "_dump_nccl_trace_json", "_dump_fr_trace_json"
 recorders: list[Callable[[], str]] = [
     getattr(_distributed_c10d, name) for name in _NAMES if hasattr(_distributed_c10d, name)
 ]
-# How many entries are kept; nothing is recorded where this is 0.
+# How many entries are kept; nothing is recorded if this is 0.
 _is_general = hasattr(_distributed_c10d, _NAMES[1])
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE" if _is_general else "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
@@ -101,7 +101,7 @@ def load_dynamo() -> None:
 
 
 def compile_beside_ddp() -> None:
-    """Have torch.compile leave graphs whole where DDP's buckets end."""
+    """Keep torch.compile from splitting graphs where DDP's buckets end."""
     torch._dynamo.config.optimize_ddp = False
 
 

@@ -188,7 +188,7 @@ def count_memory_kills() -> int:
 def one_line(cause: str) -> str:
     """Return the first line of a message, cut where it would fill the screen.
 
-    Of one that was raised elsewhere it is that one's own, with where.
+    If it was raised elsewhere, the line is the original one's, with where it was raised.
     """
     if passed_on := _PASSED_ON.match(cause):
         cause = f"{passed_on['own']} ({passed_on[1]})"

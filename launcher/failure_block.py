@@ -36,7 +36,7 @@ _ENDS = re.compile(
 def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:
     """Print what a user sees last: the failure block, the stopped line, or nothing.
 
-    It is kept in the run's folder, too, if that can be written.
+    It is also kept in the run's folder, if that can be written.
     """
     if not outcome.has_text:
         return
@@ -56,7 +56,7 @@ def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:
 def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
     """Return the block or the stopped line that ends a log; "" if none does. Raises OSError.
 
-    `strip` takes from a line what another program has put before it.
+    `strip` removes from a line what another program has put before it.
     """
     text = read_tail(log, TAIL_BYTES).replace("\r\n", "\n")
     rows = "\n".join(map(strip, COLOURS.sub("", text).split("\n")))

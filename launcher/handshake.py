@@ -53,7 +53,7 @@ def new_secret() -> str:
 
 
 def read_access(environ: Environ) -> Access:
-    """Return what RUN_SECRET, the secret or the path of its file, and else HOSTS say.
+    """Return what RUN_SECRET (the secret, or the path of its file) or else HOSTS says.
 
     Raises PlanError, one line with cause and cure, where one of them cannot be used.
     """

@@ -68,8 +68,8 @@ def is_here(address: str, port: int = 0) -> bool:
 
 
 def is_first(address: str, port: int) -> bool:
-    """Whether this can be node rank 0 there. Of several processes of this machine, one alone can.
+    """Whether this can be node rank 0 there. Of several processes on this machine, only one can.
 
-    That one holds a name of the machine's network to its end, and so does what it becomes.
+    It holds a name of the machine's network until it ends, and so does what it becomes.
     """
     return is_here(address, port) and processes.claim(str(port), is_inherited=True)

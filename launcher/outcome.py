@@ -88,7 +88,7 @@ def choose(accounts: Iterable[Account]) -> Outcome:
 
 @dataclass(frozen=True)
 class NodeEnd:
-    """What a node's agent knows when all its ranks have ended; node rank 0 is told it."""
+    """What a node's agent knows when all its ranks have ended; it is sent to node rank 0."""
 
     stopped: Sequence[int] = ()  # ranks that the agent had to stop
     first_rank: int = 0

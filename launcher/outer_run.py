@@ -1,4 +1,4 @@
-"""A launch by a rank, of an evaluation say: a run of its own, with nothing of the outer run's."""
+"""A launch by a rank, such as an evaluation: a separate run, with nothing of the outer one."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
 def prepare(plan: Plan, script: str) -> Callable[[], None]:
     """Return what a fan-out calls when nothing is left to refuse, before it starts an agent.
 
-    With --detach, this goes on in a child process, which the call takes from the terminal. Raises
+    With --detach, this continues in a child process, which the call takes from the terminal. Raises
     PlanError if a detached run has no name, and Refused if a live run has its name.
     """
     if plan.is_dry_run:

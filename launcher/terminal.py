@@ -21,7 +21,7 @@ _WRITE = 16384  # bytes a write; progress is noted after each
 class Terminal(io.RawIOBase):
     """One of our own streams. What it does not take at once is left to a thread."""
 
-    open_by: object | None = None  # the stream whose line there has not ended
+    open_by: object | None = None  # the stream whose unfinished line it shows
 
     def __init__(self, fd: int, *, is_instant: bool = False) -> None:
         """`is_instant`: the descriptor never blocks, and is not shared (`open_again`)."""

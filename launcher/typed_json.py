@@ -50,7 +50,7 @@ def decode(kind: type[T], value: Any) -> T:
 
     Fields may be of type str, int, float, bool, Path, another dataclass, a Sequence, a Mapping
     from str, or a union of these with None. Missing fields take their defaults. Raises MessageError
-    where a field is missing, unknown or of another type.
+    if a field is missing, unknown or of another type.
     """
     result: T = _read(kind, value, kind.__name__)
     return result

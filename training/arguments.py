@@ -34,8 +34,8 @@ def refuse(cause: object) -> NoReturn:
     """Print in one line what is wrong, and exit with 2. Only the first of srun's tasks prints.
 
     The other tasks exit after it, with the same code even if srun ends them first. Every task
-    prints what concerns its host alone, a plain ValueError, and that a task is missing, a
-    TimeoutError: it may be the first.
+    prints what concerns only its host (a plain ValueError), and that a task is missing (a
+    TimeoutError), because that may be the first.
     """
     fault, text = _read(cause)
     if is_first_task() or type(cause) in (ValueError, TimeoutError):

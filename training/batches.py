@@ -119,7 +119,7 @@ class Batches:
         return {"epoch": self._epoch, "samples": self._batch * self.samples}
 
 
-# The streams below know nothing of the Batches that reads them: in a circle, neither would be freed
+# The streams below do not refer to the Batches that reads them: in a cycle, neither would be freed
 # when a run ends, nor their worker processes.
 
 

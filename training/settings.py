@@ -121,7 +121,7 @@ class Train(Section):
     def batch_size_on(self, world_size: int) -> int:
         """Return the samples of one process's micro-batch.
 
-        A global batch that does not divide becomes the nearest one that does.
+        A global batch that is not divisible becomes the nearest one that is.
         """
         if self.batch_size is not None:
             return self.batch_size

@@ -51,7 +51,7 @@ class Tracker(Protocol):
     """Takes the metrics of one run."""
 
     def start(self, facts: RunFacts) -> None:
-        """Begin, or go on where an earlier process of the run was."""
+        """Begin, or continue where an earlier process of the run was."""
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a step."""

@@ -1,6 +1,6 @@
 """Checkpoints: complete or absent on disk, verified when read, the same on every rank.
 
-files.py describes the folder of one, sharded.py what a sharded one has besides.
+files.py describes the folder of a checkpoint, sharded.py what a sharded one adds.
 """
 
 from .files import CheckpointError

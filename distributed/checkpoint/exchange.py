@@ -1,4 +1,4 @@
-"""Each rank's part of a sharded snapshot on the next node, too: losing one node loses none.
+"""Copy each rank's part of a sharded snapshot to the next node: losing one node loses none.
 
 The parts go from rank to rank, not over the node agents' links: those all lead to node rank 0,
 which would have to carry everybody's.
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 class Neighbours:
     """The ranks of the same local rank on the next node and on the one before.
 
-    A rank that cannot reach them goes on without; then they wait for it once, and do the same.
+    A rank that cannot reach them continues alone; they then wait for it once, and do the same.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Neighbours:
     def exchange(self, mine: Memory, copies: Sequence[Memory]) -> None:
         """Send a buffer to the next node, and keep the one of the node before in one of `copies`.
 
-        It ends early where the program does.
+        It ends early if the program ends.
         """
         if self._are_there:
             with self._may_be_lost():
@@ -68,7 +68,7 @@ class Neighbours:
 
     @contextlib.contextmanager
     def _may_be_lost(self) -> Iterator[None]:
-        """Go on without the neighbours from an error in the body on."""
+        """After an error in the body, continue without the neighbours."""
         try:
             yield
         except Exception as error:
@@ -102,7 +102,7 @@ def agree(own: Sequence[Header], copies: Sequence[Header]) -> tuple[int, list[tu
 
 
 def deliver(lacking: Sequence[tuple[int, int]], copy: Memory | None, own: Memory) -> None:
-    """Send copies to the ranks whose parts they are, which have lost them. All ranks call it.
+    """Send copies of lost parts to the ranks that need them. All ranks call it.
 
     `lacking` has pairs of such a rank and the rank that holds `copy` of its part.
     """
@@ -112,7 +112,7 @@ def deliver(lacking: Sequence[tuple[int, int]], copy: Memory | None, own: Memory
             any(_transfer(group, copy, rank, None, -1))
         elif dist.get_rank() == rank:
             any(_transfer(group, None, -1, own, holder))
-    dist.barrier(group)  # whoever left now would cut off ranks that still connect
+    dist.barrier(group)  # a rank that left now would cut off ranks that still connect
     dist.destroy_process_group(group)
 
 
@@ -123,9 +123,9 @@ def _transfer(
     theirs: Memory | None,
     source: int,
 ) -> Iterator[None]:
-    """Send a buffer and take another, and yield after each piece.
+    """Send a buffer and receive another; yields after each piece.
 
-    The header comes last, and completes what is taken.
+    The header comes last, and completes the received one.
     """
 
     def swap(out: Tensor, into: Tensor) -> None:

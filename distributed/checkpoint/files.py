@@ -1,6 +1,6 @@
 """A checkpoint on disk: written in full before it gets its name, verified when it is read.
 
-A run saves in a folder of its own, and only one live run at a time writes to it:
+Each run saves in its own folder, and only one live run at a time writes to it:
 
     step-200/            model.pt  optimizer.pt  ranks.pt  progress.json  manifest.json
     step-400/
@@ -131,7 +131,7 @@ def commit(temporary: Path, final: Path) -> None:
 
 
 def prune(run_folder: Path, step: int, keep_last: int) -> None:
-    """Delete old checkpoints, and those of later steps, which the run takes again.
+    """Delete old checkpoints, and those of later steps, which the run repeats.
 
     Damaged ones stay: a warning names them.
     """
@@ -152,7 +152,7 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
 
 
 def set_aside(damaged: Path) -> None:
-    """Rename a checkpoint: it no longer counts, and only another of its step takes its place."""
+    """Rename a checkpoint: it no longer counts, and only a new one of the same step replaces it."""
     aside = damaged.with_name(f"{damaged.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)
     damaged.rename(aside)
@@ -216,7 +216,7 @@ def candidates(folder: Path) -> list[Path]:
 def read_newest(folder: Path) -> tuple[dict[str, bytes], Path, str]:
     """Return the files and the folder of a run's newest intact checkpoint; and the damage, if any.
 
-    There are no files where it has none. In this process's own run, those damaged are set aside.
+    There are no files if it has none. In this process's own run, those damaged are set aside.
     """
     damaged: dict[Path, str] = {}
     for candidate in candidates(folder):

@@ -1,8 +1,8 @@
 """The memory for a snapshot, and how it is laid out (no torch).
 
 The node agent owns it, so it outlives the ranks. Each rank has two such buffers and fills them in
-turn: one that dies on the way leaves the other whole. Two more hold another node's rank's part of
-what is sharded.
+turn: a rank that dies while it fills one leaves the other complete. Two more hold another node's
+rank's part of what is sharded.
 
     header      the step, how many ranks hold a part of it, the sizes, and a checksum
     tensors     the content of each, at a multiple of 64 bytes

@@ -86,7 +86,7 @@ def load(
 
 
 def complete(code: int) -> None:
-    """Wait until what was saved is on the disk; where the run ends well, on every rank."""
+    """Wait until what was saved is on the disk; if the run ends well, on every rank."""
     for saver in _savers().values():
         saver.wait()
         if code in (0, STOPPED):

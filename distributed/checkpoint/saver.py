@@ -116,10 +116,10 @@ class Saver:
         self._thread.start()
 
     def snapshot(self, step: int, state: State) -> None:
-        """Copy the state into the node agent's memory: a restart goes on from the newest.
+        """Copy the state into the node agent's memory: a restart continues from the newest.
 
-        A run that fails or is stopped has it written as a checkpoint; one that ends with code 0
-        must `save` its end itself. No agent, no snapshot.
+        If a run fails or is stopped, the agent writes it as a checkpoint; a run that ends with code
+        0 must `save` its last state itself. Without an agent, there is no snapshot.
         """
         if self.enabled or self._parts is not None:
             holders = count_ranks() if self._parts else 1

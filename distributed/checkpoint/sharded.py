@@ -121,7 +121,7 @@ class Parts:
         return json.dumps(entries).encode() + b"\n" + files.pack(results)
 
     def _tell(self, do: Callable[[], bytes]) -> list[bytes]:
-        """Do something on every rank; return what each came to, or raise what one failed with."""
+        """Do something on every rank; return all results, or raise the error of one that failed."""
         try:
             mine = b"+" + do()
         except Exception as error:

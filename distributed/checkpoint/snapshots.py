@@ -214,7 +214,7 @@ class Snapshots:
 def newest_snapshot(folder: Path) -> Snapshot | None:
     """Return this rank's part of a run's newest snapshot of which no part is missing.
 
-    A part that its own node has lost comes from the node that has a copy of it. Where rank 0 holds
+    A part that its own node has lost comes from the node that has a copy of it. If rank 0 holds
     all, the other ranks get None. All ranks call it.
     """
     if FILES not in os.environ:

@@ -152,7 +152,7 @@ class NodeAgent:
             attempt = self._begin_attempt()
             facts, verdict = attempt.facts, attempt.watch(self.outputs)
             if self.own.node_rank == 0 and verdict.outcome.code and not self.may_go_on_elsewhere:
-                # What all nodes are to lay together if no attempt follows.
+                # What all nodes are to put together if no attempt follows.
                 saved_step = self.heartbeats.reached()[0]
                 parts = self.snapshots.find_parts(facts.nodes.values(), saved_step)
                 verdict = replace(verdict, parts=parts)

@@ -252,7 +252,7 @@ class Attempt:
                 self.facts.verdict = message
 
     def send_all(self, message: object, *, but: Link | None = None) -> None:
-        """Send to every other agent from node rank 0, and from elsewhere to node rank 0's."""
+        """On node rank 0, send to every other agent; elsewhere, to node rank 0's."""
         for peer in self.peers.values():
             if peer is not but:
                 peer.send(message)

@@ -6,7 +6,7 @@ what goes over it. Whoever starts a supervisor sets two variables:
     LAUNCH_START=local|step the launcher on this machine has become it, or srun started it. The
                             supervisor removes it: a run nested within this one is another's.
     LAUNCH_TOKEN=<token>    marks every process of the run, and begins messages to the launcher.
-                            One tells how the run ended: the launcher prints the failure block.
+                            One reports how the run ended: the launcher prints the failure block.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def report_outcome(
 ) -> None:
     """Print how the run ended, and keep it in `folder`; a launcher elsewhere is sent it.
 
-    Where `is_line_open`, the last line shown may lack its end; the block begins a line.
+    If `is_line_open`, the last line shown may lack its end; the block begins a line.
     """
     if control is not None:
         control.tell(outcome, is_line_open=is_line_open)

@@ -32,7 +32,7 @@ def fork_ranks(
 ) -> list[Rank]:
     """Fork the ranks of an attempt. Each rank runs its program and leaves by SystemExit.
 
-    Each is `given` variables, and CPUs where they are not the agent's. In the ranks, all that the
+    Each is `given` variables, and CPUs if they are not the agent's. In the ranks, all that the
     agent has `held` open is closed: through its objects, so that none closes twice.
     """
     ranks: list[Rank] = []
@@ -98,8 +98,8 @@ def variables_of(
 def cpus_of_ranks(mode: str, nproc: int) -> Sequence[set[int] | None]:
     """Return the CPUs of each local rank as torchrun chooses them; None: those of the agent.
 
-    Raises Refused if torch cannot tell. It asks CUDA, which the agent must not have used when it
-    forks the ranks: a child does it.
+    Raises Refused if torch cannot find them. It asks CUDA, which the agent must not have used when
+    it forks the ranks: a child does it.
     """
     if not mode:
         return [None] * nproc

@@ -19,9 +19,9 @@ from launcher.wire.messages import NodeReport
 def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     """Meet the other nodes' agents: settles the run id, the ranks and the hosts.
 
-    Where no launcher has started all of them, nor tried the ways between them, they do so now,
-    unless the ranks may use another network. What a preflight has compared is not compared again.
-    Raises Refused if the run cannot start.
+    If no launcher has started all of them and tested their connections, they test them now, unless
+    the ranks may use another network. What a preflight has compared is not compared again. Raises
+    Refused if the run cannot start.
     """
     files: dict[str, str] = {}
     environ = args.environ

@@ -178,7 +178,7 @@ class NodeRanks:
     def describe_stuck(self, suspect: int) -> Failure | None:
         """Return the failure of a run that `suspect` holds up, with the stacks of all ranks here.
 
-        Where the suspect is a rank of another node, the first rank here has failed as a
+        If the suspect is a rank of another node, the first rank here has failed as a
         consequence. None if no rank lives. Blocks while the ranks write their stacks.
         """
         living = self.living()
@@ -211,7 +211,7 @@ class NodeRanks:
     def stacks(self, *, are_ending: bool = False) -> dict[int, list[str]]:
         """Have the living ranks write their stacks; returns where each is, by rank.
 
-        Blocks up to STACKS_WRITE_S, twice where ranks that are ending are stopped: those are
+        Blocks up to STACKS_WRITE_S, twice if ranks that are ending are stopped: those are
         continued, or they could not write. A rank that would die of the signal is not sent it: it
         imports torch itself, and its script does not beat.
         """

@@ -1,8 +1,8 @@
 """Where all ranks are: asked of every node on SIGQUIT, and when a script falls silent (no torch).
 
-Each agent has its ranks write their stacks, and tells node rank 0's; that one shows them. It is
-also asked by a file, ASKED in the run's folder, and adds what it shows to another one there. By
-such a file comes SLURM's notice of a time limit, too.
+Each agent has its ranks write their stacks, and sends them to node rank 0's, which shows them. It
+is also asked by a file, ASKED in the run's folder, and adds what it shows to another one there.
+SLURM's notice of a time limit also comes by such a file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Query:
         self._start.set_within(0.0)
 
     def ask_about(self, suspect: RankState) -> None:
-        """Tell of a silence, or end the run for it, once."""
+        """Report a silence, or end the run because of it, once."""
         if self._known != suspect.progress:
             self._silent, self._known = suspect, suspect.progress
             self.ask()
@@ -104,7 +104,7 @@ class Query:
             self._end.set_within(0.0)
 
     def _conclude(self) -> int | None:
-        """Show what the nodes have told; of a silence also who is behind."""
+        """Show what the nodes have reported; for a silence, also which rank is behind."""
         everyone = [rank for node in self._told.values() for rank in node.ranks]
         places = {each.rank: each.frames for each in everyone}
         calls = {each.rank: each.calls for each in everyone if each.calls is not None}

@@ -19,7 +19,7 @@ _INCURABLE = {
     *("too-few-gpus", "torch-without-gpu", "version-mismatch", "wrong-world"),
 }
 _INCURABLE_ERRORS = ("ImportError", "IndentationError", "ModuleNotFoundError", "SyntaxError")
-# What comes from outside tells nothing of the next attempt.
+# What comes from outside says nothing about the next attempt.
 _FROM_OUTSIDE = {"agent-killed", "launcher-killed", "link-lost", "node-lost", "rank-killed"}
 
 
@@ -69,7 +69,7 @@ class Restarts:
         lost: Sequence[str] = (),  # the hosts of lost nodes
         replaced: Sequence[str] = (),  # who takes their places
     ) -> str:
-        """Note that the run starts again, for the so many'th time; returns the cost in one line.
+        """Note that the run starts again, for the `number`th time; returns the cost in one line.
 
         `held_step` is that of the newest snapshot in memory; -1: there is none.
         """

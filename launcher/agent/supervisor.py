@@ -190,7 +190,7 @@ def _importing(file: int) -> Iterator[None]:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    gc.freeze()  # shared with all ranks: no collector shall touch these pages
+    gc.freeze()  # shared with all ranks: no garbage collector may touch these pages
     gc.enable()
     sys.stderr.flush()
     os.dup2(stderr, 2)
@@ -278,7 +278,7 @@ def _await_end(agent: Agent) -> int:
 def _report_death(
     agent: Agent, code: int, why: tuple[str, str] | None, words: Sequence[str], *, left: int
 ) -> None:
-    """Tell in the agent's place how the run ended: the agent was killed, failed or left early.
+    """Report in the agent's place how the run ended: the agent was killed, failed or left early.
 
     `why` is the fault and the cause; None: this process ended the agent.
     """
@@ -312,7 +312,7 @@ def _report_death(
 def _explain_death(
     code: int, words: Sequence[str], *, has_torch: bool, is_out_of_memory: bool
 ) -> tuple[str, str]:
-    """Return the fault and the cause of the end of an agent that has not told it itself.
+    """Return the fault and the cause of an agent's end, if it has not reported them itself.
 
     `words` are what it said last. With `is_out_of_memory`, the kernel has killed something here.
     """

@@ -60,7 +60,7 @@ class Arguments:
     join_timeout_s: float
     grace_s: float
     num_spares: int  # agents beyond `num_nodes`, which wait
-    min_nodes: int  # with which the run goes on without a spare; 0: it replaces no node
+    min_nodes: int  # with which the run continues without a spare; 0: it replaces no node
     redirected: Mapping[int, Std]  # by local rank: streams that go to files of their own alone
     teed: Mapping[int, Std]  # streams that do so, too
     numa_binding: str  # empty: none

@@ -5,10 +5,10 @@
     scripts/explain.sh LOG...      files, of any launcher
     scripts/explain.sh FAULT       a fault's section of TROUBLESHOOTING.md
 
-Prints the fault's name, the rank, the line and the section of TROUBLESHOOTING.md; or, where this
-project's own block ends the log or the run, that block; or, where it refused to start, its lines
-and their sections. Ends with 0 if it found a cause, with 1 if there is none, and with 2 if a file
-cannot be read.
+Prints the fault's name, the rank, the line and the section of TROUBLESHOOTING.md; or, if the log or
+the run ends with this project's own block, that block; or, if this project refused the start, its
+lines and their sections. Ends with 0 if it found a cause, with 1 if there is none, and with 2 if a
+file cannot be read.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def _frames(above: str, line: str) -> list[str]:
 
 
 def _with_first(sightings: Sequence[Sighting], first: re.Match[str]) -> list[Sighting]:
-    """Add the rank that a launcher saw first to the lines that do not tell their own."""
+    """Add the rank that a launcher saw first to the lines that do not name their own."""
     local = first["torch"] or first["spawn"] or first["deepspeed"]
     number = local or first["rank"] or first["reducer"] or first["task"]
     rank, host = f"{'local ' if local else ''}rank {number}", first["host"] or first["node"] or ""

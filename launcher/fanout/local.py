@@ -1,6 +1,6 @@
 """Fan-out to this machine alone: check it, and become its node agent.
 
-Where every node is started on its own, by hand or by srun, each is such a machine.
+If every node is started separately, by hand or by srun, each is such a machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from launcher.wire.messages import Report
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec does not return
-    """Start this node's ranks; returns only where nothing was started, with the exit code."""
+    """Start this node's ranks; returns only if nothing was started, with the exit code."""
     if plan.has_transcript and not plan.is_dry_run and not plan.is_detached:
         transcript.keep(transcript.new_file(plan))
     report = check_here(plan)

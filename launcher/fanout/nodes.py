@@ -129,7 +129,7 @@ class Silence:
             self.still_s = 0.0  # the run has outlived it
 
     def find(self) -> list[Connection]:
-        """Return the nodes to give up: where one was silent for too long, all that are silent."""
+        """Return the nodes to give up: if one was silent for too long, all that are silent."""
         now, awaited = time.monotonic(), self.awaited
         if all(now - node.heard < limits.SILENCE_S for node in awaited):
             return []

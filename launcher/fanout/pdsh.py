@@ -52,7 +52,7 @@ class PdshFanout(Fanout):
         words = self.plan.inside(self.plan.module_command(FAR_SIDE))
         if "LD_LIBRARY_PATH" in self.plan.forwarded:  # some Python's own library is there
             words = ["env", f"LD_LIBRARY_PATH={environ['LD_LIBRARY_PATH']}", *words]
-        # On every node pdsh puts the node's rank for %n.
+        # On every node, pdsh replaces %n with the node's rank.
         remote = f"exec {shlex.join(words).replace('%', '%%')} --pdsh {self.socket}.%n"
         command = ["pdsh", "-R", "ssh", "-S", "-f", str(len(names)), "-w", ",".join(names)]
         self.pdsh = Child(

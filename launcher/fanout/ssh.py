@@ -210,7 +210,7 @@ class Fanout:
     def lose(self, node: Connection, why: str) -> None:
         """Note that a node's part of the run has ended before its time.
 
-        That ends the run, unless others go on. Where it is silent, the other agents may save first.
+        That ends the run, unless others continue. If it is silent, the other agents may save first.
         """
         node.lost, node.is_silent = why, time.monotonic() - node.heard > limits.SILENCE_S / 2
         self.say(f"{node.name}: {why}{' [link-lost]' if node.is_silent else ''}")
@@ -219,7 +219,7 @@ class Fanout:
         self.nodes.sweep(node)
 
     def pass_on(self, signum: Signals) -> None:
-        """Tell every node of a signal; what it means there the agents decide."""
+        """Pass a signal to every node; the agents decide what it means there."""
         is_query = signum == QUERY and QUERY not in stop_signals()
         if self.started is None and not is_query:
             self.say(f"stopped by {signum.name}; nothing was started")
@@ -252,7 +252,7 @@ class Fanout:
 
     @property
     def is_open(self) -> bool:
-        """Whether the run goes on, and the control streams are open."""
+        """Whether the run continues, and the control streams are open."""
         return self.started is not None and time.monotonic() < self.close_at
 
     def close_within(self, seconds: float) -> None:

@@ -1,6 +1,6 @@
 """The step of a SLURM job that runs the agents: start srun, act on signals, end it.
 
-The agents tell how the run ended through srun's stdout, in lines that begin with a token; the
+The agents report how the run ended through srun's stdout, in lines that begin with a token; the
 launcher prints the failure block once srun has ended. srun waits without limit for a node that it
 has lost, so the launcher ends it.
 """
@@ -161,7 +161,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
 
 
 def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -> None:
-    """Wait for srun's end; adds the signals that ask for the run's to `asked`."""
+    """Wait for srun's end; adds the signals that ask for the run's end to `asked`."""
     handled, interrupts, begun, end = handled_signals(), Interrupts(), 0, Deadline()
     while srun.poll() is None:
         if output and output.has_outcome:
@@ -204,7 +204,7 @@ def find_outcome(
 
 
 def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
-    """Return the outcome with SIGTERM's code, where SLURM ended the run and no rank saved.
+    """Return the outcome with SIGTERM's code, if SLURM ended the run and no rank saved.
 
     A time limit is reported, because nobody asked for it, unlike scancel.
     """

@@ -19,7 +19,7 @@ TWICE = 2  # losses of one node in a run, after which it is not used again
 def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
     """Return the node ranks of those that do not answer, have a fault, or were lost twice.
 
-    None are where no spare can replace them.
+    There are none if no spare can replace them.
     """
     if not plan.num_spares:
         return set()

@@ -48,7 +48,7 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
 def read_hostfile(file: Path) -> list[str]:
     """Return the words of a host file: one node per line, or Open MPI's form (`node1 slots=4`).
 
-    Of names that repeat, as LSF and OAR write a line for each processor, the lines are counted.
+    Lines that repeat a name are counted: LSF and OAR write one for each processor.
     Raises PlanError if there is no such file, or a line cannot be read.
     """
     if not file.is_file():

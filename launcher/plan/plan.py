@@ -58,7 +58,7 @@ class World:
     nproc: int | None = None  # ranks per node; None: one per GPU
     nodes: Sequence[NodePlan] = ()  # by node rank, where this launcher starts them all by name
     num_spares: int = 0  # more nodes, which wait: the last of `nodes`
-    min_nodes: int = 0  # with which the run goes on without a spare; 0: it replaces no node
+    min_nodes: int = 0  # with which the run continues without a spare; 0: it replaces no node
     hosts: str = ""  # SLURM's list of them
     job: str = ""  # SLURM's id of the job that has them
     left_out: Sequence[str] = ()  # faulty nodes of the job

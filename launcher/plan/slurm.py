@@ -122,7 +122,7 @@ def refuse_many_nodes(environ: Environ, program: str) -> None:
 
 
 def warn_of_part(environ: Environ, program: str, *, needs_srun: bool = False) -> None:
-    """Warn where a step has fewer nodes than its job, and a program for all of them starts on it.
+    """Warn if a step has fewer nodes than its job, and a program for all of them starts on it.
 
     With `needs_srun`, srun starts the program on each node.
     """

@@ -33,7 +33,7 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
     if spares >= world.num_nodes:
         raise PlanError(
             f"SPARES is {spares} of {world.num_nodes} nodes in all; "
-            "name more nodes: the last ones are spares"
+            "name more nodes (the last ones are the spares)"
         )
     num_nodes = world.num_nodes - spares
     least = read_number("MIN_NODES", given.get("MIN_NODES", str(num_nodes)), 1, num_nodes)

@@ -306,7 +306,7 @@ CHECKS = {  # and how many things each looks at
 
 
 def existing(directory: Path) -> Path:
-    """Return the directory, or what of the way to it exists."""
+    """Return the directory, or its nearest parent that exists."""
     return next(path for path in (directory, *directory.parents) if os.path.exists(path))
 
 

@@ -45,7 +45,7 @@ TOLERANCE = 0.05  # cards of one model from two vendors differ a little in their
 
 
 class GpuError(RuntimeError):
-    """There are GPUs, but their tool cannot tell of them."""
+    """There are GPUs, but their tool cannot report them."""
 
 
 class UnknownField(GpuError):

@@ -28,7 +28,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
-    """Go on in a child; returns what takes it from the terminal to the run's log.
+    """Continue in a child; returns what takes it from the terminal to the run's log.
 
     This process stays on the terminal until then, and passes signals on to the child. It exits
     with the child's code if the child ends, else with code 0. The script is named as it was typed,

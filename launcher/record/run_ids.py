@@ -1,4 +1,4 @@
-"""The id of a run where several launches were given the same."""
+"""The id of a run if several launches were given the same."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def plain_run_id(rdzv_id: str) -> str:
 
 
 def _is_same(start: str, other: str) -> bool:
-    """Whether two starts of a job are one; if nobody answered, the submit time lacks.
+    """Whether two starts of a job are one; if nobody answered, the submit time is missing.
 
     One session of a PBS job is one start, also where qstat has told nothing of it.
     """

@@ -195,7 +195,7 @@ def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
 
 
 def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
-    """Record how this process's run ended, unless that is known or another has taken it over.
+    """Record how this process's run ended, unless that is known or another process took it over.
 
     `agent` is the process id of the run's agent, which held the folder's lock.
     """
@@ -249,7 +249,7 @@ class RunFolder:
 
 
 def _is_users(link: Path) -> bool:
-    """Whether a link leads to something else than a run's folder."""
+    """Whether a link leads to something other than a run's folder."""
     target = link.parent / Path(os.readlink(link)).parts[0] if link.is_symlink() else link
     return link.is_symlink() and target.exists() and not (target / "failures").is_dir()
 

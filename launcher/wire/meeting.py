@@ -1,6 +1,6 @@
 """How nodes meet: one waits for the others, and each pair tests its link (no torch).
 
-The preflight meets at the master's port, and so do the agents after it. Where node rank 0 is lost,
+The preflight meets at the master's port, and so do the agents after it. If node rank 0 is lost,
 the agents that are left meet at the failover port of the one that replaces it. Of nodes that were
 started by hand there is no preflight: their agents test the pairs.
 """

@@ -236,7 +236,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Parts:
-    """A snapshot whose parts are on several nodes, which lay them together to save it."""
+    """A snapshot whose parts are on several nodes, which put them together to save it."""
 
     step: int
     folder: str  # below that of the run's checkpoints; what a killed save leaves has such a name

@@ -5,7 +5,7 @@
 #        qsub [QSUB OPTIONS] scripts/pbs/pbs_train.sh
 #
 #   CONFIG     a YAML file (default: config/local3.yaml). The second form takes -v CONFIG=FILE and
-#              reads the #PBS lines; Torque has only this, with -F "CONFIG key=value"
+#              reads the #PBS lines; Torque supports only this form, with -F "CONFIG key=value"
 #   --dry-run  outside a job: show the qsub command
 #
 # example: qsub -l select=4:ncpus=64:ngpus=8 -l walltime=24:00:00 -j oe -o logs/ -N train -- $PWD/scripts/pbs/pbs_train.sh my.yaml

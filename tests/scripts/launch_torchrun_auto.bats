@@ -40,7 +40,7 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   # shellcheck disable=SC2154 # set by run
   [[ $stderr == *$'\n'"hosts      node1 (master, node1:23456)"$'\n'"spares     node2"$'\n'"ranks      2 = 1 node x 2, gloo"$'\n'* ]]
   SPARES=2 run launch plain.yaml 2 node1 node2 train.batch_size=1
-  assert_refused 2 "SPARES is 2 of 2 nodes in all; name more nodes: the last ones are spares"
+  assert_refused 2 "SPARES is 2 of 2 nodes in all; name more nodes (the last ones are the spares)"
 }
 
 @test "TRAIN_SCRIPT: a module, over ssh" {

@@ -1,8 +1,8 @@
 """Whether NCCL uses the network that it should, read from its own log (no torch).
 
-NCCL that cannot use InfiniBand takes TCP, many times slower, and says so in its log alone. Where a
+NCCL that cannot use InfiniBand takes TCP, many times slower, and says so in its log alone. If a
 port is active, rank 0 writes that log to a file, which no terminal shows. If the user has NCCL log,
-it is in the node's log. Rank 0 speaks for all: where they differ, NCCL fails.
+it is in the node's log. Rank 0 is enough: if the ranks differ, NCCL fails.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def prepare(
 
 
 def _is_set_in_file(environ: Environ) -> bool:
-    """Whether NCCL's own files say what it is to log; a variable would win."""
+    """Whether NCCL's own files say what to log; a variable has precedence."""
     for name in ("/etc/nccl.conf", "~/.nccl.conf", environ.get("NCCL_CONF_FILE", "")):
         with contextlib.suppress(OSError):  # NCCL will not read it either
             if b"NCCL_DEBUG" in Path(os.path.expanduser(name)).read_bytes():

@@ -77,7 +77,7 @@ def wait_for_stacks(files: Mapping[Path, int], limit_s: float) -> None:
 def read_stack(file: Path) -> list[str]:
     """Return where the main thread was when faulthandler last wrote, innermost call first.
 
-    These are the user's own frames, below the function of a library that they have called. Where it
+    These are the user's own frames, below the function of a library that they have called. If it
     has none, as at Python's exit, they are Python's, and another thread's.
     """
     try:

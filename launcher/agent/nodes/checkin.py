@@ -47,7 +47,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """On node rank 0, start the others after the body; where it raises Refused, refuse them."""
+        """On node rank 0, start the others after the body; if it raises Refused, refuse them."""
         try:
             yield
         except Refused as refused:

@@ -21,7 +21,7 @@ class Team:
     members: list[Member]  # by node rank; the first is this agent's
     peers: dict[int, Link]  # of the others, by node rank
     spares: dict[Member, Link] = field(default_factory=dict)
-    min_nodes: int = 0  # with which the run goes on without a spare; 0: it replaces no node
+    min_nodes: int = 0  # with which the run continues without a spare; 0: it replaces no node
 
     def __post_init__(self) -> None:
         # Agents, at the last start of the ranks.
@@ -38,7 +38,7 @@ class Team:
         return 2 * (1 + len(self.peers) + len(self.spares)) >= self.counted
 
     def why_not(self, *, are_all_quiet: bool = True) -> str:
-        """Return why the run cannot go on without the nodes that are lost; nothing if it can.
+        """Return why the run cannot continue without the lost nodes; nothing if it can.
 
         Those that are left have ended their ranks, unless not `are_all_quiet`.
         """
@@ -104,7 +104,7 @@ class Team:
         return assignments
 
     def tell(self, assignments: Mapping[int, Assignment], verdict: Verdict | None = None) -> None:
-        """Tell every other agent its assignment; with a verdict, how the attempt ended, too."""
+        """Send every other agent its assignment; with a verdict, also how the attempt ended."""
         others = [(self.members[rank], peer) for rank, peer in self.peers.items()]
         for member, peer in (*others, *self.spares.items()):
             own = assignments.get(member.node_id)

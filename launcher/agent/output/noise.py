@@ -8,8 +8,8 @@ import re
 import tempfile
 from collections.abc import Iterator
 
-# Torch looks up the name behind each address of its store, and uses it in messages alone. Where
-# no name server answers, this appears on every start and means nothing. Neither does what torch
+# Torch looks up the name behind each address of its store, and uses it in messages alone. If no
+# name server answers, this appears on every start and means nothing. The same holds for what torch
 # before 2.8 says of the store that serve_store tries first.
 _TEXT = b"[c10d] The "
 _LINES = re.compile(

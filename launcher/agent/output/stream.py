@@ -269,7 +269,7 @@ def open_stream(
 ) -> tuple[int, Stream]:
     """One stream of one rank: the file descriptor for the rank, and the agent's reading end.
 
-    Where `terminal` is one, the rank's is of its size; None: it gets a pipe.
+    If `terminal` is one, the rank's is of its size; None: it gets a pipe.
     """
     is_tty = terminal is not None and terminal.isatty()
     if terminal is not None and is_tty:

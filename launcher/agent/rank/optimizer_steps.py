@@ -22,7 +22,7 @@ def count_steps(record: str, error_file: Path) -> None:
     place = find_record(record)
     assert place is not None
     counter = StepCounter(Heart(*place, stack_file_of(error_file), is_counted=True))
-    os.register_at_fork(after_in_child=counter.stop)  # what a rank forks has steps of its own
+    os.register_at_fork(after_in_child=counter.stop)  # what a rank forks counts its own steps
     register_optimizer_step_post_hook(counter)
 
 
@@ -42,7 +42,7 @@ class StepCounter:
         """Record an optimizer step."""
         if self._heart is None or torch.compiler.is_compiling():
             return
-        if not self._heart.newest.is_counted:  # the script tells its own
+        if not self._heart.newest.is_counted:  # the script reports its own
             self.stop()
             return
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1

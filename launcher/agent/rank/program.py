@@ -131,7 +131,7 @@ def _restore_signals() -> None:
 
 
 def _execute_command(command: list[str]) -> int:
-    """Become the command; returns an exit code only where it cannot be executed."""
+    """Become the command; returns an exit code only if it cannot be executed."""
     try:
         os.execvp(command[0], command)
     except OSError as error:

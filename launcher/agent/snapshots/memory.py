@@ -61,7 +61,7 @@ class Snapshots:
     def find_parts(self, others: Iterable[NodeEnd], saved_step: int) -> Parts | None:
         """Return the newest snapshot of which no part is missing, if other nodes hold some of it.
 
-        None, too, where a checkpoint is as new.
+        Also None if a checkpoint is as new.
         """
         own, copies = self.parts()
         nodes = [NodeEnd(parts=own, copies=copies), *others]
@@ -101,7 +101,7 @@ class Snapshots:
     def save(self, saved_step: int, *, is_first_node: bool, limit_s: float) -> int:
         """Save the newest snapshot as a checkpoint, if it is newer than what is saved.
 
-        On another node than the first, the copy of it. Returns the step; -1: none was saved.
+        On a node other than the first, save its copy. Returns the step; -1: none was saved.
         """
         deadline = own_time.now() + limit_s
         buffers = self._own if is_first_node else self.incoming.buffers
