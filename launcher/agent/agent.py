@@ -298,7 +298,7 @@ class NodeAgent:
     def _keep_snapshot(self, verdict: Verdict, *, is_told: bool) -> Outcome:
         """Write what is newer in memory than on the disk as a checkpoint, for a later start."""
         outcome, limit_s = verdict.outcome, self.args.grace_s
-        if outcome.signum:  # the ranks have had GRACE; supervisor and launchers wait longer
+        if self.signals:  # the ranks have had GRACE; supervisor and launchers wait longer
             limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
         if outcome.code != 0 and is_told and 0 in self.meeting.peers:
             parts = None if self.is_spare else verdict.parts
