@@ -16,6 +16,7 @@ from launcher.failure_block import Outcome, find_end, find_kept, print_outcome
 from launcher.fanout.ending import NodeResult, conclude
 from launcher.fanout.protocol import Exit
 from launcher.plan.plan import Plan
+from launcher.text import print_row
 
 ENGINE = "torch.distributed.launch"
 PLAN = Plan(
@@ -151,7 +152,8 @@ def test_the_launcher_prints_what_the_agent_would_and_keeps_it(
     print_outcome(end, out, tmp_path / "gone")  # nothing that only tells ends a run
 
 
-TOLD = "run         r1    config/local3.yaml\n"
+print_row("run", "r1    config/local3.yaml", plan := io.StringIO())
+TOLD = plan.getvalue()
 
 
 def printed(end: Outcome) -> str:
@@ -168,6 +170,7 @@ def printed(end: Outcome) -> str:
         (f"{TOLD}step 1\r\n{printed(END)}".replace("\n", "\r\n"), True),
         (f"{TOLD}{printed(END)}".replace("FAILED  ", "\x1b[1;31mFAILED  \x1b[0m"), True),
         (f"{TOLD}{printed(END)}{TOLD}step 1\n", False),  # resumed, and not ended yet
+        (f"{TOLD}{printed(END)}x.sh: run r1 is live; wait [run-is-live]\n", False),
         (f"{TOLD}step 1\nValueError: x\n", False),
         ("x" * (1 << 18) + f"\n{printed(END)}", True),
     ],
