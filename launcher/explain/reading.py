@@ -47,6 +47,8 @@ _EXCEPTION = re.compile(
 _RANK = re.compile(r"(?<!local_)(?<!local )\b[Rr]ank ?:? ?(\d+)|: task (\d+): Exited")
 _NAMED = re.compile(r" \[([a-z-]+)\]$")  # as our own lines name a fault
 _PROGRAM = re.compile(r"(?:node agent|[\w.-]+): ")  # before those with which one refuses a start
+# The last line of an earlier start, in a log that several starts have written to; or the first row.
+_BEFORE = re.compile(rb"run {8}\S|see {6}TROUBLESHOOTING|stopped  .*; nothing is left running")
 # Where launchers tell which process was the first to fail: torch's two tables and its one line, its
 # spawn, DeepSpeed's, DDP's of parameters, and srun's.
 _FIRST = re.compile(
@@ -88,10 +90,11 @@ class Sighting:
 
 
 def read(file: Path) -> list[Sighting]:
-    """Return what a log says of a failure, from its start on: of lines that differ in numbers
-    alone, the first. Raises OSError.
+    """Return what a log says of a failure: of lines that differ in numbers alone, the first.
+
+    Raises OSError.
     """
-    rows = enumerate(file.read_bytes().split(b"\n"), 1)
+    rows = _rows_of_last_start(file)
     lines = [(row, line) for row, text in rows for line in text.split(b"\r")]  # a bar's states
     shapes: set[bytes] = set()
     sightings: list[Sighting] = []
@@ -133,10 +136,16 @@ def find_refusals(file: Path) -> dict[str, str]:
     """Return the lines of a log with which our programs refused a start, each with its fault's
     name. Raises OSError.
     """
-    rows = map(bytes.rstrip, file.read_bytes().split(b"\n"))
+    rows = (row.rstrip() for _, row in _rows_of_last_start(file))
     lines = (split(row.decode(errors="replace"))[1] for row in rows if row.endswith(b"]"))
     lines = (line for line in lines if _PROGRAM.match(line) and not _EXCEPTION.match(line))
     return {line: fault for line in lines if (fault := own_fault(line))}
+
+
+def _rows_of_last_start(file: Path) -> list[tuple[int, bytes]]:
+    """Return the lines of a log with their numbers, without those of earlier starts."""
+    rows = [*enumerate(file.read_bytes().split(b"\n"), 1)]
+    return rows[max((number for number, row in rows if _BEFORE.match(row)), default=0) :]
 
 
 def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:

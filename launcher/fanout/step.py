@@ -212,7 +212,7 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
     if not is_stopped or outcome.signum == signal.SIGINT:
         return outcome
     code, now = 128 + signal.SIGTERM, time.time()
-    if (ask_squeue(f"--job={plan.job}", "--format=%r") or "").strip() == LIMIT:
+    if (ask_squeue(f"--job={job_id(plan.environ)}", "--format=%r") or "").strip() == LIMIT:
         cause = "SLURM ended the job at its time limit, before the ranks had saved and left"
         failure = Failure("time-limit", cause, code, short_host_name(), -1, now)
         return replace(outcome, code=code, failure=failure)

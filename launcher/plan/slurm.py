@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from distributed import environment, hostlist
 from distributed.environment import slurm_node
 from distributed.errors import STOPPED
-from distributed.job import ask_scheduler, in_slurm_step
+from distributed.job import ask_scheduler, in_slurm_step, job_id
 from launcher.master_port import is_loopback
 from launcher.plan.plan import World, read_nproc, read_number
 from launcher.text import Environ, PlanError, warn
@@ -161,7 +161,9 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
         words.append(f"--ntasks-per-node={tasks}")
     if gpus := environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE"):
         words.append(f"--gpus-per-node={gpus}")
-    job = f"--job={environ['SLURM_JOB_ID']}"
+    job, task = f"--job={job_id(environ)}", environ.get("SLURM_ARRAY_TASK_ID")
+    if task:
+        words.append(f"--array={task}")
     if in_batch_script(environ):  # of ours, or of the user's own, which holds what was typed
         again = [script, *typed[1:]] if script else (ask_squeue(job, "--format=%o") or "").split()
         return again and ["sbatch", *words, *again]

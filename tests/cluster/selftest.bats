@@ -25,7 +25,7 @@ setup() {
 # Runs the test on all nodes; sets CODE. The output is in `out`, the findings in found.json.
 try_nodes() { # <option...>
   CODE=0
-  timeout 100 "$CLUSTER" run login "$ROOT/scripts/test_distributed.sh" 1 node[1-4] \
+  timeout 600 "$CLUSTER" run login "$ROOT/scripts/test_distributed.sh" 1 node[1-4] \
     --json found.json "$@" &>out || CODE=$?
 }
 

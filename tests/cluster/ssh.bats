@@ -230,10 +230,10 @@ TABLE
   # What timeout is sent goes to all of the launcher's group.
   local launcher
   for launcher in torchrun_auto pdsh_multinode; do
-    printf '#!/bin/sh\nexec timeout 100 scripts/ssh/launch_%s.sh "$@"\n' "$launcher" >limited
+    printf '#!/bin/sh\nexec timeout 1000 scripts/ssh/launch_%s.sh "$@"\n' "$launcher" >limited
     chmod +x limited
     LAUNCH=./limited start "$launcher" config/local3.yaml 1 "${HOSTS[@]}" "${LONG[@]}"
-    on login kill -TERM "$(on login pgrep -f "^timeout 100 ")"
+    on login kill -TERM "$(on login pgrep -f "^timeout 1000 ")"
     end_of "$PID"
     cat "$launcher.out"
     ((CODE == 75))

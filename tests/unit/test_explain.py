@@ -278,6 +278,18 @@ def test_a_word_that_is_nothing_here_is_refused_in_one_line(
         assert capsys.readouterr().err == said
 
 
+def test_of_a_log_with_several_starts_the_last_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "slurm-17.out"
+    first = "stopped  by SIGTERM after saving a checkpoint (code 75); nothing is left running"
+    refusal = "node agent: run 17 is live: job 18, process 2158 on node1; wait [run-is-live]"
+    log.write_text(f"run        17\nValueError: x\n{first}\nrun        17\n{refusal}\n")
+    assert main([str(log)], {}) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{refusal}\n## run-is-live") and first not in said
+
+
 def test_a_run_that_starts_and_has_no_log_yet_is_described(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from launcher.failure import Failure
 from launcher.failure_block import find_end, find_kept, print_outcome
 from launcher.outcome import Outcome
+from launcher.text import print_row
 
 ERROR = Failure("rank-error", "ValueError: ü\nmore", 1, "node2", 1, 1000.5, rank=5, local_rank=1)
 END = Outcome(code=1, failure=ERROR, lost_peer=6, stopped=1, started=986.0, run_id="r1")
@@ -39,7 +40,8 @@ def test_the_launcher_prints_what_the_agent_would_and_keeps_it(
     print_outcome(end, out, tmp_path / "gone")  # nothing that only tells ends a run
 
 
-TOLD = "run         r1    config/local3.yaml\n"
+print_row("run", "r1    config/local3.yaml", plan := io.StringIO())
+TOLD = plan.getvalue()
 
 
 def printed(end: Outcome) -> str:
@@ -56,6 +58,7 @@ def printed(end: Outcome) -> str:
         (f"{TOLD}step 1\r\n{printed(END)}".replace("\n", "\r\n"), True),
         (f"{TOLD}{printed(END)}".replace("FAILED  ", "\x1b[1;31mFAILED  \x1b[0m"), True),
         (f"{TOLD}{printed(END)}{TOLD}step 1\n", False),  # resumed, and not ended yet
+        (f"{TOLD}{printed(END)}x.sh: run r1 is live; wait [run-is-live]\n", False),
         (f"{TOLD}step 1\nValueError: x\n", False),
         ("x" * (1 << 18) + f"\n{printed(END)}", True),
     ],

@@ -150,6 +150,11 @@ def test_pbs_that_kills_before_the_ranks_have_saved(
     [
         (captured("batch-step"), True, "sbatch --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 S"),
         (captured("requeued-batch-step"), True, "sbatch --nodes=1 S"),
+        (
+            {**captured("requeued-batch-step"), "SLURM_ARRAY_TASK_ID": "3"},
+            True,
+            "sbatch --nodes=1 --array=3 S",
+        ),
         (captured("salloc-command"), True, "salloc --nodes=2 --ntasks-per-node=2 typed.sh"),
         (
             captured("salloc-interactive-step"),
@@ -168,11 +173,11 @@ def test_slurm_command(environ: dict[str, str], is_ours: bool, expected: str) ->
 
 @pytest.mark.parametrize("file", ["/home/me/job.sh 5", ""])
 def test_the_batch_file_of_a_users_own_is_submitted_again(tools: Path, file: str) -> None:
-    make_tool(tools / "squeue", f"echo '{file}'")
-    command = slurm.job_command(
-        captured("batch-step"), None, ["launch.sh", "--hosts", "job", "x.py"]
-    )
-    sizes = "sbatch --nodes=2 --ntasks-per-node=2 --gpus-per-node=2"
+    make_tool(tools / "squeue", f'[ "$2" = --job=9_1 ] && echo "{file}"')
+    task = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "1"}  # the id 9 may be of all tasks
+    environ = {**captured("batch-step"), **task}
+    command = slurm.job_command(environ, None, ["launch.sh", "--hosts", "job", "x.py"])
+    sizes = "sbatch --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --array=1"
     assert shlex.join(command) == (f"{sizes} {file}" if file else "")
 
 
