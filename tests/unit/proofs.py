@@ -20,9 +20,9 @@ import others
 import pytest
 from agents import LOOPS, PROGRAM, PROMISED_S, ROOT, Run, kill_what_is_left, run_program
 from harness import render
+from test_agents_together import attack_a_run
 from test_checkpoint import flip_old_ones
 from test_clean_up import VICTIMS, hit, start_run
-from test_strangers import attack_a_run
 
 PIDS = Path(f"/sys/fs/cgroup/pids/prove-{os.getpid()}")
 NO_MORE_PROCESSES = "no process more (pids.max)"

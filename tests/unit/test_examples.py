@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import AGENT, PATIENCE_S, ROOT, execute, rarely
-
-from distributed.checkpoint import load, weights_hash
+from agents import AGENT, PATIENCE_S, ROOT, execute, rarely, written
+from launched import hash_of, state_of
 
 LAUNCH = ROOT / "scripts/ssh/launch_singlenode.sh"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -63,13 +62,7 @@ def test_a_stopped_one_ends_with_the_weights_of_an_uninterrupted_run(
     assert 100 <= int(saved.name[5:]) < steps
     out = run_forked(tmp_path, STOPPED, script, str(steps))
     assert "step 100 " not in out and f"step {steps} " in out
-    assert hash_of(tmp_path, WHOLE) == hash_of(tmp_path, STOPPED)
-
-
-def hash_of(folder: Path, run_id: str) -> str:
-    state = load(folder / "checkpoints" / run_id)
-    assert state is not None
-    return weights_hash(state.model)
+    assert hash_of(tmp_path / "checkpoints" / WHOLE) == hash_of(tmp_path / "checkpoints" / STOPPED)
 
 
 # Rank 1 kills itself in the third epoch of a new run; the second may still be being saved.
@@ -97,7 +90,7 @@ def test_a_killed_one_ends_with_the_bytes_of_an_uninterrupted_run(
     execute(tmp_path, ROOT / "scripts/launch.sh", *words, code=137, **variables)
     out = execute(tmp_path, *TORCHRUN, "killed.py", **variables).stdout
     assert "epoch 1 " not in out and "epoch 6 " in out
-    assert hash_of(tmp_path, STOPPED) == hash_of(tmp_path, WHOLE)
+    assert hash_of(tmp_path / "checkpoints" / STOPPED) == hash_of(tmp_path / "checkpoints" / WHOLE)
 
 
 @pytest.mark.long
@@ -129,12 +122,10 @@ def test_the_loop_that_the_page_shows_saves_and_resumes(tmp_path: Path) -> None:
         one for one in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "import" in one
     ]
     told = "print_main('after', step)\nwhile"
-    own = tmp_path / "own.py"
-    own.write_text(PREAMBLE + calls + BETWEEN + loop.replace("while", told, 1))
+    own = written(tmp_path / "own.py", PREAMBLE + calls + BETWEEN + loop.replace("while", told, 1))
     for steps, begin in (4, 0), (6, 4):
         run_id = f"page-{os.getpid()}"  # which makes the port, too
         variables = {"TRAIN_SCRIPT": str(own), "RUN_ID": run_id}
         out = run(tmp_path, "-", "2", "--", str(steps), **variables)
         assert out == f"{{'loss': 0.5}}\nafter {begin}\n"
-        saved = load(tmp_path / "checkpoints" / run_id)
-        assert saved and saved.progress["step"] == steps
+        assert state_of(tmp_path / "checkpoints" / run_id).progress["step"] == steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from agents import AGENT, execute, rarely
+from agents import AGENT, execute, rarely, written
 
 from launcher.agent.rank.fresh import variables_set_early
 
@@ -37,8 +37,7 @@ from launcher.agent.rank.fresh import variables_set_early
     ],
 )
 def test_names_that_are_set_before_torch(tmp_path: Path, text: str, names: list[str]) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(text)
+    script = written(tmp_path / "script.py", text)
     assert variables_set_early(script) == names
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import PATIENCE_S
+from agents import PATIENCE_S, written
 from ports import free_port
 
 from launcher import handshake
@@ -151,8 +151,7 @@ def test_a_false_master_is_noticed_and_one_that_ends_is_none(
 
 
 def test_the_secret_comes_from_the_environment_or_a_private_file(tmp_path: Path) -> None:
-    file = tmp_path / "secret"
-    file.write_text("0123456789abcdef\n")
+    file = written(tmp_path / "secret", "0123456789abcdef\n")
     file.chmod(0o600)
     expected = Access(b"0123456789abcdef")
     assert read_access({"RUN_SECRET": "0123456789abcdef"}) == expected

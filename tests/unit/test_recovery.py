@@ -99,16 +99,6 @@ def test_with_another_number_of_ranks_it_sees_each_sample_once(job: Job) -> None
     assert steps == [step for step, _, _ in job.outcome("alone").metrics]
 
 
-@pytest.mark.long
-@pytest.mark.another_torch("restart")
-def test_a_restart_goes_on_from_the_last_checkpoint(job: Job, whole: Outcome) -> None:
-    code, output = job.run("restarted", 2, restarts=1, FAULT="SIGKILL 1 50")
-    assert code == 0, output
-    assert "restart 1 of 1 after rank 1" in output
-    assert "resumed    after step" in output
-    assert job.outcome("restarted") == whole
-
-
 def test_what_no_longer_fits_is_one_line(job: Job, whole: Outcome) -> None:
     shutil.copytree(job.folder / "checkpoints/whole", job.folder / "checkpoints/other")
     code, output = job.run("other", 3, "train.global_batch_size=null", "train.batch_size=1")
@@ -178,5 +168,4 @@ def test_a_full_disk_ends_the_run_by_name(job: Job, small_disk: Path) -> None:
     assert re.match(r"FAILED   rank 0 .*\[disk-full\]\n", block)
     saved = re.search(r"CheckpointError: step (\d+) was not saved", block)
     assert saved is not None
-    state = state_of(small_disk / "full")
-    assert state.progress["step"] == int(saved[1]) - 5
+    assert state_of(small_disk / "full").progress["step"] == int(saved[1]) - 5

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from agents import Run, kill_what_is_left, rarely
-from test_sharded import on_ranks
+from forked_ranks import on_ranks
 
 from distributed import limits, stop_signals
 from distributed.stop import Stop
