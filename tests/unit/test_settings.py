@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -100,7 +101,8 @@ def test_an_override_may_hold_a_list_for_a_task_of_ones_own(config: Path) -> Non
 
 
 TRAIN = "train: {max_steps: 1, batch_size: 1}\n"
-SLOW = pytest.mark.slow
+LISTS = "[" * 3000 + "]" * 3000
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
 
 
@@ -142,7 +144,7 @@ def test_any_value_is_taken_or_refused_in_one_line(key: str, value: str) -> None
         ("task=json:Decoder", "json/__init__.py has no class Decoder"),
         ("task=json", "neither language_model nor module:Class"),
         ("train.max_steps", "is not a setting; write it as"),
-        pytest.param(f"train.max_steps={'[' * 3000}", "train.max_steps: ", marks=SLOW, id="deep"),
+        slow(f"train.max_steps={'[' * 3000}", "command line: train.max", id="deep"),
     ],
 )
 def test_a_wrong_override_is_one_line(config: Path, override: str, message: str) -> None:
@@ -170,16 +172,8 @@ def test_a_wrong_override_is_one_line(config: Path, override: str, message: str)
         (f'{TRAIN}"a\\e[31m": 1', r"a\x1b[31m: unknown key"),
         (f"{TRAIN}a: \0", "not YAML"),
         (f"{TRAIN}~: 1", "Keys should be strings"),
-        pytest.param(
-            f"{TRAIN}{BOMB}",
-            "has over 10000 values; check its aliases (*name)",
-            marks=SLOW,
-            id="bomb",
-        ),
-        pytest.param(
-            *(f"{TRAIN}a: {'[' * 3000}{']' * 3000}", "not YAML: maximum recursion depth exceeded"),
-            **{"marks": SLOW, "id": "lists"},
-        ),
+        slow(f"{TRAIN}{BOMB}", "has over 10000 values; check its aliases (*name)", id="bomb"),
+        slow(f"{TRAIN}a: {LISTS}", "not YAML: maximum recursion depth exceeded", id="lists"),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
