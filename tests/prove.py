@@ -9,8 +9,6 @@ speeds come first, alone. Then three parts run at once, for each mostly waits: o
 two that are processes of their own, the longest first. The code is 1 if a promise was not kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import math

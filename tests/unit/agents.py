@@ -1,7 +1,5 @@
 """Start node agents under test, and know every process that descends from them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """A folder in which train.py trains on one node, and what its runs leave there."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

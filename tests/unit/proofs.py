@@ -1,7 +1,5 @@
 """What `make prove` repeats: attacks, kills, and hangs that are to be named."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

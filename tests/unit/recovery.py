@@ -1,7 +1,5 @@
 """A small job that can be stopped, killed, hung and resumed, and what is left of it then."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

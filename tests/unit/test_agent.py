@@ -1,7 +1,5 @@
 """The node agent, whole: real forks, real gloo, real deaths."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Snapshots that outlive their ranks: restarts go on from them, an end writes them down."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import math

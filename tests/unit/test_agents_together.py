@@ -1,7 +1,5 @@
 """Two node agents of one run, on loopback: check-in, one verdict; strangers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Checkpoints: whole or not there, whatever happens, and the same on every rank."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

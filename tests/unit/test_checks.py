@@ -1,7 +1,5 @@
 """Each check on a sound machine and on one with its fault; what slow and broken hardware shows."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

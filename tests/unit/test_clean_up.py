@@ -1,7 +1,5 @@
 """Whoever is killed or stopped, nothing of a run is left; not even what forks twice."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """What the built-in task reads: its files and windows; the stream of batches."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import gc

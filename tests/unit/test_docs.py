@@ -1,7 +1,5 @@
 """The guides and the code tell of the same things: paths, flags, settings, variables, faults."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import html

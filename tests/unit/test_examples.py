@@ -1,7 +1,5 @@
 """Each program of examples/ runs as its first lines say."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

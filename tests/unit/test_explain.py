@@ -1,7 +1,5 @@
 """The first real cause in a log of any launcher, by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

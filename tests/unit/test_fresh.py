@@ -1,7 +1,5 @@
 """What a script sets before it imports torch counts in its ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The run's secret: who knows it is let in, whoever else waits; nobody else is."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A script under the node agent sees what it would see under torchrun."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

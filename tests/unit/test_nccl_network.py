@@ -1,7 +1,5 @@
 """NCCL that takes TCP where InfiniBand is active: told once, from its own log."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

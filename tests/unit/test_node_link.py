@@ -1,7 +1,5 @@
 """What agents and launchers say to each other arrives as it was sent; anything else is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """How a run ended, which failure is shown and the exit code, as tables; the block that tells it."""
 
-from __future__ import annotations
-
 import io
 import signal
 from dataclasses import replace

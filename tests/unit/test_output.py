@@ -1,7 +1,5 @@
 """What ranks print: node logs that can be followed, terminals without noise and what follows."""
 
-from __future__ import annotations
-
 import os
 import pty
 import threading

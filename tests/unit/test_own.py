@@ -1,7 +1,5 @@
 """Which variables are one node's alone, where the others' values come from, and what stays idle."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A process that was stopped blames nobody: whoever measures silence measures its own first."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """The preflight of a node: what it reports, what nodes find together, and where they meet."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

@@ -1,7 +1,5 @@
 """Finding the processes of a run among all others; Ctrl-C and Ctrl-Z."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

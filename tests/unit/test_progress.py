@@ -1,7 +1,5 @@
 """What each rank measures, what rank 0 shows and records, and where metrics go."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

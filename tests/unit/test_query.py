@@ -1,7 +1,5 @@
 """Beats, and scripts that tell none: whose silence counts, where all ranks are, what differs."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """Nothing is lost: runs that are stopped, killed, hung, or run out of disk, and go on."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

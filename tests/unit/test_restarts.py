@@ -1,7 +1,5 @@
 """Which failures start a run again, and what its restarts cost."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

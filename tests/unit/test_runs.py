@@ -1,7 +1,5 @@
 """The records of runs, --status and --stop; whole launches are in tests/scripts/detach.bats."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

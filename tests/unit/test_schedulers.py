@@ -1,8 +1,6 @@
 """What SLURM and PBS give a launch, from variables that a real SLURM has set; and the commands
 that ask them for a job."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The config: composition, overrides, and one clear line for each way to get it wrong."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -1,7 +1,5 @@
 """Sharded checkpoints: a part from each rank, and one checkpoint of them all."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

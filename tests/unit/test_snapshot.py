@@ -1,7 +1,5 @@
 """Snapshots: what a rank copies into memory, and what is read from there."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Spare nodes: agents on loopback that lose nodes, node rank 0 among them, and go on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

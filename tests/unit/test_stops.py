@@ -1,7 +1,5 @@
 """After a stop signal each rank has its time, and the end says what each did."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """The names of torch that one file may use alone: this torch has each, or what replaces it."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

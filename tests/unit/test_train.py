@@ -1,7 +1,5 @@
 """train.py, run for real: its command line, its runs by launcher and strategy, its resuming."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

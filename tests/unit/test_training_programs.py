@@ -1,7 +1,5 @@
 """python -m training.plot, training.sample and training.prepare; the built-in task."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The import rules: scripts -> launcher -> distributed <- training, train.py; torch alone."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
