@@ -9,8 +9,6 @@ speeds come first, alone. Then three parts run at once, for each mostly waits: o
 two that are processes of their own, the longest first. The code is 1 if a promise was not kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import math
@@ -34,7 +32,7 @@ from conftest import isolate
 from harness import describe_machine, render
 from proofs import prove_attacks, prove_clean_up, prove_hangs, prove_one_dies
 from recovery import FAULT_POINTS, PART_POINTS, SHARDED, STOPS, Job, draw_kills, steps_lost
-from test_meter import names_slow_rank, run_with_slow_rank
+from test_progress import names_slow_rank, run_with_slow_rank
 from test_stops import stop_at_random
 
 KILLS_PER_RUN = 20

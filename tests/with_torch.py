@@ -6,8 +6,6 @@ and why, and which are refused by name because this torch is too old for them. E
 part fails.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -7,8 +7,6 @@ to work, with pass, FAIL or what it needs, and figures. With WORDs, only rows wh
 Without a GPU the rows that need one say so. The code is 1 if a row has failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

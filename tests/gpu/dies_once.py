@@ -3,8 +3,6 @@
 Appends a line to the file STEPS before each step: attempt, step, seconds since the epoch.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

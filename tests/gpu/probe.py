@@ -3,8 +3,6 @@
 On a machine without a GPU, `holds_memory` alone works; it uses the CPU's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The rows of `make test-gpu`: each returns what it saw, or raises Failed."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

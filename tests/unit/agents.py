@@ -1,7 +1,5 @@
 """Start node agents under test, and know every process that descends from them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -22,6 +20,8 @@ LOOPS = str(ROOT / "tests/unit/own_loops.py")
 PROMISED_S = 2.0  # for all processes of a run, once one is killed: `make prove` asks for it
 PATIENCE_S = 300.0  # only ends a test that hangs: a quiet machine needs less than a tenth
 SECRET = "the same for all agents"
+WINGS = ("launcher", "distributed", "training", "scripts")
+MODULES = [ROOT / "train.py", *(file for wing in WINGS for file in (ROOT / wing).rglob("*.py"))]
 
 PROGRAM = """
 import os, signal, sys, time
@@ -67,6 +67,11 @@ time.sleep(600)
 """
 
 
+def children(pid: int) -> list[int]:
+    """Return the children of a process; this kernel has a file of them."""
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
 class Run:
     """One agent under test, and all that descends from it."""
 
@@ -105,28 +110,10 @@ class Run:
 
     def agent_pid(self) -> int:
         """The agent proper: the supervisor's only child."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return int(children.read_text().split()[0])
+        return children(self.process.pid)[0]
 
     def rank_pids(self) -> list[int]:
-        agent = self.agent_pid()
-        return [
-            int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-        ]
-
-    def first_end(self, nproc: int = 2) -> float:
-        """Wait for the first end of a rank; returns when it came.
-
-        How long a rank takes to leave is the program's own: Python's shutdown after sys.exit
-        takes 0.3 s on a quiet machine, and over a second on a busy one.
-        """
-        deadline = time.monotonic() + PATIENCE_S
-        with contextlib.suppress(FileNotFoundError, IndexError):  # the agent has ended as well
-            ranks = self.rank_pids()
-            while len(ranks) == nproc and all(is_alive(pid) for pid in ranks):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-        return time.monotonic()
+        return children(self.agent_pid())
 
     def finish(self) -> str:
         """Wait for the end; returns stderr."""
@@ -144,6 +131,12 @@ class Run:
         assert left == []
 
 
+def world(port: int, node: int, *, nodes: int = 2, nproc: int = 1) -> list[str]:
+    """Return the options of the agent of one of several nodes on loopback."""
+    sizes = [f"--nnodes={nodes}", f"--node-rank={node}", f"--nproc-per-node={nproc}"]
+    return [*sizes, "--master-addr=127.0.0.1", f"--master-port={port}"]
+
+
 def execute(
     folder: Path, *command: object, code: int = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
@@ -151,6 +144,12 @@ def execute(
     done = run_program(command, folder, **{"PYTHON": sys.executable, **environment})
     assert done.returncode == code, done.stdout + done.stderr
     return done
+
+
+def written(file: Path, text: str) -> Path:
+    """Write a file; returns it."""
+    file.write_text(text)
+    return file
 
 
 def rarely(*cases: object) -> list[Any]:

@@ -1,7 +1,5 @@
 """SLURM_* variables of a real SLURM; tests/cluster/environments/take.sh captures them again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 CAPTURED = Path(__file__).resolve().parents[1] / "cluster/environments"

@@ -1,7 +1,5 @@
 """What holds for all tests: each is isolated from the machine and from who runs it."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

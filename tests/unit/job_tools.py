@@ -1,7 +1,5 @@
 """What the tests of SLURM jobs share: a plan, and scripts in the place of SLURM's programs."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

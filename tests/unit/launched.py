@@ -1,7 +1,5 @@
 """A folder in which train.py trains on one node, and what its runs leave there."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -11,7 +9,7 @@ from typing import Any
 from agents import AGENT, ROOT
 from torch import Tensor
 
-from distributed.checkpoint import State, load
+from distributed.checkpoint import State, load, weights_hash
 
 TRAIN = str(ROOT / "train.py")
 
@@ -21,6 +19,11 @@ def state_of(run_folder: Path) -> State:
     state = load(run_folder)
     assert state is not None
     return state
+
+
+def hash_of(run_folder: Path) -> str:
+    """Return the hash of the weights that a run has saved last."""
+    return weights_hash(state_of(run_folder).model)
 
 
 class Work:

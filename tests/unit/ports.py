@@ -1,7 +1,5 @@
 """Ports for tests."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

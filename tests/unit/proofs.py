@@ -1,7 +1,5 @@
 """What `make prove` repeats: attacks, kills, and hangs that are to be named."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -20,9 +18,9 @@ import others
 import pytest
 from agents import LOOPS, PROGRAM, PROMISED_S, ROOT, Run, kill_what_is_left, run_program
 from harness import render
+from test_agents_together import attack_a_run
 from test_checkpoint import flip_old_ones
 from test_clean_up import VICTIMS, hit, start_run
-from test_strangers import attack_a_run
 
 PIDS = Path(f"/sys/fs/cgroup/pids/prove-{os.getpid()}")
 NO_MORE_PROCESSES = "no process more (pids.max)"

@@ -1,7 +1,5 @@
 """A small job that can be stopped, killed, hung and resumed, and what is left of it then."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -16,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import AGENT, PATIENCE_S, ROOT, Run, eventually, kill_what_is_left
+from agents import (
+    AGENT,
+    PATIENCE_S,
+    ROOT,
+    Run,
+    children,
+    eventually,
+    kill_what_is_left,
+    world,
+    written,
+)
 from launched import state_of
 from ports import free_port
 
@@ -154,14 +162,7 @@ def draw_kills(draw: random.Random, times: int, format: str) -> list[str]:
 
 def ranks_below(supervisor: int) -> list[int]:
     """Return the process ids of the ranks; none before they are forked."""
-    pids = [supervisor]
-    for _ in range(2):  # the supervisor's agent, the agent's ranks
-        pids = [
-            int(pid)
-            for parent in pids
-            for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        ]
-    return pids
+    return [rank for agent in children(supervisor) for rank in children(agent)]
 
 
 def snapshots_on(run: Run) -> list[int]:
@@ -236,15 +237,14 @@ class Job:
         variables = {"OMP_NUM_THREADS": "1", **environment}
         if spares:
             variables |= {"SPARES": str(spares), "MIN_NODES": str(nodes)}
-        world = [f"--nnodes={nodes}", "--nproc-per-node=1", f"--max-restarts={spares}"]
-        world += ["--master-addr=127.0.0.1", f"--master-port={port}", f"--rdzv-id={run_id}"]
+        job = [f"--max-restarts={spares}", f"--rdzv-id={run_id}", "--log-dir=logs"]
         command = [str(ROOT / "train.py"), "--config", "job.yaml", *settings]
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.folder)
             for node in range(nodes + spares):
-                own = [f"--node-rank={node}", "--log-dir=logs", *command]
                 variables["LAUNCH_TOKEN"] = f"{run_id}.{node}"
-                runs.append(Run([*world, *own], **variables))
+                words = [*world(port, node, nodes=nodes), *job, *command]
+                runs.append(Run(words, **variables))
         try:
             yield runs
         finally:
@@ -274,8 +274,7 @@ class Job:
         self, run_id: str, nproc: int, settings: Sequence[str], kills: Sequence[str]
     ) -> Outcome:
         """Kill all ranks at fault points of saving: "N R" is rank R's N-th, or the one named N."""
-        counts = self.folder / f"{run_id}.kills"
-        counts.write_text("\n".join(kills))
+        counts = written(self.folder / f"{run_id}.kills", "\n".join(kills))
         files = {"KILLS": str(counts), "KILLED": str(self.folder / "killed"), "ROOT": str(ROOT)}
         code = 1
         while code != 0:

@@ -1,7 +1,5 @@
 """The node agent, whole: real forks, real gloo, real deaths."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -16,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agents import AGENT, PROGRAM, ROOT, Run, execute, rarely
+from agents import AGENT, PROGRAM, ROOT, Run, execute, rarely, written
 from torch._utils import ExceptionWrapper
 
 from distributed.lock import update_link
@@ -31,8 +29,7 @@ Start = Callable[..., Run]
 
 @pytest.fixture
 def start(tmp_path: Path, runs: list[Run]) -> Start:
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
+    script = written(tmp_path / "program.py", PROGRAM)
 
     def begin(what: str, who: int = 1, *options: str, **environment: str) -> Run:
         arguments = ["--nproc-per-node", "2", *options, str(script), what, str(who)]
@@ -85,8 +82,7 @@ def test_one_dies_all_stop(
 
 @pytest.mark.slow
 def test_an_agent_that_fails_itself_says_so_in_a_block(tmp_path: Path) -> None:
-    script = tmp_path / "idle.py"
-    script.write_text("import time; time.sleep(600)")
+    script = written(tmp_path / "idle.py", "import time; time.sleep(600)")
     run = Run(["--nproc-per-node", "16", str(script)], None, ["prlimit", "--nofile=40"])
     err = run.finish()
     run.assert_gone()
@@ -222,8 +218,7 @@ os._exit(7)
 
 @pytest.mark.long
 def test_the_error_of_a_rank_that_slurm_has_replaced_is_not_its_successors(tmp_path: Path) -> None:
-    script = tmp_path / "x.py"
-    script.write_text(CUT_OFF)  # what that rank does meanwhile
+    written(tmp_path / "x.py", CUT_OFF)  # what that rank does meanwhile
     words = ["--log-dir", "logs", "--rdzv-id", "r", "x.py"]
     done = execute(tmp_path, *AGENT, *words, code=7, SLURM_RESTART_COUNT="1")
     assert "OldError" not in done.stderr
@@ -232,8 +227,7 @@ def test_the_error_of_a_rank_that_slurm_has_replaced_is_not_its_successors(tmp_p
 
 @pytest.mark.slow
 def test_a_full_disk_ends_the_log_but_not_the_run(tmp_path: Path) -> None:
-    script = tmp_path / "x.py"
-    script.write_text("print('x' * 50_000); print('y' * 50_000); print('z')")
+    written(tmp_path / "x.py", "print('x' * 50_000); print('y' * 50_000); print('z')")
     limited = ["bash", "-c", 'ulimit -f 64; exec "$@"', "bash"]
     done = execute(tmp_path, *limited, *AGENT, "--log-dir", "logs", "--rdzv-id", "r", "x.py")
     assert done.stdout.endswith("y\nz\n")

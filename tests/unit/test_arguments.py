@@ -1,7 +1,5 @@
 """The command lines of all entry scripts, and what is made of them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

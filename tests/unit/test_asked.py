@@ -1,7 +1,5 @@
 """The keys that a task of the user's own reads, and the methods that it must have."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

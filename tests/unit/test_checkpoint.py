@@ -1,7 +1,5 @@
 """Checkpoints: whole or not there, whatever happens, and the same on every rank."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -18,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from forked_ranks import on_ranks
 from job_tools import make_tool
+from launched import hash_of, state_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.multiprocessing.spawn import start_processes
 
 from distributed import checkpoint
 from distributed.checkpoint import CheckpointError, Saver, State, files, load, weights_hash
@@ -60,8 +59,7 @@ def make_state(step: int, **progress: float) -> State:
 
 
 def newest_step(run: Path) -> int:
-    state = load(run)
-    assert state is not None
+    state = state_of(run)
     assert state.model["weight"][0, 0] == state.progress["step"]
     return int(state.progress["step"])
 
@@ -94,8 +92,7 @@ def test_what_is_saved_comes_back(tmp_path: Path, format: str) -> None:
     assert load(tmp_path) is load(tmp_path / "run") is None
     folder = save(tmp_path / "run", 5, state, keep_last=3, format=format)
     for path in (folder, str(tmp_path / "run"), tmp_path / "run/latest"):
-        loaded = load(path)
-        assert loaded is not None
+        loaded = state_of(Path(path))
         assert weights_hash(loaded.model) == weights_hash(state.model)
         assert loaded.progress == state.progress
         moments, saved_moments = loaded.optimizer["state"][0], state.optimizer["state"][0]
@@ -107,8 +104,8 @@ def test_the_weights_open_with_plain_torch(tmp_path: Path) -> None:
     state = State({"w": torch.ones(2)}, {}, {"step": 3})  # without what each rank has of its own
     folder = save(tmp_path, 3, state, keep_last=1)
     assert set(torch.load(folder / "model.pt", weights_only=True)) == {"w"}
-    found = load(tmp_path)
-    assert found is not None and (found.progress, [*found.ranks]) == ({"step": 3}, [])
+    found = state_of(tmp_path)
+    assert (found.progress, [*found.ranks]) == ({"step": 3}, [])
 
 
 @pytest.mark.parametrize(
@@ -119,22 +116,16 @@ def test_what_no_load_could_take_is_refused_before_it_is_saved(wrong: dict[str, 
         State(**{"model": {}, "optimizer": {}, "progress": {}} | wrong)
 
 
-def test_the_newest_stay_and_latest_points_at_the_last(tmp_path: Path) -> None:
+def test_the_newest_stay_and_what_is_not_whole_never_counts(tmp_path: Path) -> None:
     for step in (8, 9, 10, 11):
         save(tmp_path, step, make_state(step), keep_last=2)
     assert names(tmp_path) == ["latest", "step-10", "step-11"]
     assert os.readlink(tmp_path / "latest") == "step-11"
+    (tmp_path / "step-12").mkdir()
+    (tmp_path / "step-13.tmp-99").mkdir()
     assert newest_step(tmp_path) == 11
-
-
-def test_what_is_not_whole_never_counts(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(tmp_path, step, make_state(step), keep_last=2)
-    (tmp_path / "step-3").mkdir()
-    (tmp_path / "step-4.tmp-99").mkdir()
-    assert newest_step(tmp_path) == 2
-    save(tmp_path, 5, make_state(5), keep_last=2)
-    assert names(tmp_path) == ["latest", "step-2", "step-3", "step-5"]
+    save(tmp_path, 14, make_state(14), keep_last=2)
+    assert names(tmp_path) == ["latest", "step-11", "step-12", "step-14"]
 
 
 def test_each_format_is_replaced_by_the_other(tmp_path: Path) -> None:
@@ -325,14 +316,12 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, format: str) -
 
 
 @in_each_format
-def test_a_job_that_was_started_again_takes_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
+def test_a_job_that_was_started_again_takes_over(tmp_path: Path, format: str) -> None:
+    os.environ["SLURM_JOB_ID"] = "12"
     cut_off = Saver(tmp_path, keep_last=1, format=format)
     cut_off.save(9, make_state(9))
     cut_off.wait()
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    os.environ["SLURM_RESTART_COUNT"] = "1"
     save(tmp_path, 5, make_state(5), keep_last=1)
     cut_off.save(10, make_state(10))
     with pytest.raises(CheckpointError, match=r"step 10 was not saved: .*restarted on ") as raised:
@@ -360,13 +349,11 @@ ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
     ],
 )
 def test_who_takes_over_from_a_process_that_still_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: dict[str, str], takes_over: bool
+    tmp_path: Path, later: dict[str, str], takes_over: bool
 ) -> None:
-    for name, value in FIRST.items():
-        monkeypatch.setenv(name, value)
+    os.environ |= FIRST
     first = RunLock(tmp_path, "run")
-    for name, value in later.items():
-        monkeypatch.setenv(name, value)
+    os.environ |= later
 
     def commit() -> None:
         with first.committing():
@@ -397,14 +384,13 @@ SUBMITTED = "2026-11-20T16:12:33"
     ],
 )
 def test_another_job_of_the_same_id_is_refused(
-    tools: Path, monkeypatch: pytest.MonkeyPatch, later: tuple[str, int, str], is_refused: bool
+    tools: Path, later: tuple[str, int, str], is_refused: bool
 ) -> None:
     def lock_as_job(cluster: str, start: int, submitted: str, *runs: str) -> None:
         """The squeue on PATH answers with the submit time, or not at all."""
         make_tool(tools / "squeue", f"[ $3 = 12 ] && [ $5 = %V ] && echo {submitted}")
-        monkeypatch.setenv("SLURM_JOB_ID", "12")
-        monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster)
-        monkeypatch.setenv("SLURM_RESTART_COUNT", str(start))
+        job = {"SLURM_JOB_ID": "12", "SLURM_CLUSTER_NAME": cluster}
+        os.environ |= {**job, "SLURM_RESTART_COUNT": str(start)}
         for run in runs:
             (tools / run).mkdir(exist_ok=True)
             RunLock(tools / run, f"run {run}").close()
@@ -416,16 +402,14 @@ def test_another_job_of_the_same_id_is_refused(
     lock_as_job(*later, "mine")  # a RUN_ID that somebody chose
 
 
-def test_what_takes_over_waits_for_a_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
+def test_what_takes_over_waits_for_a_commit(tmp_path: Path) -> None:
+    os.environ["SLURM_JOB_ID"] = "12"
     claim = RunLock(tmp_path, "run")
     ready, done = os.pipe()
     with claim.committing():
         pid = os.fork()
         if pid == 0:
-            monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+            os.environ["SLURM_RESTART_COUNT"] = "1"
             os.write(done, b"started ")
             RunLock(tmp_path, "run")
             os._exit(len(os.listdir(tmp_path / "committed")))  # 0 where it did not wait
@@ -475,24 +459,24 @@ def test_an_error_in_the_background_ends_the_run(tmp_path: Path) -> None:
         saver.check()
 
 
-def hash_of(**tensors: Tensor) -> str:
+def hash_with(**tensors: Tensor) -> str:
     return weights_hash(tensors)
 
 
 def test_the_hash_sees_names_types_shapes_and_bytes() -> None:
     base = torch.arange(6.0)
     different = {
-        hash_of(a=base),
-        hash_of(b=base),
-        hash_of(a=base.view(2, 3)),
-        hash_of(a=base.to(torch.bfloat16)),
-        hash_of(a=base.view(torch.int32)),
-        hash_of(a=base + 1),
-        hash_of(a=base, b=torch.empty(0)),
+        hash_with(a=base),
+        hash_with(b=base),
+        hash_with(a=base.view(2, 3)),
+        hash_with(a=base.to(torch.bfloat16)),
+        hash_with(a=base.view(torch.int32)),
+        hash_with(a=base + 1),
+        hash_with(a=base, b=torch.empty(0)),
     }
     assert len(different) == 7
-    assert hash_of(a=base.view(2, 3).T) == hash_of(a=base.view(2, 3).T.contiguous())
-    assert hash_of(a=base, b=base) == weights_hash({"b": base, "a": base})
+    assert hash_with(a=base.view(2, 3).T) == hash_with(a=base.view(2, 3).T.contiguous())
+    assert hash_with(a=base, b=base) == weights_hash({"b": base, "a": base})
 
 
 def test_an_old_one_that_somebody_reads_over_nfs_ends_no_run(
@@ -545,19 +529,12 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert told(*wrong)[0] == 2
 
 
-def _join(rank: int, folder: Path) -> None:
-    meeting = f"file://{folder}/store"
-    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-
-
 def _load_on_a_rank(rank: int, folder: Path, weights: str) -> None:
-    _join(rank, folder)
     gathered = checkpoint.gather_ranks({"rank": rank})
     assert [*gathered] == ([{"rank": 0}, {"rank": 1}] if rank == 0 else [])
     # Rank 1 looks at a folder that is not there, as on a node without the shared disk.
     here = folder if rank == 0 else Path("/nonexistent")
-    state = load(here / "run")
-    assert state is not None and weights_hash(state.model) == weights
+    assert hash_of(here / "run") == weights
     with pytest.raises(CheckpointError, match=rf"no intact .* in {folder}/damaged"):
         load(here / "damaged")
 
@@ -566,8 +543,7 @@ def test_rank_0_reads_for_all(tmp_path: Path) -> None:
     state = make_state(1)
     save(tmp_path / "run", 1, state, keep_last=1)
     flip_a_bit(save(tmp_path / "damaged", 1, state, keep_last=1) / "model.pt")
-    arguments = (tmp_path, weights_hash(state.model))
-    start_processes(_load_on_a_rank, arguments, nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
+    on_ranks(2, _load_on_a_rank, tmp_path, weights_hash(state.model))
 
 
 class Intruder:
@@ -581,7 +557,6 @@ class Intruder:
 
 
 def _send_a_pickle(rank: int, folder: Path) -> None:
-    _join(rank, folder)
     opened = str(folder / "opened")
     for send in (pickle.dumps, files.pack):
         if rank == 1:
@@ -597,5 +572,5 @@ def _send_a_pickle(rank: int, folder: Path) -> None:
 
 
 def test_what_a_false_rank_sends_is_not_unpickled(tmp_path: Path) -> None:
-    start_processes(_send_a_pickle, (tmp_path,), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
+    on_ranks(2, _send_a_pickle, tmp_path)
     assert not (tmp_path / "opened").exists()

@@ -1,7 +1,5 @@
 """Whoever is killed or stopped, nothing of a run is left; not even what forks twice."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -10,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from agents import Run, eventually
+from agents import Run, eventually, written
 
 from launcher import processes
 
@@ -44,8 +42,7 @@ VICTIMS = {  # -> the signals for supervisor and agent, in this order; 0: none
 
 def start_run(folder: Path, *through: str, **environment: str) -> Run:
     """Start two ranks as launcher/fanout/local.py does, and wait until they are ready."""
-    script = folder / "program.py"
-    script.write_text(FORKS_TWICE)
+    script = written(folder / "program.py", FORKS_TWICE)
     reaper = {"LAUNCH_START": "local", "LAUNCH_TOKEN": random.randbytes(8).hex()}
     arguments = ["--nproc-per-node", "2", str(script)]
     run = Run(arguments, None, through, **reaper, **environment)

@@ -171,6 +171,7 @@ def test_local_rank_argument() -> None:
         detect({}, local_rank=0)
 
 
+OTHER_GROUPS = {"SLURM_HET_SIZE": "1", "SLURM_JOB_NODELIST_HET_GROUP_0": "other"}
 TASKS = "SLURM_STEP_TASKS_PER_NODE"
 
 
@@ -211,6 +212,7 @@ def test_half_set_environment_names_what_is_missing(variables: Variables, missin
         (STEP | {TASKS: "2(x"}, f"{TASKS}=2(x cannot be read"),
         (STEP | {TASKS: "5"}, f"SLURM_STEP_NUM_NODES=2 is not a number of 1..1 ({TASKS}=5)"),
         (STEP | {"WORLD_SIZE": "3"}, "WORLD_SIZE=3 but SLURM_STEP_NUM_TASKS=4"),
+        (STEP | OTHER_GROUPS, "has hosts of none of the job's groups; "),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR is not set; set it to the first"),
         (MVAPICH, "MASTER_ADDR is not set; set it to the first host (a free port) and pass it on"),
         (MVAPICH | MASTER, "MASTER_PORT is not set; set it to the first host"),
@@ -326,12 +328,6 @@ VALUES = [
     *("2(x2)", "2(x99999999)", "2(x999999999999)", "../../x", "a\nb", "\x1b[31m", "x" * 100_000),
     *("arbitrary", "latest", "none", "gloo"),
 ]
-
-
-def test_groups_of_a_heterogeneous_job_that_are_not_the_steps() -> None:
-    groups = {"SLURM_HET_SIZE": "1", "SLURM_JOB_NODELIST_HET_GROUP_0": "other"}
-    with pytest.raises(LauncherError, match="has hosts of none of the job's groups; "):
-        detect({**STEP, **groups})
 
 
 @given(

@@ -1,12 +1,11 @@
 """The first real cause in a log of any launcher, by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 import yaml
+from agents import ROOT, written
 
 from launcher.cli import tools
 from launcher.explain.__main__ import find_cause, main
@@ -15,7 +14,6 @@ from launcher.explain.reading import HINT, Sighting, look, read, split
 from launcher.explain.rules import RULES
 from launcher.record.run_json import note_start
 
-ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / "tests/logs"
 JUDGED = yaml.safe_load((LOGS / "judged/index.yaml").read_text())
 HEALTHY = yaml.safe_load((LOGS / "healthy/index.yaml").read_text())
@@ -145,8 +143,7 @@ def test_the_cause_stands_among_consequences(tmp_path: Path) -> None:
     ],
 )
 def test_launchers_tell_the_rank(tmp_path: Path, text: str, rank: str, host: str) -> None:
-    log = tmp_path / "train.log"
-    log.write_text(text)
+    log = written(tmp_path / "train.log", text)
     cause = explain(log)
     assert cause is not None
     assert (cause.text, cause.rank, cause.host) == ("ValueError: x", rank, host)

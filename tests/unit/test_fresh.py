@@ -1,11 +1,9 @@
 """What a script sets before it imports torch counts in its ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
-from agents import AGENT, execute, rarely
+from agents import AGENT, execute, rarely, written
 
 from launcher.agent.rank.fresh import variables_set_early
 
@@ -37,8 +35,7 @@ from launcher.agent.rank.fresh import variables_set_early
     ],
 )
 def test_names_that_are_set_before_torch(tmp_path: Path, text: str, names: list[str]) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(text)
+    script = written(tmp_path / "script.py", text)
     assert variables_set_early(script) == names
 
 

@@ -1,7 +1,5 @@
 """The run's secret: who knows it is let in, whoever else waits; nobody else is."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -11,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import PATIENCE_S
+from agents import PATIENCE_S, written
 from ports import free_port
 
 from launcher import handshake
@@ -151,8 +149,7 @@ def test_a_false_master_is_noticed_and_one_that_ends_is_none(
 
 
 def test_the_secret_comes_from_the_environment_or_a_private_file(tmp_path: Path) -> None:
-    file = tmp_path / "secret"
-    file.write_text("0123456789abcdef\n")
+    file = written(tmp_path / "secret", "0123456789abcdef\n")
     file.chmod(0o600)
     expected = Access(b"0123456789abcdef")
     assert read_access({"RUN_SECRET": "0123456789abcdef"}) == expected

@@ -1,7 +1,5 @@
 """The helper is one import, installed or not, and shadows nothing; what pip installs."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

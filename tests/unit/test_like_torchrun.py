@@ -1,7 +1,5 @@
 """A script under the node agent sees what it would see under torchrun."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -12,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import AGENT, PATIENCE_S, execute, rarely, run_agent, run_program
+from agents import AGENT, PATIENCE_S, execute, rarely, run_agent, run_program, written
 from ports import free_port
 
 from distributed.torch_internals import RECORDER_SIZE
@@ -147,8 +145,7 @@ IN_HOOK = "import os, sys; sys.excepthook = lambda *_: {}; 1 / int(os.environ['R
     ],
 )
 def test_exit_codes(tmp_path: Path, statement: str, code: int) -> None:
-    script = tmp_path / "leave.py"
-    script.write_text(statement + "\n")
+    script = written(tmp_path / "leave.py", statement + "\n")
     assert run_agent("--nproc-per-node", "2", script).returncode == code
 
 

@@ -1,7 +1,5 @@
 """Who waits for whom: whoever waits for a process that waits itself must wait longer."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

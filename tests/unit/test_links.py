@@ -1,7 +1,5 @@
 """Rounds of pairs, and which node, link or rank the self-test names, from given measurements."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Collection, Sequence

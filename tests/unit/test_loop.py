@@ -1,7 +1,5 @@
 """The fan-out's event loop: children's lines, their ends, and the end of the loop itself."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Arguments, environment and scheduler become a plan: which wins, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace

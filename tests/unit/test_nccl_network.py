@@ -1,7 +1,5 @@
 """NCCL that takes TCP where InfiniBand is active: told once, from its own log."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -13,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from agents import ROOT, Run, eventually, rarely
+from agents import ROOT, Run, eventually, rarely, world, written
 from ports import free_port
-from test_hardware import HARDWARE, make_sysfs
+from test_checks import HARDWARE, make_sysfs
 
 from distributed.network import choose_variables, interface_to
 from launcher.agent.diagnosis.nccl_network import NetworkWatch, prepare
@@ -52,8 +50,7 @@ def test_what_nccl_logged_in_real_runs(one: dict[str, Any], tmp_path: Path) -> N
 
 
 def test_older_lines_of_a_log_do_not_count(tmp_path: Path) -> None:
-    log = tmp_path / "node_0.log"
-    log.write_text(LOGS[0]["text"])
+    log = written(tmp_path / "node_0.log", LOGS[0]["text"])
     watch = NetworkWatch(log, log.stat().st_size, "mlx5_0:1")
     assert look(watch) == ""
     with log.open("a") as more:
@@ -157,13 +154,11 @@ def test_it_is_told_within_seconds(tmp_path: Path, runs: list[Run], asked: dict[
     driver.write_text(ON_THIS_MACHINE)
     script.write_text(PROGRAM)
     text.write_text(LOGS[1]["text"])
-    port = str(free_port())
+    port = free_port()
     for node in range(2):
-        world = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2"]
-        where = ["--master-addr", "127.0.0.1", "--master-port", port, "--log-dir", str(tmp_path)]
         through = [sys.executable, str(driver), str(sysfs)]
-        words = [*world, *where, "--rdzv-id", "mine", str(script), str(text)]
-        runs.append(Run(words, None, through, **asked))
+        words = [f"--log-dir={tmp_path}", "--rdzv-id=mine", str(script), str(text)]
+        runs.append(Run([*world(port, node, nproc=2), *words], None, through, **asked))
     runs[0].wait_for("logged\n")
     stderr = runs[0].process.stderr
     assert stderr is not None

@@ -1,7 +1,5 @@
 """A notice reaches the ranks that handle it, at once or later, and harms no other."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,6 @@
-"""How a run ended, which failure is shown and the exit code, as tables of recorded facts."""
+"""How a run ended, which failure is shown and the exit code, as tables; the block that tells it."""
 
-from __future__ import annotations
-
+import io
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from launcher import failure
 from launcher.agent.facts import Facts
 from launcher.failure import Failure, RaisedError
+from launcher.failure_block import find_end, find_kept, print_outcome
 from launcher.outcome import (
     Basis,
     LaunchEnd,
@@ -24,6 +24,7 @@ from launcher.outcome import (
     stop_code,
 )
 from launcher.plan.plan import Plan
+from launcher.text import print_row
 from launcher.wire.messages import Verdict
 
 
@@ -102,73 +103,58 @@ def test_which_ends_were_asked_for(
     assert facts.is_asked(end, has_saved=has_saved) == bool(signals)
 
 
-def end_of(
-    raised: RaisedError | None, code: int, last_text: str, *, is_out_of_memory: bool = False
-) -> Failure:
-    return failure.describe_end(
-        failed(1, 9.0), raised, code=code, is_out_of_memory=is_out_of_memory, last_text=last_text
-    )
-
-
-@pytest.mark.parametrize(
-    ("raised", "code", "last_text", "has_left"),
-    [
-        (None, 1, "", True),
-        (None, 137, "", False),
-        (failure.read_traceback("ValueError: bad", 5.0), 1, "ValueError: bad", False),
-        (failure.read_traceback("KeyboardInterrupt", 5.0), 1, "KeyboardInterrupt", True),
-        (RaisedError("left with: nothing", "", 1, 5.0), 1, "", False),
-        (RaisedError("SystemExit: 1", "", 1, 5.0, has_left=True), 1, "", True),
-    ],
-)
-def test_which_ranks_have_left_by_themselves(
-    raised: RaisedError | None, code: int, last_text: str, has_left: bool
-) -> None:
-    assert end_of(raised, code, last_text).has_left == has_left
-
-
 RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, "my-fault")
+
+
+LEFT = RaisedError("SystemExit: 1", "", 1, 5.0, has_left=True)
 
 
 @pytest.mark.parametrize(
     ("raised", "code", "is_out_of_memory", "last_text", "expected"),
-    [
-        (RAISED, 1, False, "", ("my-fault", "ValueError: bad; give a good one", 1, 5.0, False)),
+    [  # expected: fault, cause, time, whether it only follows, whether the rank left by itself
+        (
+            RAISED, 1, False, "",
+            ("my-fault", "ValueError: bad; give a good one", 5.0, False, False),
+        ),
         (
             replace(RAISED, notes="the batch has samples 3, 17"), 1, False, "",
-            ("my-fault", "ValueError: bad; give a good one (the batch has samples 3, 17)", 1, 5.0,
-             False),
+            ("my-fault", "ValueError: bad; give a good one (the batch has samples 3, 17)", 5.0,
+             False, False),
         ),
         (
-            RaisedError("SystemExit: no data", "", 1, 5.0, has_left=True), 1, False, "no data",
-            ("rank-error", "SystemExit: no data", 1, 5.0, False),
+            replace(LEFT, message="SystemExit: no data"), 1, False, "no data",
+            ("rank-error", "SystemExit: no data", 5.0, False, True),
         ),
         (
-            RaisedError("SystemExit: 2", "", 2, 5.0, has_left=True), 2, False, "usage: ...",
-            ("rank-error", "SystemExit: 2, after: usage: ...", 2, 5.0, False),
+            replace(LEFT, message="SystemExit: 2"), 2, False, "usage: ...",
+            ("rank-error", "SystemExit: 2, after: usage: ...", 5.0, False, True),
         ),
         (
             RaisedError("resume: none [here]", "", 2, 5.0, "config-invalid"), 2, False,
             "train.py: resume: none [here] [config-invalid]",
-            ("config-invalid", "resume: none [here]", 2, 5.0, False),
+            ("config-invalid", "resume: none [here]", 5.0, False, False),
         ),
         (
             replace(RAISED, message="RuntimeError: Connection closed by peer", fault=""),
             1, False, "",
-            ("rank-error", "RuntimeError: Connection closed by peer", 1, 5.0, True),
+            ("rank-error", "RuntimeError: Connection closed by peer", 5.0, True, False),
         ),
         (
             None, 137, True, "",
-            ("out-of-memory", "SIGKILL by the kernel: this node's memory limit was reached", 137,
-             9.0, False),
+            ("out-of-memory", "SIGKILL by the kernel: this node's memory limit was reached", 9.0,
+             False, False),
         ),
         (
             None, 7, True, "",
-            ("rank-error", "exited with code 7 without an exception", 7, 9.0, False),
+            ("rank-error", "exited with code 7 without an exception", 9.0, False, True),
         ),
         (
             failure.read_traceback("ValueError: bad", 9.0), 1, False, "ValueError: bad",
-            ("rank-error", "ValueError: bad", 1, 9.0, False),
+            ("rank-error", "ValueError: bad", 9.0, False, False),
+        ),
+        (
+            failure.read_traceback("KeyboardInterrupt", 9.0), 1, False, "KeyboardInterrupt",
+            ("rank-error", "KeyboardInterrupt", 9.0, True, True),
         ),
     ],
 )  # fmt: skip
@@ -177,10 +163,14 @@ def test_why_a_rank_ended(
     code: int,
     is_out_of_memory: bool,
     last_text: str,
-    expected: tuple[str, str, int, float, bool],
+    expected: tuple[str, str, float, bool, bool],
 ) -> None:
-    told = end_of(raised, code, last_text, is_out_of_memory=is_out_of_memory)
-    assert (told.fault, told.cause, told.code, told.time, told.is_consequence) == expected
+    ended = failed(1, 9.0)
+    told = failure.describe_end(
+        ended, raised, code=code, is_out_of_memory=is_out_of_memory, last_text=last_text
+    )
+    found = (told.fault, told.cause, told.time, told.is_consequence, told.has_left)
+    assert (*found, told.code) == (*expected, code)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +291,6 @@ def test_what_is_left_is_this_nodes() -> None:
 
 # --- of a run on several nodes, by its launcher ---------------------------------------------------
 
-ENGINE = "torch.distributed.launch"
 PLAN = Plan(
     program="p",
     fanout="ssh",
@@ -325,6 +314,11 @@ def node(
     code: int | None, said: Outcome | None = None, lost: str = "", reached: bool = True
 ) -> NodePart:
     return NodePart("host", code, said, lost, reached)
+
+
+def of_engine(*codes: int, stopped_by: int = 0) -> LaunchEnd:
+    plan = replace(PLAN, engine="torch.distributed.launch")
+    return LaunchEnd(plan, [node(one) for one in codes], 0.0, 0.0, stopped_by)
 
 
 FINE, STOPPED, SAVED = node(0, told(0)), node(143, told(143)), node(75, told(75))
@@ -363,10 +357,17 @@ SILENT = replace(STOPPED, lost="no sign of life", is_silent=True)
         ([STOPPED, replace(STOPPED, lost="ssh has ended")], 137, "launcher-killed"),
         ([SAVED, replace(SAVED, lost="no sign of life", is_silent=True)], 75, "stopped"),
         ([node(1, LOST_PEER), FAILED], 1, "rank-error"),  # the cause, whoever tells it
+        # Another program's engine tells nothing but its code.
+        (of_engine(0, 0), 0, ""),
+        (of_engine(0, 1), 1, "rank-error"),
+        (of_engine(2, 0), 2, "rank-error"),
+        (of_engine(1, 1, stopped_by=signal.SIGTERM), 143, "stopped"),
     ],
 )
-def test_the_code_and_what_is_printed(nodes: list[NodePart], code: int, fault: str) -> None:
-    end = LaunchEnd(PLAN, nodes, 0.0, 0.0).outcome()
+def test_the_code_and_what_is_printed(
+    nodes: list[NodePart] | LaunchEnd, code: int, fault: str
+) -> None:
+    end = (LaunchEnd(PLAN, nodes, 0.0, 0.0) if isinstance(nodes, list) else nodes).outcome()
     assert end.code == code
     shown = end.failure.fault if end.failure else "stopped" * end.has_text
     assert shown == fault
@@ -393,17 +394,69 @@ def test_a_launcher_that_stood_still(nodes: list[NodePart], stopped_by: int, sho
         assert is_own == (shown == "launcher-killed")
 
 
+# --- how an end is printed, kept, and found again in a log ----------------------------------------
+
+
+ERROR = Failure("rank-error", "ValueError: ü\nmore", 1, "node2", 1, 1000.5, rank=5, local_rank=1)
+END = Outcome(code=1, failure=ERROR, lost_peer=6, stopped=1, started=986.0, run_id="r1")
+
+
 @pytest.mark.parametrize(
-    ("codes", "stopped_by", "code", "fault"),
+    ("end", "first"),
     [
-        ([0, 0], 0, 0, ""),
-        ([0, 1], 0, 1, "rank-error"),
-        ([2, 0], 0, 2, "rank-error"),
-        ([1, 1], signal.SIGTERM, 143, "stopped"),
+        (END, "FAILED   rank 5 (local rank 1, node2) 14 s after the start"),
+        (replace(END, code=143, failure=None), "stopped  by SIGTERM (code 143); nothing"),
+        (
+            replace(END, code=75, failure=None, signum=1),
+            "stopped  by SIGHUP after saving a checkpoint (code 75); nothing",
+        ),
+        (replace(END, code=0, failure=None), ""),
     ],
 )
-def test_the_end_of_an_engine(codes: list[int], stopped_by: int, code: int, fault: str) -> None:
-    plan = replace(PLAN, engine=ENGINE)
-    end = LaunchEnd(plan, [node(one) for one in codes], 0.0, 0.0, stopped_by).outcome()
-    shown = end.failure.fault if end.failure else "stopped" * end.has_text
-    assert (end.code, shown) == (code, fault)
+def test_the_launcher_prints_what_the_agent_would_and_keeps_it(
+    end: Outcome, first: str, tmp_path: Path
+) -> None:
+    out = io.StringIO()
+    print_outcome(end, out, tmp_path)
+    assert out.getvalue().startswith(first) and bool(out.getvalue()) == bool(first)
+    assert find_kept(tmp_path) == out.getvalue().rstrip("\n")
+    assert [file.name for file in tmp_path.iterdir()] == ["failure.txt"] * bool(first)
+    print_outcome(end, out, tmp_path / "gone")  # nothing that only tells ends a run
+
+
+print_row("run", "r1    config/local3.yaml", row := io.StringIO())
+PLANNED = row.getvalue()
+
+
+def printed(end: Outcome) -> str:
+    out = io.StringIO()
+    print_outcome(end, out, None)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("log", "is_end"),
+    [
+        (f"{PLANNED}step 1\n{printed(END)}", True),
+        (
+            f"{PLANNED}step 1\n{printed(END)}srun: error: n2: task 1: Exited with exit code 1\n",
+            True,
+        ),
+        (f"{PLANNED}step 1\r\n{printed(END)}".replace("\n", "\r\n"), True),
+        (f"{PLANNED}{printed(END)}".replace("FAILED  ", "\x1b[1;31mFAILED  \x1b[0m"), True),
+        (f"{PLANNED}{printed(END)}{PLANNED}step 1\n", False),  # resumed, and not ended yet
+        (f"{PLANNED}{printed(END)}x.sh: run r1 is live; wait [run-is-live]\n", False),
+        (f"{PLANNED}step 1\nValueError: x\n", False),
+        ("x" * (1 << 18) + f"\n{printed(END)}", True),
+    ],
+)
+def test_the_block_that_ends_a_log_is_found(log: str, is_end: bool, tmp_path: Path) -> None:
+    (tmp_path / "job.out").write_bytes(log.encode())
+    assert find_end(tmp_path / "job.out") == (printed(END).rstrip("\n") if is_end else "")
+
+
+def test_of_several_ends_the_last_counts(tmp_path: Path) -> None:
+    stopped = printed(replace(END, code=75, failure=None))
+    (tmp_path / "job.out").write_text(f"{PLANNED}{printed(END)}{PLANNED}{stopped}")
+    assert find_end(tmp_path / "job.out") == stopped.rstrip("\n")
+    assert stopped.startswith("stopped  after saving a checkpoint (code 75)")

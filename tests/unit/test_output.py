@@ -1,6 +1,4 @@
-"""What ranks print: node logs that can be followed, terminals without noise, bounded memory."""
-
-from __future__ import annotations
+"""What ranks print: node logs that can be followed, terminals without noise and what follows."""
 
 import os
 import pty
@@ -10,13 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agents import PATIENCE_S
+from agents import PATIENCE_S, ROOT, execute, rarely
 
 from launcher import terminal
+from launcher.agent.facts import Facts
+from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.output import stream as output
 from launcher.agent.output.noise import without_noise
 from launcher.agent.output.stream import NodeLog, RankView, Stream
+from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.agent.torchrun_arguments import parse
+from launcher.failure import Failure
 from launcher.fanout.ssh import Terminals
 from launcher.screen import LONGEST_HELD, View
 from launcher.terminal import BACKLOG_BYTES, Terminal, open_again
@@ -85,9 +87,9 @@ def test_a_bar_that_stands_still_is_logged_as_it_is(clock: list[float], screen: 
     assert screen.logged() == [] and screen.stream.tick(clock[0])  # there is something to log
     clock[0] += 6
     assert screen.stream.tick(clock[0]) and not screen.stream.tick(clock[0])
-    assert screen.logged() == ["[0] 11%"]
+    assert screen.logged() == ["[0] 11%"] and screen.terminal.open_by is not None
     screen.write(b"\n")
-    assert screen.logged() == ["[0] 11%"]
+    assert screen.logged() == ["[0] 11%"] and screen.terminal.open_by is None
 
 
 def test_a_bar_that_clears_itself_is_logged_as_it_was(screen: Screen) -> None:
@@ -110,13 +112,6 @@ def test_a_traceback_and_the_last_words_are_found(screen: Screen) -> None:
     assert (screen.stream.traceback_line, screen.stream.last_text) == (7, "thread")
 
 
-def test_a_line_that_a_rank_did_not_end_is_open(screen: Screen) -> None:
-    screen.write(b"50%")
-    assert screen.terminal.open_by is not None
-    screen.write(b"\n")
-    assert screen.terminal.open_by is None
-
-
 @pytest.mark.parametrize("drawn", [b"\r%d%%", b"%d%%\r", b"\r\x1b[K%d%%", b"\x1b[2K\r%d%%"])
 def test_however_a_bar_draws_itself(clock: list[float], screen: Screen, drawn: bytes) -> None:
     for percent in (10, 20, 30):
@@ -136,9 +131,7 @@ def test_a_line_is_not_logged_before_its_end_unless_it_redraws(
     assert tty.logged() == ["[0] Are you sure?"]
 
 
-@pytest.mark.parametrize("is_tty", [True, False])
-def test_a_line_without_end_is_cut(tmp_path: Path, is_tty: bool) -> None:
-    screen = Screen(tmp_path, is_tty=is_tty)
+def test_a_line_without_end_is_cut(screen: Screen) -> None:
     screen.stream.view = None  # nobody reads here
     for _ in range(40):
         screen.write(b"x" * 65536)
@@ -147,10 +140,8 @@ def test_a_line_without_end_is_cut(tmp_path: Path, is_tty: bool) -> None:
     assert "".join(line.removeprefix("[0] ") for line in screen.logged()) == "x" * 40 * 65536
 
 
-@pytest.mark.parametrize("is_tty", [True, False])
 @pytest.mark.parametrize("prefix", [b"", b"[rank0]:"])
-def test_torchs_noise_is_in_the_log_alone(tmp_path: Path, is_tty: bool, prefix: bytes) -> None:
-    screen = Screen(tmp_path, is_tty=is_tty)
+def test_torchs_noise_is_in_the_log_alone(screen: Screen, prefix: bytes) -> None:
     error = NOISE.replace(b"[W", b"[E")
     other = b"[W1121 20:17:03.8 socket.cpp:99] [c10d] The server cannot listen on any address\n"
     screen.write(b"before\n" + prefix + NOISE + error + prefix + NOISE + other + b"after\n")
@@ -204,31 +195,27 @@ class Sheet(Terminal):
         self.shown += data
 
 
-@pytest.fixture
-def sheet() -> Sheet:
-    return Sheet()
-
-
-def several(sheet: Sheet, number: int = 2, *, has_prefix: bool = False) -> list[View]:
-    """Return views of so many streams, after which the screen is theirs."""
-    prefixes = [b"[%d] " % each if has_prefix else b"" for each in range(number)]
-    return [View(sheet, is_alone=False, prefix=prefix) for prefix in prefixes]
+def two_on_a_sheet(*, has_prefix: bool = False) -> tuple[Sheet, View, View]:
+    """Return a screen, and views of two streams whose it is."""
+    sheet, prefixes = Sheet(), (b"[0] ", b"[1] ") if has_prefix else (b"", b"")
+    one, two = (View(sheet, is_alone=False, prefix=prefix) for prefix in prefixes)
+    return sheet, one, two
 
 
 def later() -> float:
     return time.monotonic() + limits.PARTIAL_S + 0.001
 
 
-def test_lines_written_in_pieces_stay_whole(sheet: Sheet) -> None:
-    one, two = several(sheet)
+def test_lines_written_in_pieces_stay_whole() -> None:
+    sheet, one, two = two_on_a_sheet()
     for piece in (b"loss", b" ", b"0.5", b"\n"):
         one.add(piece)
         two.add(piece)
     assert sheet.shown == b"loss 0.5\nloss 0.5\n"
 
 
-def test_a_prompt_is_shown_after_a_short_time_and_then_as_it_grows(sheet: Sheet) -> None:
-    one, _ = several(sheet)
+def test_a_prompt_is_shown_after_a_short_time_and_then_as_it_grows() -> None:
+    sheet, one, _ = two_on_a_sheet()
     one.add(b"Name")
     assert one.tick(time.monotonic()) and sheet.shown == b""
     assert not one.tick(later()) and sheet.shown == b"Name"
@@ -236,8 +223,8 @@ def test_a_prompt_is_shown_after_a_short_time_and_then_as_it_grows(sheet: Sheet)
     assert sheet.shown == b"Name? "
 
 
-def test_a_line_of_another_begins_a_line(sheet: Sheet) -> None:
-    one, two = several(sheet)
+def test_a_line_of_another_begins_a_line() -> None:
+    sheet, one, two = two_on_a_sheet()
     one.add(b"10%")
     one.tick(later())
     two.add(b"warned\n")
@@ -246,8 +233,8 @@ def test_a_line_of_another_begins_a_line(sheet: Sheet) -> None:
     assert sheet.shown == b"10%\nwarned\n\r20%"
 
 
-def test_a_second_bar_waits_for_the_first(sheet: Sheet) -> None:
-    one, two = several(sheet)
+def test_a_second_bar_waits_for_the_first() -> None:
+    sheet, one, two = two_on_a_sheet()
     one.add(b"\r10%")
     one.tick(later())
     for _ in range(3 * LONGEST_HELD // 1000):
@@ -259,16 +246,16 @@ def test_a_second_bar_waits_for_the_first(sheet: Sheet) -> None:
     assert sheet.shown.startswith(b"\r10%\n\r50%")
 
 
-def test_a_long_line_is_shown_in_pieces(sheet: Sheet) -> None:
-    one, two = several(sheet)
+def test_a_long_line_is_shown_in_pieces() -> None:
+    sheet, one, two = two_on_a_sheet()
     one.add(b"x" * (LONGEST_HELD + 1))
     two.add(b"y" * (LONGEST_HELD + 1))
     assert sheet.shown == b"x" * (LONGEST_HELD + 1) + b"\n" + b"y" * (LONGEST_HELD + 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_each_line_and_each_state_of_a_bar_has_its_prefix(sheet: Sheet, size: int) -> None:
-    one, two = several(sheet, has_prefix=True)
+def test_each_line_and_each_state_of_a_bar_has_its_prefix(size: int) -> None:
+    sheet, one, two = two_on_a_sheet(has_prefix=True)
     text = b"a\n\nb\r\n\rbar 1\rbar 2\r\nc"
     for at in range(0, len(text), size):
         one.add(text[at : at + size])
@@ -281,8 +268,8 @@ def test_each_line_and_each_state_of_a_bar_has_its_prefix(sheet: Sheet, size: in
 
 
 @pytest.mark.parametrize("clear", [b"\r\x1b[2K", b"\r\x1b[K", b"\x1b[2K\r", b"\r\x1b[0K\x1b[1K"])
-def test_a_bar_that_clears_its_line_keeps_its_prefix(sheet: Sheet, clear: bytes) -> None:
-    one, two = several(sheet, has_prefix=True)
+def test_a_bar_that_clears_its_line_keeps_its_prefix(clear: bytes) -> None:
+    sheet, one, two = two_on_a_sheet(has_prefix=True)
     for state in (b"10%", b"20%"):
         one.add(clear + state)
         one.tick(later())
@@ -390,3 +377,155 @@ def test_the_launchers_own_text_begins_a_line(capfd: pytest.CaptureFixture[str])
     show(b"", True)
     terminals.err.drain(5)
     assert capfd.readouterr().err == "[0] 10%\nlaunch: n1 is gone\n[0] \r[0] 20%\n"
+
+
+# --- a traceback that only follows from another rank's failure ------------------------------------
+
+
+TRACEBACK = b"Traceback (most recent call last):\n  File x, line 1\nValueError: y\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "start"),
+    [
+        (b"loss 0.5\n", b""),
+        (b"loss 0.5\n", b"[rank0]: "),
+        (b"\r 50%|     | 5/10 [00:01<00:01, 5.0it/s]", b""),  # a bar that did not end its line
+        (b"[rank0]: x\n", b"[rank0]:   + Exception Group "),
+        (b"", "╭──────── ".encode()),
+        (b"ERROR:", b" "),
+    ],
+)
+def test_all_from_its_first_line_on_is_held(before: bytes, start: bytes) -> None:
+    held = HeldTraceback()
+    assert held.take(before + start + TRACEBACK) == before
+    assert held.take(b"more\n") == b""
+    assert held.release() == start + TRACEBACK + b"more\n"
+    assert held.take(b"later\n") == b"later\n"
+
+
+def test_what_is_held_is_bounded() -> None:
+    held, shown = HeldTraceback(), 0
+    for _ in range(100):
+        shown += len(held.take(TRACEBACK * 1000))
+        assert len(held.text) < 1 << 19
+    assert shown > 90 * 1000 * len(TRACEBACK) - (1 << 19)
+
+
+class OneRank(Screen):
+    """One rank that writes to a pipe, and its log."""
+
+    def show(self, data: bytes) -> bytes:
+        """The rank writes; returns what the terminal shows of it."""
+        self.write(data)
+        return self.shown()
+
+    def end(self, *, is_consequence: bool) -> bytes:
+        os.close(self.rank)
+        self.stream.end(is_consequence=is_consequence)
+        return self.shown()
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_the_terminal_lacks_what_only_follows_and_the_log_has_it(
+    tmp_path: Path, follows: bool
+) -> None:
+    rank = OneRank(tmp_path)
+    assert rank.show(b"loss\n" + TRACEBACK) == b"loss\n"
+    assert rank.show(b"bye") == b""
+    assert rank.end(is_consequence=follows) == (b"" if follows else TRACEBACK + b"bye")
+    said = ["loss", *TRACEBACK.decode().splitlines(), "bye"]
+    assert rank.logged() == [f"[0] {line}" for line in said]
+
+
+def test_without_a_log_the_terminal_shows_all(tmp_path: Path) -> None:
+    rank = OneRank(tmp_path)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), rank.log._file.fileno())
+    rank.show(TRACEBACK)
+    assert rank.end(is_consequence=True) == TRACEBACK
+    assert not NodeLog(None).is_kept
+
+
+def test_a_traceback_that_was_shown_does_not_keep_a_later_one_from_being_held(
+    tmp_path: Path,
+) -> None:
+    rank = OneRank(tmp_path)
+    rank.show(TRACEBACK)
+    later = time.monotonic() + limits.TRACEBACK_S
+    assert rank.stream.tick(later, 2 * limits.TRACEBACK_S) and rank.shown() == b""
+    assert not rank.stream.tick(later, limits.TRACEBACK_S)
+    assert rank.shown() == TRACEBACK
+    assert rank.show(b"on\n" + TRACEBACK) == b"on\n"
+    assert rank.end(is_consequence=True) == b""
+
+
+def test_how_long_a_traceback_is_held_while_nothing_has_failed(tmp_path: Path) -> None:
+    one, stdout = OneRank(tmp_path), OneRank(tmp_path).stream
+    error_file = tmp_path / "rank_0.json"
+    forked = Rank(0, 0, os.getpid(), (stdout, one.stream), error_file)
+    ranks = NodeRanks([forked], Heartbeats(1), 0, "host")
+    one.show(TRACEBACK)
+    now = time.monotonic()
+    assert ranks.tick(now, is_ending=False)
+    ranks.tick(now + 100, is_ending=True)
+    error_file.touch()  # it is about to end
+    ranks.tick(now + limits.RAISED_S - 0.1, is_ending=False)
+    assert one.shown() == b""
+    ranks.tick(now + limits.RAISED_S, is_ending=False)
+    assert one.shown() == TRACEBACK
+    error_file.unlink()
+    one.show(TRACEBACK)
+    ranks.tick(time.monotonic() + limits.TRACEBACK_S, is_ending=False)
+    assert one.shown() == TRACEBACK
+
+
+def failed(rank: int, *, follows: bool) -> Failure:
+    return Failure("x", "y", 1, "host", 0, 1.0, rank=rank, is_consequence=follows)
+
+
+def test_what_only_follows() -> None:
+    first = failed(1, follows=False)
+    facts = Facts(codes={0: 1, 1: 1, 2: 1, 3: 143, 4: 0}, stopped={3})
+    facts.failures += [first, failed(0, follows=True), failed(2, follows=False)]
+    assert [rank for rank in range(5) if facts.is_consequence(first, rank)] == [0, 3]
+    assert not any(facts.is_consequence(None, rank) for rank in range(5))
+
+
+PROGRAM = """
+import sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == int(sys.argv[1]):
+    raise ValueError("batch 7 holds no samples")
+dist.barrier()
+"""
+
+
+def launch(folder: Path, who: str, **environment: str) -> tuple[str, str]:
+    """Run two ranks, of which one fails; returns stderr and the node's log."""
+    (folder / "program.py").write_text(PROGRAM)
+    command = [ROOT / "scripts/launch.sh", "--nproc-per-node=2", "program.py", who]
+    done = execute(folder, *command, code=1, **environment)
+    (log,) = folder.glob("logs/2*/node_0.log")
+    return done.stderr, log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.another_torch("failure block")
+@pytest.mark.parametrize("fresh", ["1", *rarely("0")])  # 1: without an error file
+def test_the_traceback_of_rank_0_that_lost_rank_1_is_in_the_log_alone(
+    tmp_path: Path, fresh: str
+) -> None:
+    err, log = launch(tmp_path, "1", FRESH=fresh)
+    assert "Traceback" not in err and "Connection closed by peer" not in err
+    assert "FAILED   rank 1 " in err and "ValueError: batch 7 holds no samples\n" in err
+    assert "others   1 rank " in err  # it lost its peer, or was stopped
+    assert "[0] [rank0]: Traceback" in log and "[1] [rank1]: Traceback" in log
+
+
+@pytest.mark.slow
+def test_the_traceback_of_rank_0_that_failed_first_stands_above_the_block(tmp_path: Path) -> None:
+    err, _ = launch(tmp_path, "0")
+    above = err.partition("FAILED   rank 0 ")[0]
+    assert above.endswith("[rank0]: ValueError: batch 7 holds no samples\n")

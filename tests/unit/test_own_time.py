@@ -1,25 +1,22 @@
 """A process that was stopped blames nobody: whoever measures silence measures its own first."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from agents import LOOPS, Run
+from agents import LOOPS, Run, world
 from ports import free_port
+from test_node_link import connect
 from test_restarts import Beating
 
 from launcher import own_time, processes
 from launcher.own_time import Deadline, OwnTime
 from launcher.wire import launcher_link, limits
 from launcher.wire.meeting import Wait
-from launcher.wire.node_link import Link
 
 Clock = list[float]
 
@@ -65,8 +62,8 @@ def pass_by(clock: Clock, seconds: float) -> None:
 @pytest.mark.usefixtures("own")
 def test_every_measure_of_silence_forgives_once(clock: Clock, tmp_path: Path) -> None:
     """The link to another agent, a rank's beats, the check-in and the time for ranks to save."""
-    ours, theirs = _tcp_pair()
-    peer, beats, wait, kill = Link(ours), Beating(tmp_path).reach(1), Wait(300.0), Deadline()
+    peer, theirs = connect()
+    beats, wait, kill = Beating(tmp_path).reach(1), Wait(300.0), Deadline()
     kill.set_within(30.0)
     clock[0] += 3600
     assert not peer.is_silent and beats.silence_s(0) == 0
@@ -75,14 +72,8 @@ def test_every_measure_of_silence_forgives_once(clock: Clock, tmp_path: Path) ->
     assert peer.is_silent and beats.silence_s(0) == limits.SILENCE_S + limits.BEAT_S
     pass_by(clock, 30)
     assert kill.take()
-    ours.close()
+    peer.close()
     theirs.close()
-
-
-def _tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = socket.create_connection(listener.getsockname())
-        return ours, listener.accept()[0]
 
 
 @pytest.mark.parametrize(
@@ -110,10 +101,9 @@ def test_a_control_stream_outlives_a_suspension(
 
 @pytest.mark.long
 def test_two_nodes_that_are_suspended_continue(runs: list[Run]) -> None:
-    world = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    port = free_port()
     for node in (0, 1):  # a loop without an end
-        words = [*world, f"--node-rank={node}", "--nproc-per-node=1", LOOPS, "plain", "-1", "0"]
-        runs.append(Run(words, HANG_SECONDS="8"))
+        runs.append(Run([*world(port, node), LOOPS, "plain", "-1", "0"], HANG_SECONDS="8"))
     runs[0].wait_for("started")
     pids = [run.process.pid for run in runs]
     pids += [pid for first in pids for pid in processes.descendants(first)]

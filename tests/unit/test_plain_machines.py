@@ -1,7 +1,5 @@
 """Machines, Pythons and shells as they are: closed and full streams, no HOME, plain locales."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

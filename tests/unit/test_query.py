@@ -1,24 +1,28 @@
-"""Scripts that know nothing of this project: their steps count, and all ranks' places are shown."""
+"""Beats, and scripts that tell none: whose silence counts, where all ranks are, what differs."""
 
-from __future__ import annotations
-
+import itertools
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from agents import LOOPS, PATIENCE_S, ROOT, Run
+from agents import LOOPS, PATIENCE_S, ROOT, Run, written
 
-from distributed.heartbeat import Heart, find_record
-from launcher.agent.diagnosis import stuck
+from distributed import heartbeat
+from distributed.heartbeat import Beat, Heart, beat
+from launcher.agent.diagnosis import collectives, stuck
+from launcher.agent.diagnosis.collectives import Calls, Collective, find_mismatches
 from launcher.agent.diagnosis.stuck import STOPPED, RankState, find_odd, find_straggler
 from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.query import Query
 from launcher.agent.rank.optimizer_steps import StepCounter
-from launcher.typed_json import MessageError
+from launcher.typed_json import MessageError, encode
 from launcher.wire import messages
 from launcher.wire.messages import NodeStacks
 
@@ -82,29 +86,6 @@ def test_what_another_node_tells_is_shown_harmlessly() -> None:
     query.receive(1, told)
     assert query.on_time() is None
     assert shown[0].splitlines()[1] == "  rank 7: \\x1b[2Ja.py:1 in f"
-
-
-def test_steps_are_counted_until_the_script_beats(tmp_path: Path) -> None:
-    beats = Heartbeats(1)
-    place = find_record(beats.name(0))
-    assert place is not None
-    counter = StepCounter(Heart(*place, tmp_path / "a.stack", is_counted=True))
-    model = torch.nn.Linear(1, 1)
-    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
-    assert beats.read(0).progress == (-1, 0) and not beats.are_counted()
-    seen = []
-    for optimizer in (first, second, second, first):
-        counter(optimizer, (), {})
-        seen.append(beats.read(0).progress)
-    assert seen == [(1, 0), (1, 1), (2, 0), (2, 1)]
-    assert beats.are_counted()
-    own = Heart(*place, tmp_path / "b.stack")
-    own.beat(7, None, None)
-    counter(first, (), {})
-    assert (beats.read(0).step, beats.are_counted()) == (7, False)
-    own.beat(8, None, None)
-    counter(first, (), {})
-    assert beats.read(0).step == 8
 
 
 # --- which rank is stuck --------------------------------------------------------------------------
@@ -175,8 +156,7 @@ def test_the_rank_that_the_others_wait_for(
 
 def test_a_stack_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written in two parts, as on a busy machine."""
-    file = tmp_path / "rank.stack"
-    file.write_text("Thread 0x1\n")
+    file = written(tmp_path / "rank.stack", "Thread 0x1\n")
 
     looks: list[float] = []
 
@@ -190,3 +170,268 @@ def test_a_stack_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.Mo
     stuck.wait_for_stacks({file: 0}, 5)
     assert file.read_text() == "Thread 0x1\nThread 0x2\n"
     assert len(looks) >= 8
+
+
+# --- collectives that do not match ----------------------------------------------------------------
+
+
+def call(
+    number: int, is_done: bool = True, operation: str = "all_reduce", size: int = 8
+) -> Collective:
+    return Collective("default_pg", number, operation, f"[{size}] Float", is_done)
+
+
+DONE = [call(1), call(2)]
+
+
+IN_3 = [*DONE, call(3, False)]
+IN_PAIR = [*DONE, Collective("group 3", 5, "broadcast", "[1] Long", False)]
+CALL = "all_reduce of [8] Float"
+
+
+@pytest.mark.parametrize(
+    ("told", "line"),
+    [
+        ([DONE, DONE], ""),
+        ([IN_3, IN_3], ""),  # just now
+        ([IN_3, DONE, IN_3], f"ranks 0, 2 in #3 {CALL}; rank 1 last called #2 {CALL}"),
+        ([[call(1, False)], []], f"rank 0 in #1 {CALL}; rank 1 called none"),
+        (
+            [IN_3, [*DONE, call(3, False, "broadcast")]],
+            f"the ranks differ: rank 0 #3 {CALL}; rank 1 #3 broadcast of [8] Float",
+        ),
+        (
+            [[call(7, False)], [call(7, False, size=9)]],
+            f"the ranks differ: rank 0 #7 {CALL}; rank 1 #7 all_reduce of [9] Float",
+        ),
+        ([[call(7, False, "all_gather")], [call(7, False, "all_gather", 9)]], ""),
+        ([IN_PAIR, IN_PAIR, DONE], ""),  # a group is compared among its own ranks
+    ],
+)
+def test_what_does_not_match(told: list[list[Collective]], line: str) -> None:
+    found = find_mismatches({rank: Calls(calls) for rank, calls in enumerate(told)})
+    assert found == ([f"default_pg: {line}"] if line else [])
+
+
+def test_the_newest_of_each_group_are_told(tmp_path: Path) -> None:
+    calls = collectives.newest(call(number) for number in range(1, 100))
+    assert [one.number for one in calls.calls] == [*range(80, 100)]
+    file = written(tmp_path / "rank_3.collectives", encode(calls))
+    assert collectives.read({3: file, 4: tmp_path / "none"}, 0.05) == {3: calls}
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for _ in range(30):
+    dist.all_reduce(torch.ones(4))
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+parameter.grad = torch.ones(1)
+optimizer.step()
+print(f"ready {rank}", flush=True)
+dist.broadcast(torch.ones(4), 0) if rank == 1 else dist.all_reduce(torch.ones(6))
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_a_hang_is_ended_with_the_collectives_that_differ(runs: list[Run], tmp_path: Path) -> None:
+    script = written(tmp_path / "differs.py", SCRIPT)
+    options = ["--nproc-per-node=3", str(script)]
+    runs.append(Run(options, TORCH_FR_BUFFER_SIZE="200", HANG_SECONDS="12"))
+    err = runs[0].finish()
+    runs[0].assert_gone()
+    assert "[rank-stuck]" in err
+    wanted = (
+        "stacks   default_pg: the ranks differ: ranks 0, 2 #31 all_reduce of [6] Float; "
+        "rank 1 #31 broadcast of [4] Float\n"
+    )
+    assert wanted in err
+
+
+# --- beats: what a rank writes, and when its silence counts ---------------------------------------
+
+
+NEVER = Beat()
+
+
+AT_EXIT = """
+import faulthandler, sys, threading, time
+def work():
+    while sys._current_frames()[main].f_code.co_name != "_shutdown":
+        time.sleep(0.01)
+    faulthandler.dump_traceback(all_threads=True)
+main = threading.main_thread().ident
+threading.Thread(target=work).start()
+"""
+
+
+@pytest.fixture
+def beats(tmp_path: Path) -> Iterator[Heartbeats]:
+    """The agent's records of two ranks, of which this process is the second."""
+    records = Heartbeats(2)
+    by_hand = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    by_hand |= {"HEARTBEAT_FILE": records.name(1), "MASTER_ADDR": "x"}
+    os.environ |= {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "rank_1.json"), **by_hand}
+    heartbeat._heart.cache_clear()
+    yield records
+    heartbeat._heart.cache_clear()
+
+
+def test_a_beat_writes_this_ranks_record_alone(beats: Heartbeats) -> None:
+    assert beats.read(1) == NEVER and beats.silence_s(1) == 0
+    before = time.monotonic()
+    beat(3)
+    assert beats.read(0) == NEVER
+    record = beats.read(1)
+    assert (record.step, record.saved) == (3, -1)
+    assert before <= record.time <= time.monotonic()
+    beat(4, saved=2)
+    beat(5)
+    assert (beats.read(1).step, beats.read(1).saved) == (5, 2)
+    assert beats.reached() == (2, 5)
+    beats.clear()
+    assert beats.read(1) == NEVER
+    assert beats.reached() == (2, 5)
+
+
+def test_progress_counts_the_beats_of_a_step(beats: Heartbeats) -> None:
+    seen = []
+    for step in (1, 1, 2, None, 2, 3):
+        beat(step)
+        seen.append(beats.read(1).progress)
+    assert seen == [(1, 0), (1, 1), (2, 0), (2, 0), (2, 1), (3, 0)]
+
+
+def test_the_limit_comes_from_the_longest_silence(beats: Heartbeats, clock: list[float]) -> None:
+    limits = []
+    for step, seconds in ((7, 1), (8, 1), (9, 2), (10, 9), (11, 1)):
+        clock[0] += seconds
+        beat(step)
+        limits.append(beats.read(1).limit_s)
+    assert limits == [600, 600, 60, 90, 90]
+
+
+def test_the_limit_is_the_scripts_own_else_the_variable(beats: Heartbeats) -> None:
+    os.environ["HANG_SECONDS"] = "20"
+    limits = []
+    for given in (None, 5, None):
+        beat(1, hang_seconds=given)
+        limits.append((beats.read(1).limit_by, beats.read(1).limit_s))
+    assert limits == [(1, 20), (2, 5), (2, 5)]
+
+
+def test_steps_are_counted_until_the_script_tells_its_own(
+    beats: Heartbeats, tmp_path: Path
+) -> None:
+    """One that only saves tells none: else it would be behind the others for ever."""
+    place = heartbeat.find_record(beats.name(1))
+    assert place is not None
+    count = StepCounter(Heart(*place, tmp_path / "x.stack", is_counted=True))
+    first, other = (torch.optim.SGD([torch.ones(1)], lr=1) for _ in range(2))
+    assert beats.read(1).progress == (-1, 0) and not beats.are_counted()
+    seen = []
+    for told in (first, {"saved": 1}, other, other, first, {"step": 7}, first, {"step": 8}, first):
+        beat(**told) if isinstance(told, dict) else count(told, (), {})
+        record = beats.read(1)
+        seen.append((*record.progress, record.saved, beats.are_counted()))
+    counted = [(1, 0, -1, True), (1, 0, 1, True), (1, 1, 1, True), (2, 0, 1, True), (2, 1, 1, True)]
+    assert seen == [*counted, *[(7, 0, 1, False)] * 2, *[(8, 0, 1, False)] * 2]
+
+
+@pytest.mark.parametrize("beats_itself", [False, True])
+@pytest.mark.parametrize("hang_seconds", ["", "20"])
+def test_the_silence_before_the_first_step_counts_from_the_start(
+    beats: Heartbeats, tmp_path: Path, clock: list[float], hang_seconds: str, beats_itself: bool
+) -> None:
+    """A slow start may be healthy: without a limit of the user's it is told, and ends nothing."""
+    os.environ["HANG_SECONDS"] = hang_seconds
+    place = heartbeat.find_record(beats.name(1))
+    assert place is not None
+    Heart(*place, tmp_path / "x.stack", is_counted=True)
+    if beats_itself:
+        beat()
+    record = beats.read(1)
+    assert (record.step, record.time) == (-1, clock[0])
+    assert (record.limit_s, record.ends_run) == (float(hang_seconds or 600), bool(hang_seconds))
+    assert not beats.are_counted()
+    assert beats.silence_s(0) == 0  # a program whose steps nobody counts is not watched
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.usefixtures("beats")
+def test_a_beat_costs_under_10_microseconds() -> None:
+    fastest = 1.0
+    for _ in range(20):
+        start = time.perf_counter()
+        for step in range(1000):
+            beat(step)
+        fastest = min(fastest, time.perf_counter() - start)
+    assert fastest < 10e-3
+
+
+def test_without_an_agent_a_beat_does_nothing() -> None:
+    os.environ.pop("HEARTBEAT_FILE", None)
+    heartbeat._heart.cache_clear()
+    beat(1)
+    heartbeat._heart.cache_clear()
+
+
+def test_a_stack_of_python_alone_is_shown_with_what_another_thread_does(tmp_path: Path) -> None:
+    """Python waits at its exit for the threads of the script."""
+    script, stack = tmp_path / "script.py", tmp_path / "rank_0.stack"
+    script.write_text(AT_EXIT)
+    with stack.open("w") as file:
+        subprocess.run([sys.executable, script], stderr=file)
+    wait, *more = stuck.read_stack(stack)
+    assert re.fullmatch(r"threading\.py:\d+ in \w+", wait)
+    assert more[-1] == f"another thread: {script}:6 in work"
+
+
+def test_ranks_with_the_same_stack_share_a_line() -> None:
+    by_rank = {0: ["a.py:1 in f", "a.py:9 in g"], 1: [], 2: ["a.py:1 in f", "a.py:9 in g"]}
+    assert stuck.group_stacks(by_rank) == [
+        "ranks 0, 2: a.py:1 in f < a.py:9 in g",
+        "rank 1: no Python stack",
+    ]
+
+
+def test_a_subprocess_of_a_rank_cannot_write_to_the_record(
+    beats: Heartbeats, tmp_path: Path
+) -> None:
+    """It has the variable, and another file behind that descriptor."""
+    beat(3)
+    fd = int(beats.name(1).partition(":")[0])
+    data = tmp_path / "data"
+    data.write_bytes(b"x" * 1000)
+    code = "from distributed.heartbeat import beat; beat(99)"
+    with data.open("r+b") as file:
+        pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-c", code],
+            os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, file.fileno(), fd)],
+        )
+    assert os.waitpid(pid, 0)[1] == 0
+    assert data.read_bytes() == b"x" * 1000
+    assert beats.read(1).step == 3
+
+
+def test_a_record_that_is_being_written_is_never_read_as_silence(tmp_path: Path) -> None:
+    beats = Heartbeats(1)
+    fd = int(beats.name(1).partition(":")[0])
+    writer = os.fork()
+    if writer == 0:
+        heart = Heart(fd, 0, tmp_path / "stack")
+        for step in itertools.count():
+            heart.beat(step, None, 60.0)
+    try:
+        read = [beats.read(0) for _ in range(100_000)]
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    begun = [beat for beat in read if beat != Beat()]
+    assert begun and all(beat.limit_s == 60.0 and beat.time > 0 for beat in begun)

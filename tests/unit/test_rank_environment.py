@@ -1,7 +1,5 @@
 """The CPUs and the GPU of each rank."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

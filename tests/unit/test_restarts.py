@@ -1,14 +1,12 @@
 """Which failures start a run again, and what its restarts cost."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agents import Run
+from agents import Run, written
 
 from distributed.heartbeat import Heart, find_record
 from launcher.agent.node_ranks import Heartbeats
@@ -193,8 +191,7 @@ for step in range(1, 11):
 
 @pytest.mark.slow
 def test_a_real_run(runs: list[Run], tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script = written(tmp_path / "script.py", SCRIPT)
     options = ["--nproc-per-node=1", "--max-restarts=5", f"--log-dir={tmp_path}", "--rdzv-id=x"]
     runs.append(Run([*options, str(script)]))
     err = runs[0].finish()

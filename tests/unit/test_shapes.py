@@ -1,7 +1,5 @@
 """Scripts in the shape of public ones: the comparison with torchrun, and a sample of them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sharded checkpoints: a part from each rank, and one checkpoint of them all."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -10,19 +8,18 @@ import resource
 import shutil
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked_ranks import on_ranks
 from launched import state_of
-from test_checkpoint import Intruder, flip_a_bit, names
+from test_checkpoint import Intruder, flip_a_bit, names, save
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-from torch.multiprocessing.spawn import start_processes
 
 from distributed import torch as helper
 from distributed.checkpoint import (
@@ -41,22 +38,6 @@ from distributed.torch import gather_bytes
 pytestmark = pytest.mark.slow
 
 SHAPES = (16, 7, 1)  # of the model's layers; 7 and 1 do not divide by the ranks
-
-
-def on_ranks(count: int, function: Callable[..., None], folder: Path, *arguments: object) -> None:
-    """Run function(rank, folder, *arguments) on ranks that have joined."""
-    settings = (function, count, folder, arguments)
-    start_processes(_rank, settings, nprocs=count, start_method="fork")  # type: ignore[no-untyped-call]
-
-
-def _rank(
-    rank: int, function: Callable[..., None], count: int, folder: Path, arguments: tuple[Any, ...]
-) -> None:
-    meeting = f"file://{folder}/store"
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count, timeout=limit)
-    function(rank, folder, *arguments)
-    helper.finish()
 
 
 def _average(rank: int, folder: Path, shard: int) -> None:
@@ -114,8 +95,7 @@ def test_ranks_together_save_what_one_process_has(
     tmp_path: Path, ranks: int, strategy: str, shard: int | str
 ) -> None:
     on_ranks(ranks, _save, tmp_path, 1, strategy, shard)
-    found, alone = load(tmp_path / "run"), make_state(1)
-    assert found is not None
+    found, alone = state_of(tmp_path / "run"), make_state(1)
     assert weights_hash(found.model) == weights_hash(alone.model)
     assert [*found.ranks] == [{"own": 1}] * ranks
     assert found.optimizer["param_groups"] == alone.optimizer["param_groups"]
@@ -135,8 +115,7 @@ def test_a_damaged_part_is_named_and_the_one_before_taken(
         run = shutil.copytree(saved, tmp_path / name, symlinks=True)
         damage(run / "step-2" / name)
         caplog.clear()
-        state = state_of(run)
-        assert state.progress["step"] == 1
+        assert state_of(run).progress["step"] == 1
         (record,) = caplog.records
         assert f"{run}/step-2" in record.message and name in record.message
         assert "\n" not in record.message
@@ -176,8 +155,7 @@ def _fail_on_rank_1(rank: int, folder: Path) -> None:
 def test_where_one_rank_fails_nothing_is_committed_and_all_know(tmp_path: Path) -> None:
     on_ranks(2, _fail_on_rank_1, tmp_path)
     assert names(tmp_path / "run") == ["latest", "step-1"]
-    state = state_of(tmp_path / "run")
-    assert state.progress["step"] == 1
+    assert state_of(tmp_path / "run").progress["step"] == 1
 
 
 def _work_apart(rank: int, folder: Path, run: Path) -> None:
@@ -284,9 +262,8 @@ class Tied(nn.Module):
 def test_weights_are_exported_tied_ones_too(tmp_path: Path, format: str, ending: str) -> None:
     safe = pytest.importorskip("safetensors.torch") if ending == "safetensors" else None
     model = Tied()
-    saver = Saver(tmp_path / "run", keep_last=1, format=format)
-    saver.save(1, State(model.state_dict(), {}, {"step": 1}, [{}]))
-    saver.wait()
+    state = State(model.state_dict(), {}, {"step": 1}, [{}])
+    save(tmp_path / "run", 1, state, keep_last=1, format=format)
     file = tmp_path / f"weights.{ending}"
     assert main(["export", str(tmp_path / "run"), str(file)]) == 0
     weights = safe.load_file(file) if safe else torch.load(file, weights_only=True)

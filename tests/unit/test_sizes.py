@@ -4,8 +4,6 @@ ruff limits how complex a function is. A wing is measured in tokens (names, oper
 strings, without docstrings), for lines can be packed.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import tokenize

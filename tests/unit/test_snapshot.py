@@ -1,7 +1,5 @@
 """Snapshots: what a rank copies into memory, and what is read from there."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -13,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from agents import rarely
+from forked_ranks import on_ranks
 from launched import state_of
 from recovery import SHARDED, Job, await_snapshots
 from test_checkpoint import make_state
 from test_sharded import make_state as make_shared_state
-from test_sharded import on_ranks
 from torch import nn
 
 from distributed import limits
@@ -110,8 +108,7 @@ def test_of_a_damaged_one_the_one_before_counts(
     offset = {"header": 0, "tensors": BEGIN + 8, "rest": header.rest + 40}[place]
     (byte,) = os.pread(newest.fd, 1, offset)
     os.pwrite(newest.fd, bytes([byte ^ 1]), offset)
-    found = state_of(tmp_path)
-    assert found.progress["step"] == 1
+    assert state_of(tmp_path).progress["step"] == 1
 
 
 def test_a_copy_that_was_cut_short_leaves_the_one_before(
@@ -127,8 +124,7 @@ def test_a_copy_that_was_cut_short_leaves_the_one_before(
     with pytest.raises(KeyboardInterrupt):
         take(tmp_path, 3, by=saver)
     assert sorted(one.header().step for one in buffers) == [-1, 2]
-    found = state_of(tmp_path)
-    assert found.progress["step"] == 2
+    assert state_of(tmp_path).progress["step"] == 2
 
 
 def test_a_step_that_the_run_went_back_behind_gives_way(
@@ -144,12 +140,10 @@ def test_a_step_that_the_run_went_back_behind_gives_way(
 
 def test_what_is_read_is_no_view_of_the_buffer(tmp_path: Path, buffers: list[Buffer]) -> None:
     take(tmp_path, 1)
-    before, again = load(tmp_path), load(tmp_path)
-    assert before is not None and again is not None
+    before, again = state_of(tmp_path), state_of(tmp_path)
     for tensor in before.model.values():
         tensor.zero_()
-    after = state_of(tmp_path)
-    assert hashes(after) == hashes(again)
+    assert hashes(state_of(tmp_path)) == hashes(again)
 
 
 def test_states_of_another_size_fit(tmp_path: Path, buffers: list[Buffer]) -> None:
@@ -205,9 +199,9 @@ def _lose_parts(
         header = buffer.header()
         if header.step == 3 and header.rank in (own if header.rank == rank else copies):
             buffer.set_header(None)
-    found = load(folder / "run")
+    found = state_of(folder / "run")
     wanted = make_shared_state(2 if missed or {*own} & {*copies} else 3, "ddp")
-    assert found is not None and found.is_snapshot
+    assert found.is_snapshot
     if on_a_node == len(files):  # what the others lack is gone
         assert max(one.header().step for one in _open_buffers()) == wanted.progress["step"]
     assert weights_hash(found.model) == weights_hash(wanted.model)
@@ -267,8 +261,7 @@ def _lose_neighbour(rank: int, folder: Path, files: list[str]) -> None:
         saver.snapshots.finish()
         if rank == 1 and step == 1:
             saver.snapshots._copies = []  # it has nowhere to keep another's
-    found = state_of(folder / "run")
-    assert found.progress["step"] == 3
+    assert state_of(folder / "run").progress["step"] == 3
     steps = [one.header().step for one in _open_buffers()]
     assert sorted(steps[:2]) == [2, 3] and sorted(steps[2:]) == [-1, 1]
 

@@ -1,7 +1,5 @@
 """Spare nodes: agents on loopback that lose nodes, node rank 0 among them, and go on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -9,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agents import PATIENCE_S, Run, eventually
+from agents import PATIENCE_S, Run, eventually, world, written
 from ports import free_port
 
 from launcher.agent.nodes.team import Team
@@ -39,17 +37,15 @@ Start = Callable[..., list[Run]]
 
 @pytest.fixture
 def start(tmp_path: Path, runs: list[Run]) -> Start:
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
+    script = written(tmp_path / "program.py", PROGRAM)
 
     def begin(nodes: int, spares: int, ends: str, code: int = 0, **environment: str) -> list[Run]:
         """Start them with two ranks each, to end with a code in the attempt that `ends` names."""
-        port = str(free_port())
-        world = ["--nnodes", str(nodes), "--nproc-per-node", "2", "--max-restarts", "2"]
-        world += ["--master-addr", "127.0.0.1", "--master-port", port]
+        port = free_port()
         variables = {"SPARES": str(spares), "MIN_NODES": str(nodes), **environment}
         for place in range(nodes + spares):
-            words = [*world, "--node-rank", str(place), "--log-dir", str(tmp_path / "logs")]
+            words = [*world(port, place, nodes=nodes, nproc=2), "--max-restarts=2"]
+            words.append(f"--log-dir={tmp_path / 'logs'}")
             variables["LAUNCH_TOKEN"] = f"{port}.{place}"
             words += [str(script), ends, str(code), str(tmp_path)]
             runs.append(Run(words, **variables))

@@ -1,7 +1,5 @@
 """The srun fan-out: commands, and nodes that do not answer. Real jobs: tests/cluster."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

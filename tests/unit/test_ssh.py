@@ -3,8 +3,6 @@
 The launcher, its far side and pdsh are the real ones; the agent is a script of a few lines.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """After a stop signal each rank has its time, and the end says what each did."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from agents import Run, kill_what_is_left, rarely
-from test_sharded import on_ranks
+from forked_ranks import on_ranks
 
 from distributed import limits, stop_signals
 from distributed.stop import Stop

@@ -1,7 +1,5 @@
 """The suite itself: each promise has a test, what is set is undone, a part that hangs is ended."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import re

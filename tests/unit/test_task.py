@@ -1,7 +1,5 @@
 """A task of one's own, with all that it may have: evaluate, optimizer, schedule, loader, an end."""
 
-from __future__ import annotations
-
 import types
 from pathlib import Path
 from typing import Any

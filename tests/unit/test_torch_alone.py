@@ -1,7 +1,5 @@
 """Runs of every kind where torch is installed, what torch requires, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

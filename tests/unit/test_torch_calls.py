@@ -1,7 +1,5 @@
 """The helper's calls that move values, run on real ranks over gloo."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

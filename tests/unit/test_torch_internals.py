@@ -1,7 +1,5 @@
 """The names of torch that one file may use alone: this torch has each, or what replaces it."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.run as torchrun
-from agents import ROOT, rarely, run_agent
+from agents import MODULES, ROOT, rarely, run_agent
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -35,10 +33,7 @@ PRIVATE = re.compile(
 
 
 def test_one_file_alone_uses_private_names_of_torch() -> None:
-    files = [ROOT / "train.py"]
-    for wing in ("distributed", "launcher", "training", "scripts"):
-        files += sorted((ROOT / wing).rglob("*.py"))
-    found = {file: PRIVATE.findall(file.read_text()) for file in files}
+    found = {file: PRIVATE.findall(file.read_text()) for file in MODULES}
     assert len(found.pop(HOME)) > 10  # it can be seen
     assert {str(file): names for file, names in found.items() if names} == {}
 

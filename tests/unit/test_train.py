@@ -1,6 +1,4 @@
-"""train.py, run for real: its command line, its runs alone and together, its resuming."""
-
-from __future__ import annotations
+"""train.py, run for real: its command line, its runs by launcher and strategy, its resuming."""
 
 import json
 import os
@@ -8,13 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from agents import AGENT, ROOT, execute, rarely, run_program
-from launched import state_of
+from agents import AGENT, PATIENCE_S, ROOT, execute, rarely, run_agent, run_program
+from launched import Work, hash_of, state_of
 from ports import free_port
 
 from distributed.checkpoint import State, weights_hash
@@ -74,10 +73,6 @@ def run_tiny(
 ) -> subprocess.CompletedProcess[str]:
     words = ["--config", LOCAL3, f"data.path={text}", *TINY, *more]
     return run(folder, *words, **{"processes": 2, "RUN_ID": run_id, **options})
-
-
-def hash_of(run_folder: Path) -> str:
-    return weights_hash(state_of(run_folder).model)
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -397,3 +392,181 @@ def test_the_batch_of_a_run_that_is_resumed(
     else:
         with pytest.raises(SettingsError, match=each):
             choose_batch_size(train, ranks, saved or None)
+
+
+# --- the same final weights, whichever entry point started it -------------------------------------
+
+
+SHORT = ["train.max_steps=6", "train.eval_every=0", "checkpoint.every=3", "model.dropout=0.1"]
+SHORT += ["model.layers=1", "model.context=32", "tracking=[]", f"data.path={ROOT}/distributed"]
+LAUNCHERS = [
+    "launch_torchrun_multinode.sh",
+    pytest.param("torchrun", marks=[pytest.mark.another_torch("torchrun"), pytest.mark.long]),
+    pytest.param(
+        "torch.distributed.launch",
+        marks=[pytest.mark.another_torch("torch.distributed.launch"), pytest.mark.long],
+    ),
+    *rarely("launch_singlenode.sh", "run_ddp.sh", "cluster_train.sh"),
+]
+
+
+def commands(launcher: str) -> list[list[str]]:
+    """The command of each node."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    by_launch = ["env", f"ENGINE={launcher}", *AGENT]
+    port = str(free_port())
+    train = ["--nproc-per-node=2", f"--master-port={port}", f"{ROOT}/train.py", "--config", LOCAL3]
+    by_hand = [f"{ROOT}/scripts/ssh/launch_torchrun_multinode.sh", LOCAL3, "1", "2"]
+    return {
+        "launch_singlenode.sh": [[f"{ROOT}/scripts/ssh/launch_singlenode.sh", LOCAL3, "2"]],
+        "run_ddp.sh": [[f"{ROOT}/scripts/run_ddp.sh", "-n", "2", "-c", LOCAL3]],
+        "cluster_train.sh": [[f"{ROOT}/scripts/cluster_train.sh", LOCAL3]],
+        "launch_torchrun_multinode.sh": [[*by_hand, rank, "127.0.0.1", port] for rank in "01"],
+        "the agent": [[*AGENT, *train, "distributed.backend=gloo"]],
+        "torchrun": [[*torchrun, *train]],
+        "torch.distributed.launch": [[*by_launch, *train]],
+    }[launcher]
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return weights_of("the agent", tmp_path_factory.mktemp("reference"))
+
+
+def weights_of(launcher: str, folder: Path) -> str:
+    """Train a few steps and return the hash of the final weights."""
+    run_id = f"same-{os.getpid()}"  # it gives the port, and another worker may run one, too
+    environment = {**os.environ, "PYTHON": sys.executable, "RUN_ID": run_id, "BACKEND": "gloo"}
+    environment |= {"LOG_DIR": f"{folder}/logs", "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+    settings = [*SHORT, f"checkpoint.dir={folder}/checkpoints"]
+    nodes = [
+        subprocess.Popen([*command, *settings], env=environment, stderr=subprocess.PIPE, text=True)
+        for command in commands(launcher)
+    ]
+    for node in nodes:
+        _, err = node.communicate(timeout=PATIENCE_S)
+        assert node.returncode == 0, err
+    return hash_of(folder / "checkpoints" / run_id)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_same_weights_from_every_launcher(
+    launcher: str, reference: str, tmp_path: Path
+) -> None:
+    assert weights_of(launcher, tmp_path) == reference
+
+
+# --- fsdp, ddp and single train the same model ----------------------------------------------------
+
+
+STEPS = 50
+WORDS = [
+    *("model.layers=2", "model.width=32", "model.heads=2", "model.context=16"),
+    *("train.global_batch_size=8", "train.warmup_steps=2", "train.eval_every=25"),
+    *("train.log_every=1", f"train.max_steps={STEPS}", "checkpoint.every=0"),
+]
+REFERENCE = f"single-{os.getpid()}"  # workers of pytest may begin at once: a port for each
+FSDP = pytest.mark.another_torch("FSDP")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Work:
+    folder = tmp_path_factory.mktemp("strategies")
+    work = Work(folder, LOCAL3, f"data.path={text}", *WORDS)
+    work.run(REFERENCE, 1)
+    return work
+
+
+def assert_same(work: Work, run_id: str) -> None:
+    mine, theirs = (work.metrics(one, "loss") for one in (run_id, REFERENCE))
+    assert mine.keys() == theirs.keys() and len(mine) == STEPS
+    assert [*mine.values()] == pytest.approx([*theirs.values()], rel=2e-5)
+    weights = work.weights(REFERENCE)
+    for name, tensor in work.weights(run_id).items():
+        assert tensor.shape == weights[name].shape
+        assert torch.allclose(tensor, weights[name], atol=2e-4), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("nproc", "settings"),
+    [
+        (2, "strategy=ddp"),
+        (2, "strategy=ddp static_graph=true bucket_cap_mb=0.01"),
+        (2, "strategy=fsdp"),
+        (4, "strategy=fsdp"),
+        (2, "strategy=fsdp fsdp.reshard_after_forward=false"),
+        (2, "strategy=fsdp fsdp.shard=node train.grad_accumulation=2"),
+        pytest.param(4, "strategy=fsdp fsdp.shard=2 train.grad_accumulation=2", marks=FSDP),
+        (2, "strategy=fsdp train.activation_checkpointing=full"),
+        (2, "strategy=ddp train.activation_checkpointing=2"),
+        (2, "strategy=ddp train.compile=true"),
+        (2, "strategy=fsdp train.compile=true train.activation_checkpointing=full"),
+    ],
+)
+def test_losses_and_weights_are_those_of_one_process(work: Work, nproc: int, settings: str) -> None:
+    words = [word if "train." in word else f"distributed.{word}" for word in settings.split()]
+    run_id = settings.replace(" ", "-").replace("=", "_") + str(nproc)
+    work.run(run_id, nproc, *words)
+    assert_same(work, run_id)
+    if "compile" in settings:
+        assert list((work.folder / "checkpoints" / run_id / "compiled").iterdir())
+
+
+STOPPING = """
+import os, signal
+from training.settings import LanguageModel
+from training.tasks.language_model import LanguageModelTask
+
+class Stopping(LanguageModelTask):
+    calls = 0
+
+    def __init__(self, settings):
+        shape = LanguageModel(**settings.model)
+        super().__init__(settings.model_copy(update={"model": shape}))
+
+    def loss(self, model, batch):
+        self.calls += model.training
+        if self.calls == 12:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().loss(model, batch)
+"""
+
+
+# Ranks, strategy, last step.
+MOVES = ((4, "fsdp", 12), (2, "ddp", 24), (1, "single", 36), (2, "fsdp", STEPS))
+
+
+@pytest.mark.parametrize(
+    ("written", "moves"),
+    [
+        pytest.param("sharded", [(2, "fsdp", 12), (1, "fsdp", STEPS)], marks=FSDP),
+        *rarely(("sharded", MOVES), ("full", MOVES)),
+    ],
+)
+def test_a_run_moves_between_strategies(
+    work: Work, written: str, moves: Sequence[tuple[int, str, int]]
+) -> None:
+    (work.folder / "stopping.py").write_text(STOPPING)
+    chosen = f"checkpoint.format={written}"
+    run_id = f"{written}-{len(moves)}"
+    for nproc, strategy, last in moves[:-1]:
+        words = (f"distributed.strategy={strategy}", "task=stopping:Stopping", chosen)
+        told = work.run(run_id, nproc, *words, code=75)
+        assert f"stopped    after step {last}," in told
+        parts = [*(work.folder / f"checkpoints/{run_id}/step-{last}").glob("*.distcp")]
+        assert len(parts) == (nproc if written == "sharded" else 0)
+    nproc, strategy, _ = moves[-1]
+    work.run(run_id, nproc, f"distributed.strategy={strategy}", chosen)
+    assert_same(work, run_id)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *rarely("fsdp")])
+def test_between_two_log_lines_no_step_waits_for_the_device(tmp_path: Path, strategy: str) -> None:
+    """Of a run in which each step is watched."""
+    words = ["--config", LOCAL3, *WORDS, f"distributed.strategy={strategy}"]
+    words += ["train.log_every=3", "train.max_steps=8", "train.grad_accumulation=2"]
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options = ["--nproc-per-node=2", "--log-dir=logs", ROOT / "bench/waits.py"]
+    done = run_agent(*options, *words, folder=tmp_path, **own)
+    assert done.returncode == 0 and "waits      none" in done.stdout + done.stderr, done

@@ -1,14 +1,12 @@
 """The import rules: scripts -> launcher -> distributed <- training, train.py; torch alone."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
 from collections.abc import Iterator
 
 import pytest
-from agents import ROOT
+from agents import MODULES, ROOT
 
 DOORS = {"distributed/run.py", "distributed/selftest.py"}  # keep documented commands alive
 LONGEST_DOOR = 10  # lines
@@ -21,19 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 OPTIONAL = {"safetensors"}  # for export to such a file
 WINGS = {"launcher", "distributed", "training", "train", "scripts"}
-
-
-# Once used for what CONTRIBUTING's glossary names.
-OTHER_WORDS = re.compile(
-    r"\b(guardian|janitor|heirs?|seats?|lineup|entrance|mute|fared|blip)(?![a-z])", re.I
-)
-
-
-def modules() -> list[str]:
-    files = [ROOT / "train.py"]
-    for folder in ("distributed", "launcher", "training", "scripts"):
-        files += (ROOT / folder).rglob("*.py")
-    return sorted(str(file.relative_to(ROOT)) for file in files)
+NAMES = sorted(str(file.relative_to(ROOT)) for file in MODULES)
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -59,7 +45,7 @@ def guarded(tree: ast.AST) -> Iterator[str]:
 UNPICKLE = re.compile(r"\w+_object(_list)?|loads?_pickle|unpickle|Unpickler")
 
 
-@pytest.mark.parametrize("name", modules())
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_that_arrives_is_unpickled(name: str) -> None:
     """torch's *_object functions unpickle what other ranks send; torch.load can be told not to."""
     tree = ast.parse((ROOT / name).read_text())
@@ -74,23 +60,19 @@ def test_nothing_that_arrives_is_unpickled(name: str) -> None:
     assert not names & {"pickle", "dill", "marshal", "shelve"}
 
 
-@pytest.mark.parametrize("name", modules())
-def test_a_relative_import_stays_in_its_wing(name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_module_imports_only_what_its_wing_may(name: str) -> None:
+    """A relative import stays in its wing."""
     tree = ast.parse((ROOT / name).read_text())
     levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert max(levels, default=0) <= name.count("/")
-
-
-@pytest.mark.parametrize("name", modules())
-def test_a_module_imports_only_what_its_wing_may(name: str) -> None:
     if name in DOORS:
         assert len((ROOT / name).read_text().splitlines()) <= LONGEST_DOOR
     else:
-        ours = {*imported(ast.parse((ROOT / name).read_text()))} & WINGS
-        assert ours <= MAY_IMPORT[name.partition("/")[0]]
+        assert {*imported(tree)} & WINGS <= MAY_IMPORT[name.partition("/")[0]]
 
 
-@pytest.mark.parametrize("name", [one for one in modules() if not one.startswith("train")])
+@pytest.mark.parametrize("name", [one for one in NAMES if not one.startswith("train")])
 def test_what_runs_on_a_node_needs_torch_alone(name: str) -> None:
     tree = ast.parse((ROOT / name).read_text())
     others = {*imported(tree)} - sys.stdlib_module_names - WINGS - {"torch"}
@@ -112,14 +94,5 @@ ENVIRON = re.compile(r"\bos\.(environ|getenv|putenv)|from os import")
 
 
 def test_all_but_the_doors_are_given_the_environment() -> None:
-    texts = {name: (ROOT / name).read_text() for name in modules()}
+    texts = {name: (ROOT / name).read_text() for name in NAMES}
     assert {name for name, text in texts.items() if ENVIRON.search(text)} == READ_ENVIRON
-
-
-def test_a_thing_has_one_name() -> None:
-    found = {
-        (name, match[0])
-        for name in modules()
-        for match in OTHER_WORDS.finditer((ROOT / name).read_text().replace("_", " "))
-    }
-    assert found == set()

@@ -3,8 +3,6 @@
 Its packages are links to those of the Python that runs this.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import distribution

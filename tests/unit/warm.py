@@ -7,8 +7,6 @@ what no fork can have is executed as usual: another Python, variables of Python'
 tests/scripts and tests/cluster execute everything.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc
