@@ -24,12 +24,13 @@ from launcher.text import count, has_colour
 LONGEST_ROW = 1 << 20  # characters: a command can be long
 TAIL_BYTES = 1 << 20  # of a log, to find the block that ends it
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
+FIRST_ROW = r"run {8}\S"  # of a plan, as print_row() prints it
 # A block, a stopped line, or what follows the end of an earlier start: the first row of a plan, or
 # a line that refuses to start.
 _ENDS = re.compile(
     r"^(?P<end>FAILED   .*\n(?:.*\n){1,99}?see      TROUBLESHOOTING.*"
     r"|stopped  .* \(code \d+\); nothing is left running(?:\nresume   .*)?)$"
-    r"|^run {8}\S"
+    rf"|^{FIRST_ROW}"
     r"|^(?:node agent|[\w.-]+): (?!warning: ).* \[[a-z-]+\]$",
     re.MULTILINE,
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import RULES, UNKNOWN, match
 from launcher.failure import user_frames
+from launcher.failure_block import FIRST_ROW
 
 LONGEST = 4096  # bytes of a line that are looked at
 ABOVE = 200  # lines above an exception that may be its traceback
@@ -47,8 +48,10 @@ _EXCEPTION = re.compile(
 _RANK = re.compile(r"(?<!local_)(?<!local )\b[Rr]ank ?:? ?(\d+)|: task (\d+): Exited")
 _NAMED = re.compile(r" \[([a-z-]+)\]$")  # as our own lines name a fault
 _PROGRAM = re.compile(r"(?:node agent|[\w.-]+): ")  # before those with which one refuses a start
-# The last line of an earlier start, in a log that several starts have written to; or the first row.
-_BEFORE = re.compile(rb"run {8}\S|see {6}TROUBLESHOOTING|stopped  .*; nothing is left running")
+# In a log that several starts have written to: the row that begins one, or the one that ends it.
+_BEFORE = re.compile(
+    f"{FIRST_ROW}|see {{6}}TROUBLESHOOTING|stopped  .*; nothing is left running".encode()
+)
 # Where launchers tell which process was the first to fail: torch's two tables and its one line, its
 # spawn, DeepSpeed's, DDP's of parameters, and srun's.
 _FIRST = re.compile(

@@ -204,7 +204,9 @@ PY
   for task in 1 2; do
     [[ $(field "${array}_$task" JobState) == JobState=CANCELLED && -d checkpoints/${array}_$task/latest ]]
     [[ $(field "${array}_$task" Restarts) == Restarts=$((task - 1)) ]]
-    grep -lE "^run +${array}_$task " logs/slurm-*.out | xargs grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$'
+    grep -lE "^run +${array}_$task " logs/slurm-*.out | xargs cat >task.out
+    grep -q '^stopped    after step [0-9]*, which is saved (SIGTERM)$' task.out
+    grep -q "^resume   RUN_ID=${array}_$task .*sbatch .*--array=$task .*/slurm_train.sh" task.out
   done
   [[ $(find logs -name 'slurm-*.out' | wc -l) == 2 ]]
 }
