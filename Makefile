@@ -7,13 +7,13 @@ STAMP  := $(VENV)/.installed
 TESTED := $(VENV)/.tests-installed
 NPROC  ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' | sed 's/^0$$/2/')
 CONFIG ?= config/local3.yaml
-# Settings: what was given as section.key=value.
+# Settings: the arguments of the form section.key=value.
 SETTINGS = $(strip $(foreach word,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(subst =, ,$(word)))),$(word))))
 NODES  ?= 4
 NODE   ?= login
-# The Python given as PYTHON=, else that of .venv, else python3.
+# The Python given as PYTHON=, otherwise the one in .venv if it exists, otherwise python3.
 ANY_PYTHON = $(if $(findstring command,$(origin PYTHON))$(wildcard $(PYTHON)),$(PYTHON),python3)
-# A module or a site may bring that Python's packages in PYTHONPATH.
+# An environment module or a site may provide that Python's packages in PYTHONPATH.
 SITE_PATH = $${PYTHONPATH:+:$$PYTHONPATH}
 
 .DEFAULT_GOAL := help
@@ -31,28 +31,28 @@ init: ## copy this project into your own repository: DIR=REPOSITORY makes REPOSI
 train: $(STAMP) ## train the built-in model on this machine (CONFIG=..., NPROC=..., train.max_steps=...)
 	PYTHON=$(PYTHON) scripts/ssh/launch_singlenode.sh $(CONFIG) $(NPROC) $(SETTINGS)
 
-sample: $(STAMP) ## text from the newest checkpoint of a run of the built-in model (RUN=id)
+sample: $(STAMP) ## generate text from the newest checkpoint of a run of the built-in model (RUN=id)
 	@$(PYTHON) -m training.sample $(if $(RUN),checkpoints/$(RUN),$(error give RUN=, a run id))
 
 plot: $(STAMP) ## draw the metrics of a run beside its logs, or of several (RUN="id id")
 	@$(PYTHON) -m training.plot $(or $(RUN),$(error give RUN=, a run id))
 
-test: $(TESTED) ## lint and the tests; says what it had to skip, and why
+test: $(TESTED) ## run lint and the tests; list what was skipped, and why
 	@PYTHON=$(PYTHON) tests/run.sh all
 
-test-fast: $(TESTED) ## lint and the quick tests, in about a minute
+test-fast: $(TESTED) ## run lint and the quick tests, in about a minute
 	@PYTHON=$(PYTHON) tests/run.sh fast
 
-lint: $(TESTED) ## shellcheck, shfmt, ruff, mypy
+lint: $(TESTED) ## run shellcheck, shfmt, ruff and mypy
 	@PYTHON=$(PYTHON) tests/run.sh lint
 
-test-torch: ## try what another torch can break: one table (VERSION=2.6.0 PYTHON=...)
+test-torch: ## test what another torch can break: one table (VERSION=2.6.0 PYTHON=...)
 	@PYTHONPATH=bench$(SITE_PATH) $(ANY_PYTHON) tests/with_torch.py $(VERSION)
 
-test-cluster: $(TESTED) ## only the tests on the cluster on this machine (as root)
+test-cluster: $(TESTED) ## run only the tests on the cluster on this machine (as root)
 	@PYTHON=$(PYTHON) tests/run.sh cluster
 
-test-gpu: ## try what a GPU can break: one table, under 10 minutes (PYTHON=..., JSON=FILE)
+test-gpu: ## test what can break on a GPU: one table, under 10 minutes (PYTHON=..., JSON=FILE)
 	@$(ANY_PYTHON) -c 'import torch, pydantic, yaml' 2>/dev/null || { \
 	  echo "make: $(ANY_PYTHON) lacks torch, pydantic or PyYAML; install them, or give PYTHON=" >&2; \
 	  exit 3; }
@@ -82,7 +82,7 @@ bench-launch: $(STAMP) ## measure a launch to its first step: ours and others
 bench-step: $(STAMP) ## measure a training step: train.py and a bare loop
 	$(PYTHON) bench/step.py
 
-bench-checkpoint: $(STAMP) ## measure a save: the stall, the end, the cost for a loop; ours and torch's
+bench-checkpoint: $(STAMP) ## measure a save: the stall, end to end, the cost for a loop; ours and torch's
 	PYTHONPATH=. $(PYTHON) bench/checkpoint.py
 
 bench-restart: $(STAMP) ## measure a restart after a killed rank: ours and torchrun
@@ -100,7 +100,7 @@ bench-shapes: $(STAMP) ## run copies of well-known scripts under torchrun and ou
 bench-gpu: $(STAMP) ## measure training on one GPU: train.py, a bare loop, accelerate, Lightning
 	PYTHONPATH=. $(PYTHON) bench/gpu.py
 
-bench-faults: $(STAMP) ## make each fault on the cluster on this machine, for ours and for torchrun (as root)
+bench-faults: $(STAMP) ## cause each fault on the cluster on this machine, with ours and with torchrun (as root)
 	$(PYTHON) bench/faults.py
 
 pictures: $(STAMP) ## draw the pictures of the README from real runs
@@ -118,7 +118,7 @@ $(PYTHON):
 	  { echo "make: python3 has no venv module; install it (Debian: apt install python3-venv)" >&2; exit 3; }
 	@python3 -m venv $(VENV)
 
-# uv makes a .venv without it.
+# uv creates a .venv without pip.
 $(PIP): | $(PYTHON)
 	@[ -e $@ ] || $(PYTHON) -m ensurepip --default-pip >/dev/null 2>&1 || \
 	  { echo "make: $(PYTHON) has no pip; run uv pip install --python $(PYTHON) pip, or remove $(VENV)" >&2; exit 3; }

@@ -1,10 +1,10 @@
 """Train a task on one process or on many.
 
-    python train.py --config config/local3.yaml                         # this process alone
+    python train.py --config config/local3.yaml                         # one process
     python train.py --config config/local3.yaml train.max_steps=100     # with a setting changed
     python train.py --config config/local3.yaml --check                 # only check the config
     scripts/ssh/launch_singlenode.sh config/local3.yaml 2               # 2 processes here
-    torchrun --nproc-per-node 2 train.py --config config/local3.yaml    # the same through torchrun
+    torchrun --nproc-per-node 2 train.py --config config/local3.yaml    # the same with torchrun
 
 It trains a task, the built-in one or yours: see training/tasks/__init__.py. A run with the RUN_ID
 of an earlier one resumes from that run's newest checkpoint. On SIGTERM, SIGINT, SIGHUP or SIGUSR1,
@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if getattr(sys.flags, "safe_path", False):  # PYTHONSAFEPATH leaves this folder out
+if getattr(sys.flags, "safe_path", False):  # PYTHONSAFEPATH omits this folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from training.arguments import refuse, refuse_together, start
@@ -110,7 +110,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def join(arguments: argparse.Namespace, settings: Settings) -> Environment:
-    """Join the other ranks and set up logging, by default on rank 0 alone."""
+    """Join the other ranks and set up logging, by default only on rank 0."""
     torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
     try:
         environment = helper.init_distributed(
@@ -190,18 +190,18 @@ class Run:
             resume.write_config(settings, self.logs)
 
     def _resume(self, saved: checkpoint.State) -> dict[str, Any]:
-        """Load what a checkpoint holds besides the weights; returns this rank's own part of it."""
+        """Load everything in a checkpoint except the weights; returns this rank's own state."""
         progress, rank = saved.progress, self.environment.rank
         with refuse_together(self.environment):
             load_moments(self.optimizer, self.model, saved)
-        if self.schedule.own is not None:  # also rank 0's state of it where there are more ranks
+        if self.schedule.own is not None:  # rank 0's state, also on additional ranks
             self.schedule.own.load_state_dict(saved.ranks[0]["schedule"])
-        if progress.get("scaler"):  # else it was saved without one
+        if progress.get("scaler"):  # empty if saved without one
             self.scaler.load_state_dict(progress["scaler"])
         own = saved.ranks[rank] if rank < len(saved.ranks) else {}
         if own:
             checkpoint.set_rng_state(own["rng"])
-        # A run that continues from the checkpoint of one that is over has another id.
+        # A new run that continues from the checkpoint of a finished run has another id.
         self.is_over = progress.get("ended") == self.environment.run_id
         resume.log_resume(saved, self.progress_at(progress["step"]), self.environment.world_size)
         return own
@@ -228,7 +228,7 @@ class Run:
             self.scaler.unscale_(self.optimizer)
             parameters = self.model.parameters()
             self.gradient_norm = torch.nn.utils.clip_grad_norm_(parameters, train.clip_norm)
-        self.scaler.step(self.optimizer)  # skipped where a gradient is infinite
+        self.scaler.step(self.optimizer)  # skipped if a gradient is infinite
         self.scaler.update()
         self.optimizer.zero_grad()
         self.schedule.after()
@@ -237,7 +237,7 @@ class Run:
         helper.beat(step + 1)
 
     def mean_loss(self, step: int) -> float:
-        """Return the mean loss of all ranks since the last reading; ends a run if not finite."""
+        """Return the mean loss of all ranks since the last reading; end the run if not finite."""
         sums = helper.sync_metrics(self.meter.state())
         mean = sums["loss"] / (sums["terms"] or 1)
         if not math.isfinite(mean):
@@ -284,7 +284,7 @@ class Run:
         return values
 
     def save(self, step: int, scores: Mapping[str, Any], *, in_memory: bool = False) -> None:
-        """Copy the state now; unless it is only for the memory, write it in the background."""
+        """Copy the state now and, unless `in_memory`, write it to disk in the background."""
         with self.meter.paused():
             own = {"rng": checkpoint.rng_state(), "meter": self.meter.state()}
             ranks = checkpoint.gather_ranks({**own, "schedule": self.schedule.state()})
@@ -314,14 +314,14 @@ class Run:
         """Report that the run was stopped and saved; returns the exit code."""
         reason = self.stop.reason or "another rank"
         log.info(f"stopped    after step {step}, which is saved ({reason})")
-        if self.command is None:  # else the launcher prints it
+        if self.command is None:  # otherwise the launcher prints it
             log.info(resume.resume_line(self.environment, None))
-        helper.barrier()  # it is saved before the first rank says so
+        helper.barrier()  # all ranks have saved before one reports it
         helper.beat(saved=step)
         return STOPPED
 
     def print_summary(self, step: int, validated: Mapping[str, float]) -> None:
-        """Print how the run ended, on rank 0. Ranks that share a model all compute the summary."""
+        """Print how the run ended, on rank 0. All ranks that share a model compute the summary."""
         model = helper.unwrap(self.model)
         rows = self.task.summary(model, validated) if validated else []
         if not self.environment.is_main:

@@ -1,7 +1,7 @@
-"""The least that trains the built-in model: what `make bench-step` holds train.py against.
+"""A minimal loop that trains the built-in model; `make bench-step` compares train.py with it.
 
-bench/step.py starts it and says how, and turns.py when it takes its steps. STRATEGY, ACCUMULATE,
-COMPILE and RECOMPUTE are what each strategy asks for, written with torch alone.
+bench/step.py starts and configures it, and turns.py decides when it takes its steps. STRATEGY,
+ACCUMULATE, COMPILE and RECOMPUTE select what a case needs, written in plain torch.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def wrap(model: nn.Module, strategy: str) -> nn.Module:
-    """Return the model as one strategy trains it: single, ddp, fsdp, or fsdp in groups of 2."""
+    """Return the model wrapped for a strategy: single, ddp, fsdp, or fsdp in groups of 2."""
     blocks = [*model.blocks.layers]  # type: ignore[misc, union-attr]
     for block in blocks:
         if os.environ.get("RECOMPUTE"):
@@ -75,7 +75,7 @@ def wrap(model: nn.Module, strategy: str) -> nn.Module:
 
 
 def waiting(model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager[None]:
-    """Reduce the gradients over the ranks in the step's last backward pass alone."""
+    """Reduce the gradients over the ranks only in the step's last backward pass."""
     if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
     if hasattr(model, "set_requires_gradient_sync"):

@@ -1,10 +1,10 @@
-"""Saving, side by side with torch's own ways: `make bench-checkpoint`, or
+"""Compare our saving with torch's own methods: `make bench-checkpoint`, or
 PYTHONPATH=. python bench/checkpoint.py [RUNS].
 
-How long one save blocks the training loop, how long until the disk has it, and what four saves add
-to a loop of 400 steps. Each measurement is a process of one thread with a folder of its own, begun
-when nothing is left to be written to the disk. All ways of saving run in turn, RUNS times (default
-3), in one go: medians compare.
+Measures how long one save blocks the training loop, how long it takes to reach the disk, and how
+much time four saves add to a loop of 400 steps. Each measurement is a single-threaded process with
+its own folder, started when no writes to the disk are pending. All methods run in turn, RUNS times
+(default 3), one after another, so that their medians can be compared.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from distributed.checkpoint import Saver, State
 
-SIZES_GB = (0.1, 0.5, 1.6)  # of the weights and AdamW's two moments of them, together
+SIZES_GB = (0.1, 0.5, 1.6)  # of the weights and AdamW's two moments together
 WIDTH = 1024  # of a layer, which has WIDTH x WIDTH weights
-SAVES = 2  # in one process: the first, which may have memory to get, and one more
+SAVES = 2  # in one process: the first, which may allocate memory, and one more
 STEPS = 400  # of the loop, at the largest size
 SAVE_EVERY = 100  # steps
 TRAINED = 13  # layers that a step of the loop trains
@@ -42,19 +42,19 @@ ADDED_TARGET = 1.0
 NONE, TORCH, OURS = "no saves", "torch.save", "ours"
 
 Result = TypeVar("Result")
-Finish = Callable[[], object]  # returns when this way of saving has nothing left to do
-Save = Callable[[int], Finish]  # blocks the loop as long as this way of saving does
+Finish = Callable[[], object]  # returns when this method has nothing left to do
+Save = Callable[[int], Finish]  # blocks the loop for as long as this method does
 
 
 class Times(NamedTuple):
-    """Of one save, in seconds from its call."""
+    """Times of one save, in seconds from its call."""
 
     stall: float  # until it returns
     total: float  # until it is done
 
 
 class Training(NamedTuple):
-    """What there is to save, and to train."""
+    """What is saved and trained."""
 
     model: nn.Sequential
     optimizer: torch.optim.Optimizer
@@ -63,7 +63,7 @@ class Training(NamedTuple):
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
-# --- ways of saving -----------------------------------------------------------------------------
+# --- methods of saving --------------------------------------------------------------------------
 
 
 def with_ours(folder: Path, training: Training) -> Save:
@@ -121,7 +121,7 @@ def without(folder: Path, training: Training) -> Save:
 
 
 def done() -> None:
-    """What nothing is left to do for."""
+    """Do nothing: the save is already done."""
 
 
 def start_group() -> None:
@@ -139,7 +139,7 @@ WAYS: dict[str, Callable[[Path, Training], Save]] = {
 IN_LOOP = (NONE, OURS, TORCH, "torch.save, fsync")
 
 
-# --- measuring, each in a process of its own ----------------------------------------------------
+# --- measuring, each in its own process ---------------------------------------------------------
 
 
 def time_saves(way: str, size_gb: float) -> list[Times]:
@@ -158,7 +158,7 @@ def time_saves(way: str, size_gb: float) -> list[Times]:
 
 
 def time_loop(way: str) -> float:
-    """Seconds that the loop takes, until its last checkpoint is done."""
+    """Return the seconds that the loop takes, until its last checkpoint is done."""
     training = build(SIZES_GB[-1])
     layers, inputs = training.model[:TRAINED], torch.randn(BATCH, WIDTH)
     finish: Finish = done
@@ -177,7 +177,7 @@ def time_loop(way: str) -> float:
 
 
 def build(size_gb: float) -> Training:
-    """Weights and moments of that size; the moments are those after one step."""
+    """Return weights and moments of this total size; the moments are those after one step."""
     torch.set_num_threads(1)
     count = round(size_gb * 1e9 / (3 * 4 * WIDTH**2))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
@@ -209,7 +209,7 @@ def main() -> None:
 
 
 def apart(measure: Callable[..., Result], *case: object) -> Result:
-    """Measure in a new process: no memory is left from the one before."""
+    """Measure in a new process, which inherits no memory from the previous measurement."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(measure, *case).result()
 
@@ -230,7 +230,7 @@ def describe_saves(saves: dict[tuple[float, str], list[list[Times]]]) -> str:
     return (
         f"{render(head, rows)}\n\n"
         "The stall is how long a save blocks the training loop. The first save in a process takes"
-        " longer; the columns with x compare later ones. Ours and dcp are done when the files are"
+        " longer; the x columns compare later saves. Ours and dcp are done when the files are"
         " on the disk (fsync), and ours also hashes them. torch.save alone leaves the writing to"
         f" the kernel. Target for ours at {SIZES_GB[-1]} GB: at most {targets}."
     )
@@ -247,7 +247,7 @@ def describe_walls(walls: dict[str, list[float]]) -> str:
     return (
         f"{render(head, rows)}\n\n"
         f"{SIZES_GB[-1]} GB are saved every {SAVE_EVERY} steps. The first save, and the wait for"
-        f" the last one, are included. Target for what ours adds: at most {ADDED_TARGET} x"
+        f" the last one, are included. Target for the time that ours adds: at most {ADDED_TARGET} x"
         " torch.save."
     )
 

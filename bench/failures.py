@@ -4,8 +4,8 @@ python bench/failures.py.
 Each launcher starts four ranks on this machine, or two nodes with two ranks each on its loopback
 address. The table shows:
 
-- the exit code, and how often the report names rank 2, when rank 2 exits with code 7;
-- how long the sleeping ranks of the other node then live;
+- the exit code, and how many times the report names rank 2, when rank 2 exits with code 7;
+- how long the sleeping ranks of the other node then survive;
 - how many ranks are left 10 s after `kill -9` of the launcher;
 - how many ranks have saved after SIGTERM to the launcher, if a save takes 2 s.
 """
@@ -33,9 +33,9 @@ PROGRAM = str(ROOT / "bench/fault_steps.py")
 ENDLESS = str(10**9)  # steps
 RANKS = 4
 TRIES = 5
-START_S = 120.0  # until all ranks have met
+START_S = 120.0  # for all ranks to meet
 LEFT_S = 10.0  # after which a rank counts as left running
-LIMIT_S = 30.0  # for how long the ranks of the other node are watched
+LIMIT_S = 30.0  # how long the ranks of the other node are watched
 _NAMED = re.compile(r"FAILED +rank (\d+)|Root Cause.*?rank +: (\d+)", re.DOTALL)
 
 
@@ -49,7 +49,7 @@ class Launcher:
 
 
 class Run:
-    """One run of fault_steps.py, on one node or on two; nothing of it is left behind."""
+    """One run of fault_steps.py, on one node or on two; leaves nothing behind."""
 
     def __init__(self, commands: Sequence[list[str]], *marks: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -77,7 +77,7 @@ class Run:
                 self.__exit__()
                 raise RuntimeError(f"no start:\n{report}")
             time.sleep(0.02)
-        time.sleep(0.2)  # all have written theirs
+        time.sleep(0.2)  # then each file is complete
         self.pids = [int((self.folder / f"rank_{rank}").read_text()) for rank in range(RANKS)]
         return self
 
@@ -94,11 +94,11 @@ class Run:
         self._folder.cleanup()
 
     def leave(self) -> None:
-        """Let one rank exit."""
+        """Make one rank exit."""
         (self.folder / "fault").write_text("leave")
 
     def alive(self) -> list[int]:
-        """Return the process ids of the ranks that are still there."""
+        """Return the process ids of the ranks that are still alive."""
         return [pid for pid in {*self.pids} if self._is_alive(pid)]
 
     def _is_alive(self, pid: int) -> bool:
@@ -109,11 +109,11 @@ class Run:
         return bool(command)  # a zombie's is empty
 
     def code(self) -> int:
-        """Wait for the launcher's end; returns its exit code."""
+        """Wait until the launcher exits; returns its exit code."""
         return self.launchers[0].wait(LIMIT_S + START_S)
 
     def wait_until_gone(self, pids: Sequence[int], limit_s: float) -> float | None:
-        """Return the seconds until these ranks have gone; None: they are still there."""
+        """Return the seconds until these ranks are gone, or None if they are still alive."""
         start = time.monotonic()
         while time.monotonic() < start + limit_s:
             if not set(pids) & set(self.alive()):
@@ -166,7 +166,7 @@ def other_node(launcher: Launcher) -> str:
 
 
 def launchers() -> Iterator[Launcher]:
-    """Yield every launcher that is here or can be installed."""
+    """Yield every launcher that is installed or can be installed."""
 
     def of_two(command: list[str]) -> Callable[[int, int], list[str]]:
         def place(node_rank: int, port: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""A fault that is there, and a run into it."""
+"""Make a fault, and watch a run that meets it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from pathlib import Path
 from fault_rows import Fault
 from harness import CLUSTER, ROOT
 
-START_S = 300.0  # for the ranks to make steps
+START_S = 300.0  # for the ranks to take steps
 SNIPPET_S = 600.0  # to make a fault, or to undo it; only ends a hang
 PORTS = itertools.count(23100)
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What a run showed: the line that was looked for, and after how many seconds."""
+    """What a run showed: the expected line, and after how many seconds."""
 
     line: str | None
     seconds: float
-    code: int | None  # None: it still ran
+    code: int | None  # None: it was still running
     output: str  # since the fault was made
 
 
 class Case:
-    """A fault that is there, in a folder of its own, for one run."""
+    """A fault made for one run, in its own folder."""
 
     def __init__(self, fault: Fault, folder: Path) -> None:
         self.fault, self.folder = fault, folder
@@ -89,7 +89,7 @@ class Case:
         *,
         is_whole: bool = True,
     ) -> Sight:
-        """Run a command to its end, its limit or, if not whole, to what is looked for."""
+        """Run a command until it exits, meets its limit or, unless `is_whole`, `find` succeeds."""
         file = self.folder / "output"
         line, seconds, skipped = None, 0.0, 0
         with self._start(command, file) as run:

@@ -1,4 +1,4 @@
-"""The faults of `make bench-faults`: how each is made on one of four nodes, and what is to be said.
+"""The faults of `make bench-faults`: how each is made on one of four nodes, and what must be shown.
 
 `make`, `during`, `undo`, `command` and `torchrun` are bash, with the functions of faults.bash.
 """
@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 COPY = 'every mkdir "$OWN"; every cp "$ROOT/bench/fault_steps.py" "$OWN/steps.py"'
-# A Python of each host's own.
+# Each host has its own Python.
 PYTHONS = """every mkdir "$OWN"
 printf '#!/bin/sh\\nexec %s "$@"\\n' "$VENV_PYTHON" >python
 every cp python "$OWN"
 every chmod +x "$OWN/python"
 """
-# On node3, with a torch of another version.
+# On node3, with another version of torch.
 OTHER_TORCH = f"""{PYTHONS}
 torch=$("$VENV_PYTHON" -c 'import importlib.util as u; print(u.find_spec("torch").origin)')
 on node3 mkdir "$OWN/torch"
@@ -31,22 +31,22 @@ FAST_CLOCK = "import time; now = time.time; time.time = lambda: now() + 42"
 
 @dataclass(frozen=True, eq=False)
 class Fault:
-    """A fault, how it is made on one node, and what is to be shown of it."""
+    """A fault, how it is made on one node, and how it must be shown."""
 
     name: str
     made: str  # in words
     make: str = ""  # before the start
-    during: str = ""  # once the ranks make steps
+    during: str = ""  # once the ranks take steps
     undo: str = ""
     command: str = "plain"
     torchrun: str = "torchrun"  # "": it cannot be made for torchrun
-    host: str = "node3"  # that is named, as a regular expression
-    also: str = ""  # another name that a node which comes late may show
+    host: str = "node3"  # the host to be named, as a regular expression
+    also: str = ""  # another fault that a late node may show
     code: int = 3
     limit_s: float = 15.0  # until it is shown
     steps: int = 30
     variables: Mapping[str, str] = field(default_factory=dict)
-    is_apart: bool = True  # other runs on the same nodes do not notice it
+    is_apart: bool = True  # does not affect other runs on the same nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ BEFORE: tuple[Fault | Elsewhere, ...] = (
         ' until on node1 bash -c "</dev/tcp/127.0.0.1/$MASTER_PORT"; do sleep 0.1; done',
         undo='kill "$(<holder)"',
         host="node1",
-        is_apart=False,  # its time counts
+        is_apart=False,  # it must be measured alone
     ),
     Fault(
         "host-unreachable",
@@ -141,12 +141,12 @@ BEFORE: tuple[Fault | Elsewhere, ...] = (
         "by hand: node3 is given node2's node rank",
         command="hand",
         host="on node[23] and on node[23]",
-        also="node-missing",  # the others have ended
+        also="node-missing",  # the other nodes have ended
         variables={"THIRD": "4 1", "RUN_SECRET": SECRET},
     ),
     Fault(
         "wrong-world",
-        "by hand: node3 is told of 5 nodes",
+        "by hand: node3 is started with 5 nodes",
         command="hand",
         also="node-missing",
         variables={"THIRD": "5 2", "RUN_SECRET": SECRET},
@@ -297,7 +297,7 @@ BEFORE: tuple[Fault | Elsewhere, ...] = (
     ),
     Fault(
         "config-invalid",
-        "a key that there is not: `train.max_step=6`",
+        "an unknown key: `train.max_step=6`",
         command="train train.max_step=6",
         torchrun="",
         host="",

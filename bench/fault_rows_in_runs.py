@@ -1,6 +1,6 @@
-"""The faults of `make bench-faults` that are made once the ranks make steps, and some more.
+"""The faults of `make bench-faults` that are made once the ranks take steps, and some others.
 
-As in fault_rows.py.
+See fault_rows.py for the format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ENDLESS = 10**9  # steps
 
 
 def in_run(name: str, made: str, during: str, **changes: Any) -> Fault:
-    """Return a fault of a run that has begun, which ends it by SIGKILL within 2 s."""
+    """Return a fault made during a run, which must end with code 137 within 2 s by default."""
     fault = Fault(name, made, during=during, code=137, limit_s=2.0, steps=ENDLESS)
     return replace(fault, **changes)
 
@@ -49,7 +49,7 @@ IN_RUNS: tuple[Fault | Elsewhere, ...] = (
     ),
     in_run(
         "rank-stuck",
-        "rank 2 waits for its input for ever; `HANG_SECONDS=10`",
+        "rank 2 waits for input forever; `HANG_SECONDS=10`",
         "echo wait >fault",
         limit_s=35.0,
         variables={"HANG_SECONDS": "10"},

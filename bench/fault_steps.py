@@ -1,11 +1,11 @@
-"""What `make bench-faults` and `make bench-failures` start: plain torch, rank 2 may go wrong.
+"""The script of `make bench-faults` and `make bench-failures`: plain torch; rank 2 may fail.
 
     <launcher> bench/fault_steps.py FOLDER STEPS
 
-Each rank writes its process id to FOLDER/rank_<rank> once all have met. Once FOLDER/fault is
-there, rank 2 does what it says: raise, leave, wait, grow, nan or slow. Where there is a folder
-FOLDER/disk, rank 0 saves to it. With a file FOLDER/idle the ranks make no steps; with FOLDER/saves,
-a rank that gets SIGTERM takes SAVE_S seconds, writes FOLDER/<rank>.saved and exits with code 75.
+Each rank writes its process id to FOLDER/rank_<rank> once all have met. When
+FOLDER/fault exists, rank 2 does what it says: raise, leave, wait, grow, nan or slow. If there is a
+folder FOLDER/disk, rank 0 saves to it. With a file FOLDER/idle, ranks take no steps; with
+FOLDER/saves, a rank on SIGTERM waits SAVE_S seconds, writes FOLDER/<rank>.saved and exits with 75.
 """
 
 import os
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 FAULTY = 2
 GROW_BYTES = 4 << 30
-CODE = 7  # with which it leaves
+CODE = 7  # of `leave`
 SAVE_S = 2.0
 
 

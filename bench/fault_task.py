@@ -1,4 +1,4 @@
-"""What train.py trains for `make bench-faults`: on rank 2 the file "fault" makes it slow or nan."""
+"""The task for `make bench-faults`: the file "fault" makes rank 2 slow or its loss NaN."""
 
 import os
 import time

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the rows of fault_rows.py are written in. Each runs in a folder of its own, FOLDER, which all
+# The functions for the rows of fault_rows.py. Each row runs in its own folder, FOLDER, which all
 # hosts of the cluster see.
 set -euo pipefail
 
@@ -11,7 +11,7 @@ on() { # <host> <command...>
   "$CLUSTER" run "$@"
 }
 
-# On each host, with a folder OWN that it has for itself.
+# Runs a command on each host, with a folder OWN that only this host has.
 every() { # <command...>
   local host
   for host in login "${NODES[@]}"; do on "$host" "$@"; done
@@ -31,7 +31,7 @@ train() { # <setting...>
   over_ssh "$ROOT/config/local3.yaml" 1 "${NODES[@]}" "${SMALL[@]}" checkpoint.every=0 "$@"
 }
 
-# With a task whose rank 2 goes wrong as the file "fault" says.
+# Trains with a task whose rank 2 fails as the file "fault" says.
 task() { # <setting...>
   ln -s "$ROOT/bench/fault_task.py" .
   echo "{task: 'fault_task:Faulty', model: {}, tracking: []}" >task.yaml
@@ -42,7 +42,7 @@ wait_for_slurm() {
   until [[ $(on login sinfo -h -p batch -t idle -o %D) == 4 ]]; do sleep 0.2; done
 }
 
-# In a job of all nodes: a command in the place of its batch script.
+# Runs a command instead of a batch script, in a job of all nodes.
 job() { # <command...>
   on login salloc -Q --nodes=4 --ntasks-per-node=1 "$@"
 }
@@ -51,7 +51,7 @@ slurm() { # <setting...>
   job "$ROOT/scripts/slurm/slurm_train.sh" "$ROOT/config/local3.yaml" "${SMALL[@]}" "$@"
 }
 
-# A job of node3 alone, until its old processes have seen that it was started elsewhere.
+# Runs a job on node3 only, until its old processes have seen that it was started elsewhere.
 lose_job() {
   local others="node[1,2,4]" job
   on login scontrol update nodename="$others" state=drain reason=bench
@@ -64,12 +64,12 @@ lose_job() {
   until [[ -z $(on login squeue -h -j "$job") ]]; do sleep 0.2; done
 }
 
-# Number of nodes and node rank that somebody typed for a node; nothing: it was forgotten.
+# Prints the number of nodes and the node rank typed for a node, or nothing if it was forgotten.
 typed_for() { # <node>
   if (($1 == 3)); then echo "$THIRD"; else echo "4 $(($1 - 1))"; fi
 }
 
-# Starts something for each node, and waits for all; returns the last code that is not 0.
+# Starts a command for each node, and waits for all; returns the last code that is not 0.
 by_hand() { # <function of node, number of nodes, node rank>
   local node size rank pids=() pid code=0
   for node in 1 2 3 4; do
@@ -83,7 +83,7 @@ by_hand() { # <function of node, number of nodes, node rank>
   return "$code"
 }
 
-# node4 sends an HTTP request to node1's port, once that is open.
+# Sends an HTTP request from node4 to node1's port, once that is open.
 knock() {
   # shellcheck disable=SC2016 # for the node
   on node4 bash -c 'until { printf "GET / HTTP/1.0\r\n\r\n" >"/dev/tcp/node1/$0"; } 2>/dev/null; do
@@ -112,7 +112,7 @@ launch_torchrun() { # <node> <number of nodes> <node rank>
   on login ssh "node$1" "cd $FOLDER && echo \$\$ >torchrun_$1 && exec ${words[*]} $SCRIPT $FOLDER $STEPS"
 }
 
-# Ends what torchrun has left on the nodes.
+# Ends the processes that torchrun left on the nodes.
 end_torchrun() {
   local node
   for node in 1 2 3 4; do
@@ -138,7 +138,7 @@ kill_agent() {
   on node3 bash -c 'kill -KILL $(ps -o ppid= -p "$0")' "$(<rank_2)"
 }
 
-# The sshd of the connection by which node3 was started.
+# Kills the sshd of the connection that started node3's ranks.
 kill_connection() {
   # shellcheck disable=SC2016 # for the node
   on node3 bash -c 'pid=$0
@@ -146,7 +146,7 @@ kill_connection() {
     kill -KILL "$pid"' "$(<rank_2)"
 }
 
-# Lines for the start-up file of node3's shells.
+# Writes lines into the start-up file of node3's shells.
 log_in_with() { # <text>
   mkdir home
   echo "$1" >home/.bashrc
@@ -157,7 +157,7 @@ log_in_as_before() {
   on node3 umount --lazy "$CLUSTER_DIR/home"
 }
 
-# node3 gets a control group of so many bytes, for what its logins start.
+# Creates a control group with a memory limit on node3, for everything started by its logins.
 limit_memory() { # <bytes>
   local group=/sys/fs/cgroup/memory/${FOLDER##*/}
   mkdir "$group"
@@ -176,7 +176,7 @@ rename_link() { # <name> <new name>: of node3
   on node3 ip link set "$2" up
 }
 
-# A run of the same id on node1 and node2, with its logs elsewhere.
+# Starts a run with the same id on node1 and node2, with its logs elsewhere.
 start_another() {
   (
     export LOG_DIR=other STEPS=1000000000
@@ -192,19 +192,19 @@ end_other() {
   while kill -0 "$(<live.pid)" 2>/dev/null; do sleep 0.1; done
 }
 
-# node3 has another line for the name "head", or none.
+# Gives node3 a different line for the name "head", or none.
 name_head() { # <text>
   { grep -v ' head$' "$CLUSTER_DIR/etc/hosts" && echo "$1"; } >hosts
   on node3 mount --bind hosts /etc/hosts
 }
 
-# A disk of a host's own, with room for checkpoints.
+# Adds a disk to a host, with room for checkpoints.
 add_disk() { # <host> <folder>
   mkdir -p "$2"
   on "$1" mount -t tmpfs -o size=2100m disk "$PWD/$2"
 }
 
-# Leaves no room on it: as little as is taken now, which may change.
+# Fills the disk: shrinks it to what is used now, which may change.
 fill_disk() { # <host> <folder>
   # shellcheck disable=SC2016 # for the host
   on "$1" bash -c 'for _ in {1..50}; do

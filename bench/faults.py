@@ -3,14 +3,14 @@
 `make bench-faults` (as root), or
 python bench/faults.py [--wait SECONDS] [--skip-torchrun] [--untimed] [NAME...].
 
-Each fault of fault_rows.py is made once for a launch of this project, and once for plain torchrun
-that somebody starts on each node over ssh. The table shows what is said first, and after how many
-seconds: from the start of the command, or from the fault where it is made in a run. Of torchrun it
-is the first line of any node, ssh's own included, that a healthy run does not print and that tells
-of an error; it is given WAIT seconds (60) to come. Healthy launches follow, which are to name none.
+Each fault of fault_rows.py is made once for a launch of this project, and once for plain torchrun,
+started on each node over ssh. The table shows what is reported first, and after how many seconds:
+from the start of the command, or from the fault if it is made during a run. For torchrun, this is
+the first line of any node, ssh's lines included, that reports an error and that a healthy run does
+not print, within --wait seconds (60). Healthy launches follow, which must report no fault.
 
-Writes bench/faults.md; fails where a fault is not named within its limit with its host and its exit
-code. With names, only those rows are made. These, and what is made without torchrun, are printed.
+Writes bench/faults.md; fails if a fault is not named within its limit with its host and its exit
+code. With names, only those rows are made. With names or --skip-torchrun, it prints the table.
 tests/cluster/faults.bats makes some rows, untimed, and `make prove PART=faults` makes all.
 """
 
@@ -35,10 +35,10 @@ from harness import ROOT, cluster, describe_machine, render
 from shape_runs import without_numbers
 
 PAGE = Path(__file__).with_name("faults.md")
-LIMIT_S = 300.0  # for a launch of ours to end; only ends a hang
-MANY = 200  # lines of steps since the fault: it trains on
+LIMIT_S = 300.0  # for one of our launches to end; only ends a hang
+MANY = 200  # lines of steps since the fault: it continues training
 BESIDE = 3  # runs of torchrun at once
-HARMLESS = 3  # runs of torchrun without a fault: what they print is no error
+HARMLESS = 3  # runs of torchrun without a fault: what they print is not an error
 TIMES = 20  # healthy launches
 HEALTHY = ("plain", "train", "slurm", "hand")  # in turn
 NAME = re.compile(r"^.*\[(stranger|[a-z]+(?:-[a-z]+)+)\]$", re.MULTILINE)
@@ -51,15 +51,15 @@ ERROR = re.compile(
 NO_ERROR = re.compile(r"(\[\w+\]:)?(Traceback |  )|.*The hostname of the client socket")
 INTRODUCTION = """# Faults
 
-What is shown of every fault that can be made on a cluster in a box, one at a time on one of four
-nodes with one rank each. `make bench-faults` (as root) measures it again, in about half an hour.
+What is printed for each fault that the cluster on one machine can cause, one at a time on one of
+four nodes with one rank each. `make bench-faults` (as root) measures it again in about 30 min.
 
 Seconds are counted from the start of the command or, for a fault in a run, from the fault. The
 launch over ssh runs once, on a login host; "by hand" and "SLURM" say how else it was started.
-torchrun was started on each node by hand over ssh. Its column has the first line of any node that
-tells of an error, ssh's own included. "-": the fault cannot be made for torchrun.
+torchrun was started on each node by hand over ssh. Its column has the first line from any node that
+reports an error, even one from ssh. "-" means that the fault cannot be caused for torchrun.
 
-Named rightly means: its own name and no other (by hand, a node that comes after the others have
+Named correctly means its own name and no other (by hand, a node that comes after the others have
 ended may miss them), its host, the right exit code, and in time: 15 s before the start, 2 s for a
 process that was killed, 15 s for a cut link, 30 s more than the limit for a rank that hangs.
 """
@@ -70,7 +70,7 @@ process that was killed, 15 s for a cut link, 30 s more than the limit for a ran
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a fault was named as it should, and the cells that tell it."""
+    """Whether a fault was named as it should be, and the cells of its row."""
 
     is_right: bool
     shown: str
@@ -83,7 +83,7 @@ def name_in(output: str) -> str | None:
 
 
 def launch(fault: Fault, *, is_timed: bool = True) -> Verdict:
-    """Make a fault for a launch of ours."""
+    """Make a fault for one of our launches."""
     with tempfile.TemporaryDirectory(prefix="fault-") as folder:
         case = Case(fault, Path(folder))
         if fault.command.startswith(("job", "slurm", "lose_job")):
@@ -114,7 +114,7 @@ def launch(fault: Fault, *, is_timed: bool = True) -> Verdict:
 
 
 def launch_healthy() -> int:
-    """Return how many healthy launches named no fault, and ended with 0."""
+    """Return how many healthy launches named no fault and exited with 0."""
     well = 0
     for command in itertools.islice(itertools.cycle(HEALTHY), TIMES):
         fault = Fault("", "", variables={"RUN_SECRET": SECRET} if command == "hand" else {})
@@ -157,10 +157,10 @@ def run_torchrun(fault: Fault, wait_s: float, harmless: set[str]) -> str:
     if sight.line:
         return f"`{shorten(sight.line)}`, {sight.seconds:.1f} s"
     if sight.code is None and sight.output.count("step ") > MANY:
-        return f"nothing for {wait_s:g} s; it trains on (ended here)"
+        return f"nothing for {wait_s:g} s; training continues (ended here)"
     if sight.code is None:
         return f"silence for {wait_s:g} s (ended here)"
-    return f"nothing; it ends with code {sight.code}"
+    return f"nothing; exits with code {sight.code}"
 
 
 def shorten(line: str) -> str:
@@ -172,7 +172,7 @@ def shorten(line: str) -> str:
 
 
 def run_all_torchrun(faults: Sequence[Fault], wait_s: float) -> dict[Fault, str]:
-    """Run torchrun into each fault, those that do not touch others side by side."""
+    """Run torchrun with each fault; those that do not affect others run at the same time."""
     healthy = Fault("", "")
     harmless: set[str] = set()
     for _ in range(HARMLESS):
@@ -212,7 +212,7 @@ def main() -> None:
         if not is_up:
             sys.exit(1)
         with Path(os.environ["CLUSTER_DIR"], "etc/hosts").open("a") as hosts:
-            hosts.write("10.0.0.1 head\n")  # another name of the master
+            hosts.write("10.0.0.1 head\n")  # another name for the master
         theirs = {} if words.skip_torchrun else run_all_torchrun(faults, words.wait)
         healthy = 0 if words.names else launch_healthy()
         verdicts: dict[Fault, Verdict] = {}
@@ -221,9 +221,9 @@ def main() -> None:
             print(f"{fault.name} | {fault.made} | {verdicts[fault]}", file=sys.stderr, flush=True)
     right = sum(verdict.is_right for verdict in verdicts.values())
     table = write_table(rows, verdicts, theirs)
-    named = f"{right} of {len(faults)} named rightly"
+    named = f"{right} of {len(faults)} named correctly"
     if not words.names:
-        named += f", {healthy} of {TIMES} healthy runs without an alarm"
+        named += f", {healthy} of {TIMES} healthy runs without a false alarm"
     if words.names or words.skip_torchrun:
         print(f"{table}\n\n{named}.")
     else:

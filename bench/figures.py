@@ -1,6 +1,6 @@
 """The few figures of the main README, taken from the tables of bench/README.md and bench/proofs.md.
 
-The benches and `make prove` call `write`, so that the page never shows other figures than theirs.
+The benches and `make prove` call `write`, so that the page always shows their figures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Row = dict[str, str]
 
 
 def write() -> None:
-    """Put the figures of today's tables into the main README."""
+    """Put the figures of the current tables into the main README."""
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(_SECTION.sub(lambda at: f"{at[1]}{text()}{at[2]}", page), encoding="utf-8")
 
@@ -125,7 +125,7 @@ def _part(page: str, title: str) -> str:
 
 
 def _source(page: str, title: str) -> str:
-    """Return when and where the tables below a heading were measured, by which command."""
+    """Return when and where the tables below a heading were measured, and with which command."""
     found = re.search(r"^(\d{4}-\d\d-\d\d), (.*?), Python \S+: (.+)$", _part(page, title), re.M)
     assert found, title
     return f"{found[1]}, {found[2]}: {found[3]}"
@@ -139,7 +139,7 @@ def _before(page: str, title: str, word: str) -> str:
 
 
 def _section(page: str, title: str) -> list[Row]:
-    """Return the rows of all tables below a heading, each by the heads of its columns."""
+    """Return the rows of all tables below a heading, each by its column headings."""
     part = _part(page, title)
     rows: list[Row] = []
     head: list[str] = []

@@ -1,8 +1,8 @@
-"""One GPU's speed in training loops, in at most 9 minutes: `make bench-gpu`.
+"""Measure one GPU's speed in training loops, in at most 9 minutes: `make bench-gpu`.
 
 PYTHONPATH=. python bench/gpu.py: GPT-2 124M (config/gpt2_124m.yaml) on random tokens, in train.py,
 in a bare loop, in that loop under DDP and FSDP2 with one rank, and in accelerate's and Lightning's
-(`pip install accelerate lightning` first), in turns. `make test-gpu` tries what else has to work.
+(`pip install accelerate lightning` first), in turn. `make test-gpu` tests everything else.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from harness import render, write_section
 OTHERS = ("bare", "ddp", "fsdp", "accelerate", "lightning")  # loops of gpu_loops.py
 PACKAGES = ("accelerate", "lightning")
 ROUNDS = 2
-LIMIT_S = 540.0  # of all together
+LIMIT_S = 540.0  # for everything
 STEPS, FROM_STEP = 120, 40
 
 
 def time_train(machine: Machine, number: int) -> dict[str, float]:
-    """Return what train.py measures, and what part of the GPU one token per second needs."""
+    """Return train.py's measurements, and the share of the GPU that one token per second needs."""
     settings = [f"train.max_steps={STEPS}", "train.log_every=10", "train.eval_every=0"]
     settings += ["checkpoint.every=0", *machine.gpt2_settings()]
     metrics = machine.train(f"speed-{number}", *settings, config=GPT2_CONFIG)
@@ -44,7 +44,7 @@ def time_other(machine: Machine, loop: str, _number: int) -> dict[str, float]:
 
 
 def compare_loops(machine: Machine) -> str:
-    """Return the table of all loops; one that fails says so in its row."""
+    """Return the table of all loops; the row of a loop that fails says so."""
     loops: dict[str, Callable[[int], dict[str, float]]] = {
         "train.py": functools.partial(time_train, machine)
     }

@@ -4,8 +4,8 @@
 
 LOOP is bare, ddp or fsdp (the bare loop with one rank, and NCCL on a GPU), accelerate, lightning,
 or stall (how long a save blocks the loop). All compute as train.py does: in bfloat16 on a GPU, with
-compiled blocks, fused AdamW and pinned input that is read ahead. Prints JSON: tokens per second
-after FROM_STEP and the most GB of memory, or seconds.
+compiled blocks, fused AdamW, and input that is read ahead into pinned memory. Prints JSON: tokens
+per second after FROM_STEP and peak memory in GB; or seconds.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Training:
 
 
 class Clock:
-    """Times the steps after `from_step`; waits for the GPU at both ends alone."""
+    """Times the steps after `from_step`; waits for the GPU only at both ends."""
 
     def __init__(self, steps: int, from_step: int) -> None:
         self._marks = {from_step: 0.0, steps: 0.0}
@@ -93,14 +93,14 @@ def bare(training: Training, clock: Clock, wrap: Callable[[nn.Module], nn.Module
 
 
 def join() -> None:
-    """Make a process group of one rank."""
+    """Create a process group of one rank."""
     backend = "nccl" if IS_CUDA else "gloo"
     torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def with_ddp(model: nn.Module) -> nn.Module:
     join()
-    torch._dynamo.config.optimize_ddp = False  # as in train.py: the blocks are compiled alone
+    torch._dynamo.config.optimize_ddp = False  # as in train.py: blocks are compiled separately
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
@@ -150,13 +150,13 @@ def with_lightning(training: Training, clock: Clock) -> None:
             return training.make_optimizer()
 
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-            clip_grad_norm_(self.model.parameters(), 1.0)  # Lightning's own refuses fused AdamW
+            clip_grad_norm_(self.model.parameters(), 1.0)  # Lightning's own rejects fused AdamW
 
         def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
             clock.tick(index + 1)
 
     trainer = lightning.Trainer(
-        plugins=LightningEnvironment(),  # else it looks for MPI, which can freeze it
+        plugins=LightningEnvironment(),  # otherwise it looks for MPI, and can hang
         accelerator="gpu" if IS_CUDA else "cpu",
         devices=1,
         precision="bf16-mixed" if IS_CUDA else "32-true",
@@ -170,7 +170,7 @@ def with_lightning(training: Training, clock: Clock) -> None:
 
 
 def time_saves(training: Training) -> dict[str, float]:
-    """Return how long the last of some saves blocks the loop: ours and torch.save's."""
+    """Return how long the last of several saves blocks the loop, with ours and with torch.save."""
     training.model.to(DEVICE)
     optimizer = training.make_optimizer()
     batch = next(iter(training.loader)).to(DEVICE)

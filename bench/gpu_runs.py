@@ -1,4 +1,4 @@
-"""Runs of programs on a GPU, each within its time, for `make test-gpu` and `make bench-gpu`."""
+"""Run programs on a GPU, each with a time limit, for `make test-gpu` and `make bench-gpu`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TRAIN = str(ROOT / "scripts/ssh/launch_singlenode.sh")
 SELF_TEST = str(ROOT / "scripts/test_distributed.sh")
 SMALL_CONFIG = str(ROOT / "config/local3.yaml")
 GPT2_CONFIG = str(ROOT / "config/gpt2_124m.yaml")
-COMMAND_S = 100.0  # of one command: if it hangs, the others have their time
+COMMAND_S = 100.0  # for one command: if it hangs, the others still have time
 STOP_S = 60.0  # for a launcher to end its ranks
 TOKENS = 20_000_000
 HAS_GPU = torch.cuda.is_available()
-# For GPT-2; without a GPU a tiny one, so that any machine can try the programs.
+# For GPT-2, or without a GPU a tiny model, so that any machine can run the programs.
 GPT2_SETTINGS = ["train.grad_accumulation=1", "train.global_batch_size=32"]
 if not HAS_GPU:
     GPT2_SETTINGS[1:] = ["train.global_batch_size=4", "train.compile=false", "model.layers=2"]
@@ -36,7 +36,7 @@ if not HAS_GPU:
 
 
 class Failed(Exception):
-    """What a row was to show did not come."""
+    """A row did not show what it had to show."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Ended:
 
     @property
     def fault(self) -> str:
-        """The fault that the block, or a refusal, names; empty: none."""
+        """The fault named by the block or by a refusal; empty if there is none."""
         named = re.findall(r"\[([a-z-]+)\]$", self.text, re.MULTILINE)
         return named[-1] if named else ""
 
@@ -63,7 +63,7 @@ class Ended:
         return next((line for line in lines if line.startswith("cause")), (lines or [""])[-1])
 
     def expect(self, code: int = 0, fault: str = "") -> Ended:
-        """Return this. Raises Failed if it ended with another code or fault."""
+        """Return self. Raises Failed if it ended with another code or fault."""
         if self.code != code or (fault and self.fault != fault):
             what = f"code {code}{f' [{fault}]' if fault else ''}"
             raise Failed(f"code {self.code} [{self.fault}] in place of {what}: {self.last()}")
@@ -71,7 +71,7 @@ class Ended:
 
 
 class Machine:
-    """Runs commands in a folder of its own until the time is up; keeps what each printed."""
+    """Runs commands in its own folder until the time is up; keeps their output."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self.folder = folder
@@ -85,7 +85,7 @@ class Machine:
             "LOG_DIR": str(folder / "logs"),
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
         }
-        if not HAS_GPU:  # more threads wait for each other where others use the CPUs
+        if not HAS_GPU:  # more threads would wait for each other on busy CPUs
             self.environ["OMP_NUM_THREADS"] = "1"
 
     def left(self) -> float:
@@ -99,7 +99,7 @@ class Machine:
         try:
             text, _ = process.communicate(timeout=max(1.0, self.left()))
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # the launcher takes its ranks along
+            process.send_signal(signal.SIGINT)  # the launcher also ends its ranks
             text, _ = process.communicate(timeout=STOP_S)
             raise Failed(f"no end within its time: {text[-200:]}") from None
         ended = Ended(process.returncode, text, time.monotonic() - began)
@@ -138,7 +138,7 @@ class Machine:
         return found
 
     def gpt2_settings(self) -> list[str]:
-        """Write random tokens to train and to validate on; returns the settings of GPT-2."""
+        """Write random tokens for training and validation; returns the settings of GPT-2."""
         for name, count in (("train.bin", TOKENS), ("val.bin", TOKENS // 16)):
             if not (self.folder / name).exists():
                 tokens = torch.randint(50257, (count,), dtype=torch.int32).to(torch.uint16)
@@ -146,7 +146,7 @@ class Machine:
         return [f"data.path={self.folder}", *GPT2_SETTINGS]
 
     def metrics(self, run_id: str) -> list[dict[str, float]]:
-        """Return a run's lines so far that tell of a loss."""
+        """Return those of a run's lines so far that have a loss."""
         file = self.folder / "logs" / run_id / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [told for line in lines if "loss" in (told := json.loads(line))]

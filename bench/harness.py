@@ -1,4 +1,4 @@
-"""What every bench does: measure in turns, compare, and write a table into bench/README.md."""
+"""What every bench does: measure in turn, compare, and write a table into bench/README.md."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ CONFIG = str(ROOT / "config/local3.yaml")
 CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
 AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun often fails at a restart
+OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or torchrun often fails at a restart
 
 Name = TypeVar("Name")
 Result = TypeVar("Result")
 
 
 def times_or(default: int) -> int:
-    """Return how often to measure: the only argument of a bench."""
+    """Return how many times to measure: the only argument of a bench."""
     return int(sys.argv[1]) if sys.argv[1:] else default
 
 
 def run(*command: object, **environment: str) -> str:
-    """Run a command with one thread a process; returns its output. Raises CalledProcessError."""
+    """Run a command with one thread per process; returns its output. Raises CalledProcessError."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     words = [str(word) for word in command]
     return subprocess.run(words, env=environ, check=True, capture_output=True, text=True).stdout
@@ -45,7 +45,7 @@ def run(*command: object, **environment: str) -> str:
 def in_turns(
     measures: Mapping[Name, Callable[[], Result]], times: int, *, warm_up: int = 0
 ) -> dict[Name, list[Result]]:
-    """Measure each, and all of them again: what slows the machine for a while slows all alike.
+    """Measure each in turn, several times, so that a slow phase of the machine slows all alike.
 
     Args:
         warm_up: rounds before the first that counts; they warm the caches.
@@ -60,7 +60,7 @@ def in_turns(
 
 
 def spread(values: Sequence[float], digits: int = 2) -> list[str]:
-    """Return two cells: the median, and the least and the most."""
+    """Return two cells: the median, and the minimum and maximum."""
     least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
     return [f"{statistics.median(values):.{digits}f}", f"{least}-{most}"]
 
@@ -70,13 +70,13 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> float:
 
 
 def beside(blocks: Sequence[float], around: Sequence[float]) -> list[float]:
-    """Divide each block by the mean of those before and after it: there is one more of them."""
+    """Divide each block by the mean of the two around it; `around` has one more than `blocks`."""
     means = map(statistics.mean, itertools.pairwise(around))
     return [block / mean for block, mean in zip(blocks, means, strict=True)]
 
 
 def quartiles(ratios: Sequence[float]) -> list[str]:
-    """Return two cells: the median, and the middle half."""
+    """Return two cells: the median, and the range of the middle half."""
     low, middle, high = statistics.quantiles(ratios, n=4)
     return [f"{middle:.3f}", f"{low:.3f}-{high:.3f}"]
 
@@ -84,7 +84,7 @@ def quartiles(ratios: Sequence[float]) -> list[str]:
 def pair(
     first: Sequence[float], second: Sequence[float], ratios: Sequence[float], most: float
 ) -> list[str]:
-    """Return the cells for two kinds of steps that were measured in turns, in seconds."""
+    """Return the cells for two kinds of steps that were measured in turn, in seconds."""
     medians = [f"{1000 * statistics.median(steps):.1f}" for steps in (first, second)]
     return [*medians, *quartiles(ratios), f"{most:.2f}"]
 
@@ -95,7 +95,7 @@ def pair_head(first: str, second: str) -> list[str]:
 
 @contextlib.contextmanager
 def cluster(nodes: int) -> Iterator[bool]:
-    """Provide a cluster in a box of so many nodes; False: there can be none here."""
+    """Provide a cluster in a box with this many nodes; False if it cannot run here."""
     if subprocess.run([CLUSTER, "check"]).returncode != 0:
         yield False
         return
@@ -109,7 +109,7 @@ def cluster(nodes: int) -> Iterator[bool]:
 
 
 def describe_machine(command: str) -> str:
-    """Where, when and by which command figures came to be."""
+    """Return when, where and with which command the figures were measured."""
     model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     name = model[1] if model else platform.machine()
     day = time.strftime("%Y-%m-%d")
@@ -118,7 +118,7 @@ def describe_machine(command: str) -> str:
 
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -126,7 +126,7 @@ def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def write_section(name: str, about: str, *parts: str) -> None:
     """Put the parts between the markers of section `name` of bench/README.md, and print them.
 
-    The first tells the machine, the command and `about`. The figures of the main README follow.
+    A first line gives the machine, the command and `about`. Also updates the main README.
     """
     text = "\n\n".join([f"{describe_machine(f'make bench-{name}')}{about}", *parts])
     print(text)

@@ -1,7 +1,7 @@
-"""Launch to first step, side by side: `make bench-launch`, or python bench/launch.py [RUNS].
+"""Compare launchers from launch to first step: `make bench-launch`, or bench/launch.py [RUNS].
 
-From the start of the launcher to the end of the first optimizer step of a DDP model on the slowest
-rank, in seconds. All launchers run in turn, RUNS times (default 7), in one go: medians compare.
+Measures the seconds from the start of the launcher to the end of a DDP model's first optimizer step
+on the slowest rank. All launchers run in turn, RUNS times (default 7), and medians are compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROCESSES = (2, 8)
 IMPORTS = "import of torch, _dynamo"
 HEAD = ("processes", "launcher", "median s", "min-max s", "x torchrun", f"x {IMPORTS}")
 
-Start = Callable[[dict[str, str]], object]  # given variables for the ranks
+Start = Callable[[dict[str, str]], object]  # takes variables for the ranks
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def launchers(nproc: int) -> dict[str, Start]:
-    """Return what starts the ranks, and waits for them."""
+    """Return functions that start the ranks and wait for them, by name."""
     count = f"--nproc-per-node={nproc}"
     commands: dict[str, list[str]] = {
         "ours": [*AGENT, count, PROGRAM],
@@ -74,7 +74,7 @@ def launchers(nproc: int) -> dict[str, Start]:
 
 
 def time_first_step(start: Start, nproc: int) -> float:
-    """Run a launcher to its end; seconds from its start to the last rank's first step."""
+    """Run a launcher to its end; returns the seconds until the last rank's first step."""
     with tempfile.TemporaryDirectory() as folder:
         file, began = Path(folder, "steps"), time.time()
         start({"STEPS_FILE": str(file), "STEPS": "1"})
@@ -84,7 +84,7 @@ def time_first_step(start: Start, nproc: int) -> float:
 
 
 def start_by_hand(nproc: int, variables: dict[str, str]) -> None:
-    """What a shell's `&` does: every rank started at once, each importing torch itself."""
+    """Start every rank at once, as a shell's `&` does; each imports torch itself."""
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "WORLD_SIZE": str(nproc)}
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables, **world}
     ranks = [

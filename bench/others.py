@@ -1,4 +1,4 @@
-"""Other packages to compare or run with, in throw-away environments on top of this one's torch."""
+"""Other packages to compare or run with, in temporary environments on top of our torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def find(package: str, command: str) -> Path | None:
 
 
 def environment(name: str, packages: Sequence[str]) -> Path:
-    """Return the Python of an environment that has the packages, or those that can be installed."""
+    """Return the Python of an environment with those of the packages that can be installed."""
     folder = Path(tempfile.gettempdir(), f"bench-{name}-{os.getuid()}")
     python = folder / "bin/python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         _install(python, "setuptools", ["wheel", "setuptools"])
     theirs = next((folder / "lib").glob("python*/site-packages"))
-    ours = sysconfig.get_path("purelib")  # may be another than when the environment was made
+    ours = sysconfig.get_path("purelib")  # may have changed since the environment was created
     theirs.joinpath("torch.pth").write_text(ours)
     for package in packages:
         if not version(python, package):
@@ -48,7 +48,7 @@ def version(launcher: Path, package: str) -> str:
 def _install(python: Path, what: str, words: Sequence[str]) -> None:
     told = subprocess.run(
         [python, "-m", "pip", "install", "-q", *words],
-        env={**os.environ, "DS_BUILD_OPS": "0"},  # no kernels of DeepSpeed's
+        env={**os.environ, "DS_BUILD_OPS": "0"},  # build no DeepSpeed kernels
         stderr=subprocess.PIPE,
         text=True,
     )

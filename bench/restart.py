@@ -1,9 +1,9 @@
-"""A killed rank to training again, side by side: `make bench-restart`, or
+"""Compare the time from a killed rank to training again: `make bench-restart`, or
 python bench/restart.py [RUNS].
 
 One node, or two on loopback, train a small DDP model; once it runs steadily, rank 1 is killed with
-SIGKILL. Seconds from there to the end of the first step that all ranks have done after the restart,
-without loading a checkpoint. All launchers run in turn, RUNS times (default 7): medians compare.
+SIGKILL. Measures the seconds from the kill to the end of the first step that all ranks have done,
+without loading a checkpoint. All launchers run in turn, RUNS times (default 7).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from harness import (
 )
 
 PROGRAM = str(ROOT / "bench/small_steps.py")
-STEPS = "2000 5"  # of the first attempt, should nobody kill a rank, and of the second
+STEPS = "2000 5"  # of the first attempt, if no rank is killed, and of the second
 SHAPES = ((1, 2), (1, 4), (2, 2))  # nodes, processes on each
-# Left to itself, torchrun has its ranks meet again where they met before. They find the addresses
-# of those that are dead, and most restarts fail; with a store for each attempt all should work.
+# By default, torchrun's ranks meet again at the same store, where they find the addresses of dead
+# ranks, so most restarts fail. With a new store for each attempt, all should work.
 OWN_STORE = ["env", *(f"{name}={text}" for name, text in OWN_STORES.items()), *TORCHRUN]
 REFERENCE = "torchrun, a store for each attempt"
 LAUNCHERS = {
@@ -48,12 +48,12 @@ LAUNCHERS = {
 HEAD = ("nodes x processes", "launcher", "worked", "median s", "min-max s", "x torchrun that works")
 VICTIM = 1
 STEADY = 50  # steps
-LIMIT_S = 30.0  # a run that has not got on by then hangs
+LIMIT_S = 30.0  # a run without progress by then has hung
 TARGET = 0.5
 
 
 class Step(NamedTuple):
-    """A step that small_steps.py has noted."""
+    """A step that small_steps.py has recorded."""
 
     pid: int
     time: float  # in seconds since the epoch, at the step's end
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def time_restart(launcher: list[str], nodes: int, nproc: int) -> float | None:
-    """Seconds from the kill to the last rank's next step; None: it did not come to that."""
+    """Return the seconds from the kill to the last rank's next step, or None if it had none."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         file = Path(folder, "steps")
         file.touch()
@@ -112,14 +112,14 @@ def time_restart(launcher: list[str], nodes: int, nproc: int) -> float | None:
 
 
 def places(launcher: list[str], nodes: int) -> list[list[str]]:
-    """The options that tell each node's launcher where it stands."""
+    """Return the options that give each node's launcher its place in the run."""
     if nodes == 1:
         return [[] if launcher in (AGENT, TORCHRUN) else ["--standalone"]]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     if launcher == AGENT:
         meet = ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    else:  # which counts on its ranks to meet anew: a static rendezvous cannot
+    else:  # whose ranks must meet again, which a static rendezvous does not allow
         meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
         meet.append("--local-addr=127.0.0.1")
     return [[f"--nnodes={nodes}", f"--node-rank={node}", *meet] for node in range(nodes)]
@@ -130,7 +130,7 @@ def wait_for_steps(
 ) -> dict[int, list[Step]] | None:
     """Wait until each rank has done that many steps of an attempt; returns them by rank.
 
-    Returns None where the launchers ended before, or one has hung.
+    Returns None if the launchers exited before, or if one hung.
     """
     end = time.time() + LIMIT_S
     while time.time() < end:

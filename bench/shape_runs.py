@@ -1,4 +1,4 @@
-"""Runs a script under torchrun and under ours, and compares what they came to."""
+"""Run a script under torchrun and under our launchers, and compare the outcomes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """The outcome of a run."""
 
     code: int
     stdout: list[str]  # the lines of all ranks, sorted
@@ -51,7 +51,7 @@ class Launchers:
     """Runs a shape in a folder under each launcher."""
 
     def __init__(self, python: Path, *, has_cluster: bool, port: int = 29700) -> None:
-        """`port`: each run of torchrun takes the one after the last."""
+        """Each run of torchrun uses the next port after `port`."""
         self.python = str(python)
         self._extensions = python.parents[1] / "extensions"
         self.has_cluster = has_cluster
@@ -67,7 +67,7 @@ class Launchers:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of every run."""
+        """Return the variables of every run."""
         python = Path(self.python)
         return {
             **os.environ,
@@ -134,7 +134,7 @@ class Launchers:
         return outcome(code, stdout, stderr, folder)
 
     def _clear_locks(self) -> None:
-        """Remove what a run that was cut off while DeepSpeed compiled has left."""
+        """Remove the locks of a run that was killed while DeepSpeed compiled."""
         for lock in self._extensions.glob("*/lock"):
             lock.unlink()
 
@@ -151,7 +151,7 @@ class Launchers:
         return 124
 
     def _torchrun(self, shape: Shape, folder: Path, *where: str) -> list[str]:
-        """Each rank's output goes to a file of its own: torchrun mixes lines on the terminal."""
+        """Send each rank's output to its own file: torchrun mixes lines on the terminal."""
         options = ["--redirects=3", f"--log-dir={logs_of(folder)}"]
         options += [f"--nproc-per-node={1 if where else RANKS}", f"--master-port={self._port}"]
         options += [f"--max-restarts={shape.restarts}"]
@@ -211,12 +211,12 @@ class Launchers:
 
 
 def logs_of(folder: Path) -> Path:
-    """Return the folder for a run's logs, beside that in which it runs."""
+    """Return the folder for a run's logs, beside the folder in which it runs."""
     return folder.with_name(f"{folder.name}.logs")
 
 
 def outcome(code: int, stdout: str, stderr: str, folder: Path) -> Outcome:
-    """Return what a run came to. A traceback that only follows stands in the node's log alone."""
+    """Return a run's outcome. Tracebacks that follow from another are only in the node's log."""
     node_logs = logs_of(folder).glob("*/node_*.log")
     logged = "".join(file.read_bytes().decode() for file in node_logs)
     return Outcome(
@@ -229,7 +229,7 @@ def outcome(code: int, stdout: str, stderr: str, folder: Path) -> Outcome:
 
 
 def lines_of(told: str) -> list[str]:
-    """Return what the ranks printed, in sorted lines without the labels of node and rank."""
+    """Return what the ranks printed, as sorted lines without the labels of node and rank."""
     label = re.compile(r"^(?:\[\d+\] )?(?:\[rank([\d,-]+)\]:? )?")
     lines: list[str] = []
     for line in re.split(r"[\r\n]+", told):
@@ -246,7 +246,7 @@ def count_ranks(ranks: str) -> int:
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """Return a hash of each file, but for Python's caches."""
+    """Return a hash of each file, except Python's caches."""
     files = (
         path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
     )
@@ -263,7 +263,7 @@ def differences(ours: Outcome, once: Outcome, again: Outcome, code: int) -> list
     """Return what differs from torchrun's two runs, in words.
 
     Args:
-        code: the exit code that ours should have.
+        code: the exit code that our launcher should have.
     """
     found = [] if ours.code == code else [f"exit code {ours.code}"]
     if once.stdout != again.stdout:

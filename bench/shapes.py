@@ -1,21 +1,21 @@
-"""Scripts in the shape of public ones, under torchrun and under ours: `make bench-shapes`, or
+"""Run scripts modelled on public ones under torchrun and our launchers: `make bench-shapes`, or
 python bench/shapes.py [NAME...].
 
 Each script of tests/shapes/ runs with two ranks: on this machine under torchrun and under
-scripts/launch.sh; and on two nodes of a cluster in a box, where there can be one (as root), under
-torchrun on each node, under scripts/ssh/launch_torchrun_auto.sh, and as a SLURM job. Compared with
-torchrun's on the same nodes:
+scripts/launch.sh; and, if a cluster in a box can run here (as root), on two of its nodes under
+torchrun on each node, under scripts/ssh/launch_torchrun_auto.sh, and as a SLURM job. These are
+compared with torchrun on the same nodes:
 
 - the exit code;
-- what all ranks print on stdout, line by line in any order, and whether all of stderr is there (of
-  ours, on the terminal or in the node logs);
-- the files they leave, with their content.
+- what all ranks print on stdout, line by line in any order, and whether all of stderr appears (with
+  our launchers, on the terminal or in the node logs);
+- the files that they leave, with their content.
 
-torchrun runs each script once in each place. Where ours differs, it runs it again on this machine:
-where stdout differs between its own runs (times), numbers are not compared, nor is the content of
-files that differ.
-With names, or with --check, bench/README.md stays as it is. With --here: on
-this machine alone. Exits with 1 if something differs.
+torchrun runs each script once in each place. If ours differs, torchrun runs it again on this
+machine: if stdout differs between torchrun's own runs (times), numbers are not compared, and
+neither is the content of files that differ.
+With names or --check, bench/README.md is not changed. With --here, only this machine is used. Exits
+with 1 if something differs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SHAPES = (
     Shape("torchvision's references", ("references.py",)),
     Shape("variables set before import torch", ("early_variables.py",)),
     Shape("@record, and rank 1 raises", ("raises.py",), code=1),
-    Shape("rank 1 leaves with 33", ("raises.py", "33"), code=33),
+    Shape("rank 1 exits with 33", ("raises.py", "33"), code=33),
 )
 
 
@@ -99,9 +99,9 @@ def main() -> None:
 
 
 def look(shape: Shape, launchers: Launchers) -> list[str]:
-    """Return a shape's cells: each way of ours compared with torchrun's."""
+    """Return a shape's cells: each of our ways compared with torchrun's."""
     cells = []
-    references: dict[Way, list[Outcome]] = {}  # run once each: two of ours are held against one
+    references: dict[Way, list[Outcome]] = {}  # run once each: two of our ways use one
     for way in launchers.ways().values():
         if way is None:
             cells.append("not run: no cluster here")
@@ -138,7 +138,7 @@ def describe(mine: Outcome, once: Outcome, found: Sequence[str]) -> str:
 
 
 def run_torchrun(way: Way, shape: Shape) -> list[Outcome]:
-    """Run a shape until it has ended as it should: torch aborts at some exits."""
+    """Run a shape until it exits as it should, because torch sometimes aborts at exit."""
     runs: list[Outcome] = []
     while len(runs) < TRIES and (not runs or runs[-1].code != min(shape.code, 1)):
         runs.append(run_once(way, shape))

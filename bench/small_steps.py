@@ -1,9 +1,9 @@
-"""What launch.py and restart.py start: small DDP steps, each noted when it is done.
+"""The script of launch.py and restart.py: small DDP steps, each recorded when it is done.
 
     STEPS_FILE=FILE STEPS="2000 5" <launcher> bench/small_steps.py
 
-STEPS is how many steps each attempt takes. A note is a line: the rank, the attempt, the process id,
-and seconds since the epoch.
+STEPS is the number of steps in each attempt. A record is one line: the rank, the attempt, the
+process id, and seconds since the epoch.
 """
 
 import os
@@ -22,7 +22,7 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Path(os.environ["STEPS_FILE"]).open("a", buffering=1) as steps:  # one write a line
+    with Path(os.environ["STEPS_FILE"]).open("a", buffering=1) as steps:  # one write per line
         for _ in range(int(os.environ["STEPS"].split()[attempt])):
             optimizer.zero_grad()
             model(torch.randn(8, 64)).sum().backward()
@@ -30,7 +30,7 @@ def main() -> None:
             steps.write(f"{who} {time.time()!r}\n")
             time.sleep(PAUSE_S)
     torch.distributed.barrier()
-    os._exit(0)  # taking a gloo group down can deadlock: github.com/pytorch/pytorch/issues/56297
+    os._exit(0)  # destroying a gloo group can hang: github.com/pytorch/pytorch/issues/56297
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""train.py with snapshots in every second block of BLOCK steps alone, for snapshots.py.
+"""train.py with snapshots only in every second block of BLOCK steps, for snapshots.py.
 
 The two kinds of steps are compared within one run, because two runs differ by more than a snapshot
-costs. Rank 0 writes to BLOCKS_FILE when each block began, in seconds.
+costs. Rank 0 writes the time when each block began to BLOCKS_FILE, in seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ began: list[float] = []
 
 
 class Run(train.Run):
-    """A run that leaves out the snapshots of even blocks; a block begins before its first one."""
+    """A run that omits the snapshots of even blocks; a block begins before its first snapshot."""
 
     def save(self, step: int, scores: Mapping[str, Any], *, in_memory: bool = False) -> None:
         if in_memory and step % BLOCK == 0:

@@ -1,11 +1,11 @@
 """What snapshots in memory cost and save: `make bench-snapshots`, or
 python bench/snapshots.py [TIMES].
 
-train.py on 2 ranks, with a snapshot every 5 steps. The cost: seconds per step in blocks of 20 steps
-of one run, without snapshots and with them in turn; each block with them is held against the mean
-of its two neighbours without. What they save: rank 1 is killed with SIGKILL after step 95, with a
-checkpoint every 50 steps, TIMES times (default 7); the steps that are done again, and the seconds
-until the run is further than it was. torchrun restarts the same train.py from the same checkpoints.
+train.py runs on 2 ranks, with a snapshot every 5 steps. The cost is in seconds per step, in blocks
+of 20 steps of one run, alternately without and with snapshots; each block with snapshots is
+compared with the mean of its two neighbours. For the savings, rank 1 is killed with SIGKILL after
+step 95, with a checkpoint every 50 steps, TIMES times (default 7), to count the repeated steps and
+the seconds until a new one. torchrun restarts the same train.py from the same checkpoints.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
         f", medians of {pairs} blocks of {BLOCK} steps",
         render(head, costs),
         f"kill -9 of a rank after step {KILL_AFTER}, medians of {times}",
-        render(["launcher", "steps done again", "seconds until further than before"], rows),
+        render(["launcher", "steps repeated", "seconds until they are repeated"], rows),
     )
 
 
@@ -88,7 +88,7 @@ def cost(name: str, settings: tuple[str, ...], pairs: int) -> list[str]:
 
 
 def kill_once(launcher: list[str], settings: list[str]) -> tuple[int, float]:
-    """Return the steps that are done again after a kill, and the seconds until one is new."""
+    """Return the number of steps repeated after a kill, and the seconds until a new one."""
     with tempfile.TemporaryDirectory() as folder:
         chosen = [f"checkpoint.dir={folder}", "checkpoint.every=50", "train.log_every=1", *settings]
         script = [str(ROOT / "train.py"), "--config", CONFIG, *chosen, "train.max_steps=140"]
@@ -111,7 +111,7 @@ def kill_once(launcher: list[str], settings: list[str]) -> tuple[int, float]:
 
 
 def wait_for_step(metrics: Path, wanted: int, after: float = 0.0) -> float:
-    """Wait until that step is done; returns when it was."""
+    """Wait until a step is done; returns the time when it was."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         for step, at in read(metrics):
@@ -129,7 +129,7 @@ def read(metrics: Path) -> list[tuple[int, float]]:
 
 
 def rank_1_below(launcher: int) -> int:
-    """Return the process id of rank 1: of the processes without children, the second to start."""
+    """Return the process id of rank 1: the second process to start of those without children."""
     pending, last = [launcher], []
     while pending:
         pid = pending.pop()

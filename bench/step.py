@@ -1,11 +1,11 @@
-"""Step time of train.py's loop with its logging on, against a bare loop: `make bench-step`.
+"""Compare the step time of train.py's loop, with its logging, with a bare loop: `make bench-step`.
 
 python bench/step.py [LAUNCHES]: both train the same model on the same text, with the same strategy
-and processes of one thread each. They run beside each other and take BLOCK steps each in turn, and
-each block of train.py is held against the mean of the bare loop's blocks before and after it. A
-block is timed from the clock alone, so that all that train.py does between two steps counts: data,
-logs, heartbeat. Both are launched LAUNCHES times (default 3). And how long it takes from train.py's
-last step, over its checkpoint and picture, to the prompt.
+and single-threaded processes. They run side by side and take BLOCK steps each in turn; each block
+of train.py is compared with the mean of the bare loop's blocks before and after it. A block is
+timed by the clock, so that everything between two steps of train.py counts: data, logs, heartbeat.
+Both are launched LAUNCHES times (default 3). Also measures the time from train.py's last step,
+including the checkpoint and picture, to the prompt.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from harness import (
 )
 from turns import BLOCK, NAMES, give_turn, read_times
 
-WARM_UP, BLOCKS = 2, 10  # in a launch, of each program; one more runs out
+WARM_UP, BLOCKS = 2, 10  # per launch and program; one more block is not used
 STEPS = (WARM_UP + BLOCKS + 1) * BLOCK
-SAMPLES = 32  # of a step, over all processes
-TARGETS = {"ddp": 1.02}  # the others': 1.03
+SAMPLES = 32  # per step, over all processes
+TARGETS = {"ddp": 1.02}  # for the others, 1.03
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ CASES = (
 
 @dataclass
 class Found:
-    """Seconds: of a step in each block, and from train.py's last step to its launcher's end."""
+    """Seconds per step in each block, and from train.py's last step to its launcher's exit."""
 
     ours: list[float] = field(default_factory=list)
     bare: list[float] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Found:
 def main() -> None:
     launches = times_or(3)
     rows, ends = [], []
-    with tempfile.TemporaryDirectory() as cache:  # of what is compiled
+    with tempfile.TemporaryDirectory() as cache:  # of compiled code
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
         for case in CASES:
             found = Found()
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def launch(case: Case, found: Found) -> None:
-    """Run both programs beside each other to their ends, and add what was found."""
+    """Run both programs side by side to their ends, and add the measurements."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for pipe in NAMES:
@@ -111,14 +111,14 @@ def launch(case: Case, found: Found) -> None:
 
 
 def run_both(bare: list[str], ours: list[str], folder: Path) -> float:
-    """Return when ours has ended, in seconds since the epoch; bare ends before."""
+    """Return when ours exited, in seconds since the epoch; bare exits before it."""
     both = []
     try:
         for name, command in zip(NAMES, (bare, ours), strict=True):
             given = {**os.environ, "PYTHONPATH": str(ROOT), "TURNS": str(folder), "PROGRAM": name}
             with (folder / f"{name}.log").open("w") as out:
                 both.append(subprocess.Popen(command, env=given, stdout=out, stderr=out))
-        while all(each.poll() is None for each in both):  # without one, the other waits for ever
+        while all(each.poll() is None for each in both):  # if one exits, the other waits forever
             time.sleep(0.1)
         if both[0].poll() == 0:
             both[1].wait()

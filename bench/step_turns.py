@@ -1,4 +1,4 @@
-"""train.py as it is, but that it takes its steps in turns with bare_loop.py, for step.py."""
+"""train.py as it is, except that it takes its steps in turn with bare_loop.py, for step.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ turns = Turns()
 
 
 class Run(train.Run):
-    """A block ends where the next one's first step begins: all that is between counts."""
+    """A block ends when the next one's first step begins: everything in between counts."""
 
     def take_step(self, step: int) -> None:
         turns.before(step)

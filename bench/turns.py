@@ -1,7 +1,7 @@
-"""Two programs that train beside each other in turns, a block of steps each, for step.py.
+"""Let two programs train side by side, a block of steps each in turn, for step.py.
 
-What slows the machine for a while slows both alike: two runs, one after the other, differ by more
-than a step of train.py costs.
+A slow phase of the machine then slows both alike. Two runs, one after the other, would differ by
+more than the cost of train.py.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ NAMES = ("bare", "ours")  # in this order
 
 
 class Turns:
-    """One PROGRAM's turns, whose pipes are in the folder TURNS. All of its ranks wait for each."""
+    """The turns of one PROGRAM, with pipes in the folder TURNS. All its ranks wait for a turn."""
 
     def __init__(self) -> None:
         folder, name = Path(os.environ["TURNS"]), os.environ["PROGRAM"]
         other = next(pipe for pipe in NAMES if pipe != name)
         self._own, self._other = ((folder / one).open("r+b", 0) for one in (name, other))
         self._began = 0.0
-        self._times = None  # of rank 0's clock
+        self._times = None  # by rank 0's clock
         if os.environ["RANK"] == "0":
             self._times = (folder / f"{name}.times").open("w", 1)
 
     def before(self, step: int) -> None:
-        """At the start of a block, pass the turn on and wait for the next one."""
+        """At the start of a block, end the previous one and wait for this program's turn."""
         if step % BLOCK == 0:
             if step:
                 self.pass_on()
@@ -36,14 +36,14 @@ class Turns:
             self._began = time.perf_counter()
 
     def pass_on(self) -> None:
-        """End a block: note its seconds per step, and let the other program's ranks go."""
+        """End a block: record its seconds per step, and give the other program its turn."""
         if self._times:
             self._times.write(f"{(time.perf_counter() - self._began) / BLOCK}\n")
             give_turn(self._other, int(os.environ["WORLD_SIZE"]))
 
 
 def give_turn(pipe: FileIO, ranks: int) -> None:
-    """Let a program's ranks take a block of steps: each reads one byte."""
+    """Let a program's ranks take a block of steps: each rank reads one byte."""
     pipe.write(b"." * ranks)
 
 

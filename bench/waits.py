@@ -1,9 +1,9 @@
-"""train.py, watched for steps that wait for the GPU: python bench/waits.py --config FILE ...
+"""Run train.py and find steps that wait for the GPU: python bench/waits.py --config FILE ...
 
 Between two log lines the CPU runs ahead of the GPU; a step that reads a tensor's value would make
 it wait. On a GPU, torch itself names such lines (torch.cuda.set_sync_debug_mode). Without one,
-torch's profiler and the calls that read a tensor show what would wait there. Prints what it found
-on each rank, and ends with 1 if that is anything.
+torch's profiler and the calls that read a tensor show what would wait on a GPU. Prints what it
+finds on each rank, and exits with 1 if it finds anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import train
 from distributed import torch as helper
 from training.arguments import start
 
-WARM_UP = 3  # steps in which torch compiles and chooses
+WARM_UP = 3  # steps in which torch compiles and tunes
 OPERATIONS = {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal"}
 CALLS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"}
 take_step = train.Run.take_step
@@ -28,7 +28,7 @@ found: set[str] = set()
 
 
 class Calls(TorchFunctionMode):
-    """Notes the calls that read a tensor's value."""
+    """Records the calls that read a tensor's value."""
 
     def __torch_function__(
         self,
@@ -50,7 +50,7 @@ def take_watched_step(run: train.Run, step: int) -> None:
             torch.cuda.set_sync_debug_mode("warn")
             take_step(run, step)
             torch.cuda.set_sync_debug_mode("default")
-        # Another warning, that the mode is a prototype, speaks of synchronizing operations, too.
+        # Another warning, that the mode is a prototype, also mentions synchronizing operations.
         waits = [one for one in told if "called a synchronizing" in str(one.message)]
         found.update(f"{Path(one.filename).name}:{one.lineno}" for one in waits)
     else:
@@ -63,7 +63,7 @@ def take_watched_step(run: train.Run, step: int) -> None:
 
 
 def is_fused(event: Any) -> bool:
-    """Whether an operation is a fused optimizer's own: on CPUs alone it reads its step count."""
+    """Return whether this is a fused optimizer's, which reads its step count only on CPUs."""
     while event is not None and "_fused_" not in event.name:
         event = event.cpu_parent
     return event is not None

@@ -1,4 +1,4 @@
-"""How ranks send each other bytes, tensors and values, and rank 0's weights to all."""
+"""Exchange bytes, tensors and values between ranks, and copy rank 0's weights to all ranks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def count_ranks() -> int:
 
 
 def barrier() -> None:
-    """Wait for every rank; do nothing when alone."""
+    """Wait for every rank; do nothing without a process group."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return every rank's bytes, by rank, on every rank; `group` is one of all ranks.
+    """Return every rank's bytes, in order of rank, on every rank; `group` contains all ranks.
 
-    torch's own all_gather_object would unpickle what the others send.
+    torch's own all_gather_object would unpickle what other ranks send.
     """
     if not dist.is_initialized():
         return [data]
@@ -43,12 +43,12 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Return every rank's JSON value, by rank, on every rank."""
+    """Return every rank's JSON value, in order of rank, on every rank."""
     return [json.loads(one) for one in gather_bytes(json.dumps(value).encode())]
 
 
 def _gather(mine: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return every rank's bytes, tensors of one dimension, by rank."""
+    """Return every rank's bytes as one-dimensional tensors, in order of rank."""
     sizes = torch.zeros(count_ranks(), dtype=torch.int64, device=mine.device)
     sizes[own_rank()] = len(mine)
     with freed(sizes):
@@ -65,7 +65,7 @@ def gather(tensor: Tensor) -> Tensor:
     """Return the rows of every rank's tensor, in order of rank, on every rank, without padding.
 
     Each rank may have any number of rows, or none. A tensor without dimensions is one row.
-    Carries no gradient. Raises ValueError on every rank if rows differ in shape or dtype.
+    The result has no gradient. Raises ValueError on every rank if rows differ in shape or dtype.
     """
     mine = tensor.detach() if tensor.dim() else tensor.detach().view(1)
     told = gather_json([[*mine.shape], str(mine.dtype)[6:]])
@@ -82,9 +82,9 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def broadcast(value: Any) -> Any:
-    """Return rank 0's value on every rank: a tensor, or anything that JSON has.
+    """Return rank 0's value on every rank: a tensor, or any JSON value.
 
-    A tensor carries no gradient. It is on the CPU, or on this process's GPU if rank 0's is on one.
+    A tensor has no gradient. It is on the CPU, or on this process's GPU if rank 0's is on a GPU.
     """
     is_tensor = isinstance(value, Tensor)
     mine = [[*value.shape], str(value.dtype)[6:], value.device.type] if is_tensor else value
@@ -102,9 +102,9 @@ def broadcast(value: Any) -> Any:
 
 
 def mean(tensor: Tensor) -> Tensor:
-    """Return the mean over the ranks of tensors of one shape, on every rank, without a gradient.
+    """Return the mean over the ranks of tensors of equal shape, on every rank, without a gradient.
 
-    It is in float32 if theirs is an integer or a smaller type.
+    It is float32 if the tensors have an integer type or a smaller floating-point type.
     """
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     where = _device() if dist.is_initialized() else tensor.device
@@ -117,9 +117,9 @@ def mean(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def main_first() -> Iterator[None]:
-    """Run the body on rank 0 first, then on all others at once.
+    """Run the body on rank 0 first, then on all other ranks at the same time.
 
-    If it raises on rank 0, the others do not run it, and raise a RuntimeError that says so.
+    If it raises on rank 0, the other ranks do not run it, but raise a RuntimeError.
     """
     if own_rank() == 0:
         is_done = False
@@ -154,9 +154,9 @@ def take_first_ranks(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def freed(*tensors: Tensor) -> Iterator[None]:
-    """Do a collective in the body, and wait until gloo's thread has let go of its tensors.
+    """Run a collective in the body, then wait until gloo's thread has released its tensors.
 
-    The thread takes the GIL for that, and aborts a program that is about to end.
+    The thread takes the GIL to do so, which would abort a program that is about to exit.
     """
     before = [*map(sys.getrefcount, tensors)]
     yield

@@ -1,6 +1,6 @@
 """Which launcher started this process, and its rank among the others.
 
-Only this module and job.py read the variables of launchers. No torch, so it is instant.
+Only this module and job.py read the variables of launchers. No torch, so the import is fast.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
 _TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
 _MOST_TASKS = 10**6
 DEFAULT_LOG_DIR = "logs"
-BACKENDS = ("nccl", "gloo")  # another BACKEND may be another program's
+BACKENDS = ("nccl", "gloo")  # any other value of BACKEND may be meant for another program
 
 
 def printable(text: str, longest: int = 600) -> str:
-    """Return one line in which control characters are shown, not obeyed; a longer one is cut."""
+    """Return text as one line with control characters escaped; the middle of a long one is cut."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     half = longest // 2
     return shown if len(shown) <= longest else f"{shown[:half]} ... {shown[-half:]}"
 
 
 class LauncherError(ValueError):
-    """The launcher's variables are wrong or contradict each other: `cause; cure [fault]`."""
+    """The launcher's variables are wrong or contradict each other: `cause; fix [fault]`."""
 
     def __init__(self, text: str, fault: str = "wrong-world") -> None:
         super().__init__(f"{printable(text)} [{fault}]")
@@ -41,7 +41,7 @@ class LauncherError(ValueError):
 
 @dataclass(frozen=True)
 class Environment:
-    """One process's part in the run. Ranks and sizes count processes, node ranks count hosts."""
+    """One process's place in the run. Ranks and sizes count processes; node ranks count hosts."""
 
     launcher: str  # "torchrun", "launch", "slurm", "plain" or an MPI: "openmpi", "mpich", ...
     rank: int
@@ -54,7 +54,7 @@ class Environment:
     master_port: int
     # The same under every launcher; detect() adds them.
     run_id: str = ""
-    is_named: bool = False  # the run id is given, not this process's own invention
+    is_named: bool = False  # the run id was given, not made up by this process
     log_dir: Path = Path(DEFAULT_LOG_DIR)
     restart_count: int = 0
     agent_store: bool = False  # the node agent serves the store on the master's port
@@ -63,12 +63,12 @@ class Environment:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is global rank 0, which alone logs and saves."""
+        """Whether this is global rank 0, the only rank that logs and saves."""
         return self.rank == 0
 
 
 class _Variables(dict[str, str]):
-    """The variables of one process. Missing or wrong ones raise a LauncherError with the cure."""
+    """The variables of one process. Missing or wrong ones raise a LauncherError with the fix."""
 
     cure = ""
 
@@ -95,7 +95,7 @@ class _Variables(dict[str, str]):
         return self.number(name, 0, size - 1, f" ({size_name}={size})")
 
     def master(self, address: str = "", port_id: str = "") -> tuple[str, int]:
-        """Return MASTER_ADDR and MASTER_PORT; the arguments are used if one is not set."""
+        """Return MASTER_ADDR and MASTER_PORT; the arguments give the default of each."""
         address = self["MASTER_ADDR"] or address or self.text("MASTER_ADDR")
         if port_id and not self["MASTER_PORT"]:
             return address, port_from_id(port_id)
@@ -103,12 +103,12 @@ class _Variables(dict[str, str]):
 
 
 def torchrun(v: _Variables) -> Environment:
-    """Read what torchrun, our node agent, torch.distributed.launch and starts by hand set."""
+    """Read the variables set by torchrun, our node agent, torch.distributed.launch or by hand."""
     local_name = "--local-rank" if v["--local-rank"] else "LOCAL_RANK"
     if v["LOCAL_RANK"] not in ("", v[local_name]):
         cause = f"LOCAL_RANK={v['LOCAL_RANK']} but --local-rank is {v[local_name]}"
         raise LauncherError(f"{cause}; give only one")
-    # Started by hand without LOCAL_WORLD_SIZE, all ranks must be on this machine.
+    # If LOCAL_WORLD_SIZE is not set, in a start by hand, all ranks must be on this machine.
     size_name = "LOCAL_WORLD_SIZE" if v["LOCAL_WORLD_SIZE"] else "WORLD_SIZE"
     ranks = _ranks_of_equal_nodes(v, "RANK", "WORLD_SIZE", local_name, size_name)
     env = Environment("launch" if v["--local-rank"] else "torchrun", *ranks, *v.master())
@@ -123,7 +123,7 @@ def torchrun(v: _Variables) -> Environment:
 
 
 def mpi(launcher: str, names: tuple[str, ...], v: _Variables) -> Environment:
-    """Read what an MPI's mpiexec sets. Assumes that ranks are placed node by node."""
+    """Read the variables set by an MPI's mpiexec. Assumes that ranks are placed node by node."""
     ranks = _ranks_of_equal_nodes(v, *names)
     is_alone = ranks[-1] == 1  # one node
     v.cure = "set it to the first host (a free port) and pass it on: mpirun -x, mpiexec -genv"
@@ -133,7 +133,7 @@ def mpi(launcher: str, names: tuple[str, ...], v: _Variables) -> Environment:
 
 
 def _starter() -> str:
-    """Return the process that started this rank's process group: MPICH's, one for all of a node."""
+    """Return the parent of this rank's process group; with MPICH, all ranks of a node share it."""
     try:
         stat = Path(f"/proc/{os.getpgrp()}/stat").read_text()
     except OSError:
@@ -154,18 +154,18 @@ def no_local_rank(v: _Variables) -> Environment:
 def _ranks_of_equal_nodes(
     v: _Variables, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str
 ) -> tuple[int, int, int, int, int, int]:
-    """Return Environment's six numbers, if every node runs as many ranks as this one."""
+    """Return Environment's six numbers, assuming that every node runs as many ranks as this one."""
     world_size = v.number(size_name)
     local_size = v.number(local_size_name, 1, world_size, f" ({size_name}={world_size})")
     rank = v.rank(rank_name, world_size, size_name)
     local_rank = v.rank(local_rank_name, local_size, local_size_name)
-    # Not by the local rank: Open MPI 5 numbers the ranks of a node in an order of its own.
+    # Without the local rank: Open MPI 5 numbers the ranks of a node in a different order.
     node_rank, num_nodes = rank // local_size, -(-world_size // local_size)
     return rank, local_rank, world_size, local_size, node_rank, num_nodes
 
 
 def slurm(v: _Variables) -> Environment:
-    """Read a task of a SLURM step from the step's variables: the job's may name more nodes."""
+    """Read a SLURM task from the variables of its step: those of the job may list more nodes."""
     if not is_task(v):
         return plain(v)
     world_size = v.number("SLURM_STEP_NUM_TASKS")
@@ -189,7 +189,7 @@ def slurm(v: _Variables) -> Environment:
 def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
     """Return the step's first host, and the number of tasks on each host.
 
-    SLURM lists hosts by name. In a heterogeneous job it starts the tasks group by group.
+    SLURM sorts hosts by name, but starts the tasks of a heterogeneous job group by group.
     """
     hosts = v.text("SLURM_STEP_NODELIST")
     tasks = tasks_per_node(v.text("SLURM_STEP_TASKS_PER_NODE"))
@@ -209,9 +209,9 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
 
 
 def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, str] | None:
-    """Return node count, node rank and master of a step with one task per node; None outside.
+    """Return node count, node rank and master of a step with one task per node; otherwise None.
 
-    On several nodes the master is the one given, else MASTER_ADDR, else the first node.
+    On several nodes, the master is `master` if given, then MASTER_ADDR if set, then the first node.
     """
     if not is_task(environ):
         return None
@@ -237,10 +237,10 @@ def tasks_per_node(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[i
 
 
 def plain(v: _Variables) -> Environment:
-    """Return the environment of one process alone. Raises LauncherError if a launch is half set."""
+    """Return a single process's environment; raises LauncherError if a launch is half set up."""
     nodes = v.number("SLURM_JOB_NUM_NODES", default="1")
     job_tasks = v.number("SLURM_NTASKS", default=str(nodes))
-    started = v.number("SLURM_STEP_NUM_TASKS", default="1")  # more in a salloc shell
+    started = v.number("SLURM_STEP_NUM_TASKS", default="1")  # can be more in a salloc shell
     if v["SLURM_JOB_ID"] and started < job_tasks:
         cause = f"no srun started this process, one of the {job_tasks} tasks of job {job_id(v)}"
         raise LauncherError(f"{cause}; put srun before the command", fault="batch-step")
@@ -256,7 +256,7 @@ def _of_mpi(
     return partial(mpi, launcher, names), f"start the ranks with {command}, which sets it"
 
 
-# What each sets: rank, size, local rank, local size.
+# The variables that each MPI sets: rank, size, local rank, local size.
 _OPENMPI, _MVAPICH2, _MVAPICH3 = (
     tuple(f"{prefix}_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
     for prefix in ("OMPI", "MV2", "MVP")
@@ -266,8 +266,8 @@ _CRAY = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
 _PALS = ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
 _SIZES = {"PMI_RANK": "PMI_SIZE", "FLUX_TASK_RANK": "FLUX_JOB_SIZE", "PMIX_RANK": ""}
 
-# The first variable found decides: an agent under srun or mpirun sets RANK, and mpirun uses srun.
-# srun can set PMI's, too.
+# The first variable that is set decides: an agent under srun or mpirun sets RANK, mpirun may use
+# srun, and srun can set PMI's variables.
 LAUNCHERS: dict[str, tuple[Callable[[_Variables], Environment], str]] = {
     "RANK": (torchrun, "start the ranks with torchrun, or set every variable that it sets"),
     "OMPI_COMM_WORLD_RANK": _of_mpi("openmpi", _OPENMPI, "Open MPI's mpirun"),
@@ -319,7 +319,7 @@ def _run_id(v: _Variables) -> str:
 
 
 def check_run_id(run_id: str) -> str:
-    """Return a run id, which names folders, wherever it comes from; raises LauncherError."""
+    """Return the run id if it can name a folder; otherwise raise LauncherError."""
     if not _RUN_ID.fullmatch(run_id):
         rule = "use letters, digits and _ . - only, the first no . or -, at most 128"
         raise LauncherError(f"RUN_ID is {run_id!r:.150}; {rule}", fault="config-invalid")
@@ -336,6 +336,6 @@ def port_from_id(run_id: str) -> int:
 
 @cache
 def new_run_id() -> str:
-    """Return YYYYMMDD-HHMMSS-<4 hex digits> from the time and the process id; one per process."""
+    """Return YYYYMMDD-HHMMSS-<4 hex digits> from time and process id, the same at each call."""
     mixed = zlib.crc32(f"{time.time_ns()} {os.getpid()}".encode())
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{mixed & 0xFFFF:04x}"

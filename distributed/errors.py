@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-# A run exits with 0 when it is done, and otherwise with the code of the rank that failed first, or:
+# A run exits with 0 on success, otherwise with the code of the rank that failed first, or with:
 BAD_INPUT = 2  # the arguments, the config or the environment are wrong; nothing was started
-REFUSED = 3  # a machine cannot take the run; nothing was started
-STOPPED = 75  # it saved a checkpoint and stopped on request; so does a rank
-CANNOT_START = 127  # a program or a folder is not there, as in a shell
+REFUSED = 3  # a machine cannot run it; nothing was started
+STOPPED = 75  # it saved a checkpoint and stopped on request; a rank exits with it too
+CANNOT_START = 127  # a program or a folder does not exist, as in a shell
 
 
 class Refused(Exception):
-    """The run cannot start: `str()` is one line with the cause, the cure and the fault's name."""
+    """The run cannot start: `str()` is one line with the cause, the fix and the fault's name."""
 
     def __init__(self, fault: str, message: str) -> None:
         super().__init__(f"{message} [{fault}]")
@@ -18,7 +18,7 @@ class Refused(Exception):
 
 
 class Leave(SystemExit):
-    """The end of a program that has printed why: `str()` is the cause, `fault` its name."""
+    """Exits a program that has printed the cause, which is `str()`; `fault` is the fault's name."""
 
     def __init__(self, code: int, fault: str, cause: str) -> None:
         super().__init__(code)
@@ -29,7 +29,7 @@ class Leave(SystemExit):
 
 
 def with_fault(kind: type[Exception], fault: str, message: str) -> Exception:
-    """Return an error of a kind, with the name of its fault as `error.fault` and in its text."""
+    """Return an error of type `kind` with the fault's name in `error.fault` and in its text."""
     error = kind(f"{message} [{fault}]")
     error.fault = fault  # type: ignore[attr-defined]
     return error

@@ -1,4 +1,4 @@
-"""How a rank ends: quickly, whatever its threads and exit handlers do."""
+"""Exit a rank quickly, whatever its threads and exit handlers do."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .heartbeat import beat
 def finish(code: int = 0) -> NoReturn:
     """Join threads, run exit handlers, and exit without tearing down torch, which takes 0.6 s.
 
-    After 30 s of threads and handlers the process prints a line and exits without them.
+    If threads and handlers take longer than 30 s, it prints a line and exits without them.
     """
-    atexit.unregister(finish)  # it can be a handler itself
+    atexit.unregister(finish)  # it may be an exit handler itself
     sys.stdout.flush()
     sys.stderr.flush()
     try:
         threading.Thread(target=_exit_late, args=(code,), daemon=True).start()
     except RuntimeError:  # in an exit handler, from Python 3.12 on
         faulthandler.dump_traceback_later(limits.EXIT_S, exit=True)
-    threading._shutdown()  # type: ignore[attr-defined]  # then handlers, as Python does
+    threading._shutdown()  # type: ignore[attr-defined]  # then the handlers, as Python does
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -38,7 +38,7 @@ def _exit_late(code: int) -> None:
     end = time.monotonic() + limits.EXIT_S
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(1.0, left))
-        with contextlib.suppress(ValueError):  # an incomplete environment, refused elsewhere
+        with contextlib.suppress(ValueError):  # an incomplete environment, reported elsewhere
             beat()
     text = f"threads or exit handlers still run after {limits.EXIT_S:g} s; exiting without them"
     os.write(2, f"process {os.getpid()}: {text}\n".encode())  # another thread may hold sys.stderr

@@ -1,8 +1,8 @@
 """FSDP2: parameters, gradients and the optimizer's state are sharded over the ranks.
 
-Each rank holds a shard of every parameter, and gathers a block's when it computes with it (Zhao et
+Each rank holds a shard of every parameter, and gathers those of a block to compute with it (Zhao et
 al. 2023; torch.distributed.fsdp.fully_shard). Every rank must run the same forward passes. The
-import takes 0.7 s, so only those who shard import this.
+import takes 0.7 s, so import this module only to shard a model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def shard(
 ) -> nn.Module:
     """Shard a model, block by block, with rank 0's weights.
 
-    If each group shards for itself, the groups replicate (HSDP). Raises LauncherError if the
-    ranks do not divide into groups of `how.shard`, or this torch cannot shard on a CPU.
+    If each group of ranks shards separately, the groups hold replicas (HSDP). Raises LauncherError
+    if the ranks cannot be split into groups of `how.shard`, or this torch cannot shard on a CPU.
     """
     if is_cpu := device.type == "cpu":
         _refuse_unless(can_shard_on_cpu())
@@ -46,14 +46,14 @@ def shard(
         fsdp2.fully_shard(
             module,
             mesh=mesh,
-            # The root's parameters are needed again at once, as the backward pass begins there.
+            # The root's parameters are needed again at once: the backward pass begins there.
             reshard_after_forward=how.reshard_after_forward and module is not model,
             mp_policy=policy,
             offload_policy=offload,
         )
         if must_sum:
             summing: Any = module
-            summing.set_force_sum_reduction_for_comms(True)  # and divide
+            summing.set_force_sum_reduction_for_comms(True)  # then divide
     return model
 
 
@@ -64,7 +64,7 @@ def _refuse_unless(can_do: bool) -> None:
 
 
 def _can_average(mesh: DeviceMesh) -> bool:
-    """Return whether a mean over ranks works: an older gloo rejects it, or gives the sum."""
+    """Return whether ReduceOp.AVG works: an older gloo rejects it, or returns the sum."""
     for group in mesh.get_all_groups():
         whole, part = torch.ones(group.size()), torch.zeros(1)
         try:
@@ -88,15 +88,15 @@ def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
 
 
 def gather(state: Any) -> Any:
-    """Return a state_dict(), whole on rank 0's CPU and empty elsewhere. All ranks call it."""
+    """Return a state_dict(): full tensors on rank 0's CPU, empty elsewhere. All ranks call it."""
     keep = Tensor.cpu if dist.get_rank() == 0 else lambda whole: whole.new_empty(0)
     return tree_map_only(dtensor.DTensor, lambda tensor: keep(tensor.full_tensor()), state)
 
 
 def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's whole state_dict() with this rank's shard of what is sharded.
+    """Return an optimizer's full state_dict() with this rank's shard of each sharded tensor.
 
-    Meta tensors stay meta tensors, as shards that are still to be read.
+    Meta tensors become shards on the meta device, whose content can then be read.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     parts = {
@@ -107,7 +107,7 @@ def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def scatter_weights(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return a model's whole state_dict() with this rank's shards, as `scatter` does."""
+    """Return a model's full state_dict() with this rank's shards, as `scatter` does."""
     own = model.state_dict()
     return {name: _part(value, own.get(name)) for name, value in weights.items()}
 

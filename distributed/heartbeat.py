@@ -1,8 +1,8 @@
-"""How a rank shows its node agent that it makes progress: a record in shared memory (no torch).
+"""A rank reports its progress to its node agent through a record in shared memory (no torch).
 
-A beat is a store into memory. It costs a microsecond and waits for nobody. The agent reads the
-records. It considers the run stuck when the ranks that are furthest behind are silent for too long:
-the others wait for them.
+A beat is one write to memory. It takes a microsecond and never waits. The agent reads the records,
+and considers the run stuck when the ranks that are furthest behind are silent for too long: the
+other ranks wait for them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import NamedTuple
 from . import limits
 from .environment import detect
 
-STACK_SIGNAL = signal.SIGRTMIN + 9  # on it a rank writes its stacks; no script uses this one
+STACK_SIGNAL = signal.SIGRTMIN + 9  # makes a rank write its stacks; scripts do not use it
 LIMIT_OF_LONGEST = 10  # times the longest silence seen so far
 
-# What sets a rank's limit: nothing, the variable, or beat(hang_seconds=), which wins.
+# What sets a rank's limit: the default, the variable, or beat(hang_seconds=), which wins.
 LIMITS = ("the default limit", "the limit, HANG_SECONDS,", "the limit, hang_seconds,")
 
 RECORD = struct.Struct("<qqqddB?6x")
 
 
 class Beat(NamedTuple):
-    """A rank's record. Time 0: nothing counts its steps, and it is not watched."""
+    """A rank's record. Time 0 means that nothing counts its steps, and it is not watched."""
 
     step: int = -1  # optimizer steps done; -1: none reported yet
     marks: int = 0  # beats since then
@@ -39,21 +39,21 @@ class Beat(NamedTuple):
     time: float = 0.0  # of the newest beat, or the rank's start, on the machine's monotonic clock
     limit_s: float = limits.FIRST_SILENCE_S  # the longest silence before the rank counts as stuck
     limit_by: int = 0  # of LIMITS
-    is_counted: bool = False  # the script reports no steps: its optimizer's are counted
+    is_counted: bool = False  # the script reports no steps, so its optimizer's are counted
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How far the rank is; ranks in step with each other are equal."""
+        """How far the rank is; equal for ranks that are in step with each other."""
         return self.step, self.marks
 
     @property
     def ends_run(self) -> bool:
-        """Whether a silence ends the run: a slow start or a counted step may be healthy."""
+        """Whether a silence ends the run: a slow start or a slow counted step may be healthy."""
         return self.limit_by > 0 or not (self.is_counted or self.step < 0)
 
 
 class Heart:
-    """The rank's side. On the stack signal it writes every thread's stack to `stack_file`."""
+    """The rank's side. On the stack signal, every thread's stack is written to `stack_file`."""
 
     def __init__(self, fd: int, number: int, stack_file: Path, is_counted: bool = False) -> None:
         self._record = memoryview(mmap.mmap(fd, 0))[RECORD.size * number :]
@@ -64,17 +64,17 @@ class Heart:
         self._limit_by = 1 if self._limit_s else 0
         try:
             self._stack_file = stack_file.open("w")  # stays open: the handler writes to it
-        except OSError:  # a full disk, or the folder has gone: no stacks, but the run continues
+        except OSError:  # a full disk, or the folder is gone: no stacks, but the run continues
             self._stack_file = open(os.devnull, "w")  # noqa: SIM115
         faulthandler.register(STACK_SIGNAL, self._stack_file, all_threads=True)
-        if is_counted:  # from before the script's first line
+        if is_counted:  # watched from before the script's first line
             limit_s = self._limit_s or limits.FIRST_SILENCE_S
             start = time.monotonic()
             self._write(Beat(time=start, limit_s=limit_s, limit_by=self._limit_by, is_counted=True))
 
     @property
     def newest(self) -> Beat:
-        """The record: the rank has two hearts where its script beats and its steps are counted."""
+        """The record, shared by two hearts if the script beats and its steps are also counted."""
         return Beat(*RECORD.unpack(self._record[: RECORD.size]))
 
     def _write(self, record: Beat) -> None:
@@ -85,13 +85,13 @@ class Heart:
         saved = last.saved if saved is None else saved
         if hang_seconds:
             self._limit_s, self._limit_by = hang_seconds, 2
-        elif step is None and last.is_counted:  # the script reports no steps: they stay counted
+        elif step is None and last.is_counted:  # the script reports no steps: go on counting them
             self._write(last._replace(saved=saved, time=now))
             return
         silence_s = now - last.time
         if self._first_step < 0:
             self._first_step = -1 if step is None else step
-        elif self._is_counted or silence_s <= last.limit_s:  # a longer one was a suspended job
+        elif self._is_counted or silence_s <= last.limit_s:  # a longer silence was a suspended job
             self._longest_s = max(self._longest_s, silence_s)
         has_moved = step is not None and step != last.step
         told = Beat(
@@ -115,7 +115,7 @@ class Heart:
 def beat(
     step: int | None = None, *, saved: int | None = None, hang_seconds: float | None = None
 ) -> None:
-    """Show the node agent, if there is one, that this rank makes progress.
+    """Report this rank's progress to the node agent, if there is one.
 
     Call it with the number of optimizer steps done, as often as you like within a step, from the
     same places on every rank. While one rank works alone for a long time, for instance to save,
@@ -124,9 +124,9 @@ def beat(
     Args:
         step: optimizer steps done.
         saved: the step of a checkpoint that has just reached the disk.
-        hang_seconds: silence, in seconds, before this rank counts as stuck, from now on.
-            None: $HANG_SECONDS, else 10 times the longest so far, at least 60, and 600 until two
-            steps are done.
+        hang_seconds: from now on, how long this rank may be silent before it counts as stuck.
+            Until set: $HANG_SECONDS, or if unset 10 times the longest silence so far, at least 60,
+            and 600 until two steps are done.
     """
     if heart := _heart():
         heart.beat(step, saved, hang_seconds)
@@ -140,13 +140,13 @@ def _heart() -> Heart | None:
 
 
 def name_record(fd: int, number: int) -> str:
-    """Return what HEARTBEAT_FILE says: the agent's open file, its identity, this rank's record."""
+    """Return HEARTBEAT_FILE's value: the agent's open file, its identity, this rank's record."""
     status = os.fstat(fd)
     return f"{fd}:{status.st_dev}:{status.st_ino}:{number}"
 
 
 def find_record(name: str) -> tuple[int, int] | None:
-    """Return descriptor and number; None in a rank's subprocess, which may have another file."""
+    """Return descriptor and number; None in a subprocess, where it may be a different file."""
     with contextlib.suppress(OSError, ValueError):
         fd, *_, number = map(int, name.split(":"))
         if name_record(fd, number) == name:

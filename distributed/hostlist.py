@@ -1,7 +1,7 @@
 """SLURM's host lists: `rack[1-2]n[01-03],login` names seven hosts.
 
-They expand as with `scontrol show hostnames`: order and duplicates are kept, the zeros of a range's
-first number give its width, and the last of several brackets changes fastest, then the first, the
+They expand as with `scontrol show hostnames`: order and duplicates are kept, a range's first
+number sets the width, and the last of several brackets changes fastest, then the first, the
 second and so on. Unlike with scontrol, a suffix can follow a bracket, a range can have any length,
 and any unreadable list is an error (tests/unit/test_like_scontrol.py compares the two).
 """
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-# Up to a comma or blank outside of brackets, and the bracket without a partner that ends it.
+# Text up to a comma or blank outside brackets, and the unmatched bracket that ends it, if any.
 _ITEM = re.compile(r"(?=[^,\s])((?:[^\[\],\s]|\[[^\[\]]*\])*)([\[\]]?)")
 _MOST_NAMES = 10**6
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")

@@ -1,4 +1,4 @@
-"""The SLURM or PBS job that this process is in, and its step (no torch)."""
+"""The SLURM or PBS job that this process belongs to, and its step (no torch)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID in the shell that salloc opens
 
 
 def in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this process; salloc's own shell is no such step."""
+    """Return whether srun started this process; the shell that salloc opens does not count."""
     return environ.get("SLURM_STEP_ID", "") not in ("", _INTERACTIVE_STEP)
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Return whether this is a task of a step, and not a command in the shell of one.
+    """Return whether this is a task of a step, rather than a command typed in a task's shell.
 
-    Of the tasks of `srun -n2 --pty bash`, the first gets the terminal; the shells of the others,
-    which read nothing, have ended.
+    With `srun -n2 --pty bash`, the shell of the first task gets the terminal; the other shells have
+    no input and exit at once.
     """
     if not in_slurm_step(environ):
         return False
@@ -44,17 +44,17 @@ def job_id(environ: Mapping[str, str]) -> str:
 
 
 def job_run_id(environ: Mapping[str, str]) -> str:
-    """Return what names a run after its job: each step but the first is a run of its own."""
+    """Return the run id that a job gives its run; each step after the first has its own."""
     job, step = job_id(environ), environ.get("SLURM_STEP_ID", "")
     return f"{job}.{step}" if in_slurm_step(environ) and step != "0" else job
 
 
 def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
-    """Return what identifies this start of this SLURM or PBS job; {} outside of both.
+    """Return what identifies this start of this SLURM or PBS job; {} outside both.
 
-    A requeued job keeps its id, and gets the next start count; SLURM gives it a new submit time.
-    Another job can have the same id, on another cluster or after a reset of the scheduler. A
-    launcher in a PBS job has asked PBS, which does not answer on nodes that ssh reaches.
+    A requeued job keeps its id and gets the next start count; SLURM gives it a new submit time.
+    Another job can have the same id, on another cluster or after the scheduler was reset. In a PBS
+    job, the launcher asks PBS for all nodes, because PBS does not answer on nodes reached by ssh.
     """
     if told := _told(environ):
         return told
@@ -72,7 +72,7 @@ def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
 
 
 def job_start(environ: Mapping[str, str]) -> int:
-    """Return how often the scheduler has started this job again."""
+    """Return how many times the scheduler has restarted this job."""
     return int(_told(environ).get("start") or environ.get("SLURM_RESTART_COUNT") or 0)
 
 
@@ -81,10 +81,10 @@ def _told(environ: Mapping[str, str]) -> dict[str, str | int]:
 
 
 def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | None:
-    """Return what a command of SLURM or PBS prints; None if they do not answer, as in a
-    container. If that takes longer than a user would wait without a message, a line says so.
+    """Return what a SLURM or PBS command prints; None if it fails, as in a container. If the
+    answer takes longer than a user would wait without a message, print a line.
     """
-    import subprocess  # these cost more than the rest of this module, and few need them
+    import subprocess  # slower to import than the rest of this module, and rarely needed
     import threading
 
     told = [f"waiting for {' '.join(command)}, {limit_s:g} s at most"]

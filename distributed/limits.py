@@ -4,14 +4,14 @@ from __future__ import annotations
 
 GRACE_S = 30  # for the ranks to save when they are stopped, unless GRACE is set
 SECOND_INTERRUPT_S = 0.3  # schedulers and terminals may send one SIGINT twice
-STOP_LOOK_S = 1.0  # between two looks for a file that asks to stop
+STOP_LOOK_S = 1.0  # between two checks for a file that requests a stop
 COMMIT_S = 30.0  # the longest that the commit of a checkpoint may take
 SNAPSHOT_PIECE_S = 0.02  # between two pieces of a copy while ranks train: 200 MB/s at most
-EXIT_S = 30.0  # at a rank's end, for threads and exit handlers
+EXIT_S = 30.0  # for threads and exit handlers when a rank exits
 SCHEDULER_S = 10  # for SLURM or PBS to answer
-SCHEDULER_SILENT_S = 2  # its answer may take this long before we print a line
+SCHEDULER_SILENT_S = 2  # if it has not answered by then, we print a line
 
-# A rank that makes no progress for so long is stuck, unless HANG_SECONDS is set: 10 times
-# the longest silence seen so far, and at least
+# Unless HANG_SECONDS is set, a rank counts as stuck after a silence of 10 times the longest one
+# so far, and at least
 SILENCE_S = 60.0
-FIRST_SILENCE_S = 600.0  # until two steps are done: compilation, caches; always, of counted steps
+FIRST_SILENCE_S = 600.0  # until two steps are done (compilation, caches); always with counted steps

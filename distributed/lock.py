@@ -1,4 +1,4 @@
-"""A lock on a folder for one live run, and symbolic links that change in one step."""
+"""A lock that lets one live run write to a folder, and atomic changes of symbolic links."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .errors import Refused
 from .job import this_job
 
 _LIVE, _COMMIT = 0, 1  # bytes of the lock's file
-# Locks of an open file, not of the process: to copy the folder would end those (fcntl(2)).
-_SET, _SET_WAITING = 37, 38  # F_OFD_SETLK, F_OFD_SETLKW; the fcntl of some Pythons lacks them
+# Locks on the open file: copying the folder would release locks of the process (fcntl(2)).
+_SET, _SET_WAITING = 37, 38  # F_OFD_SETLK, F_OFD_SETLKW; missing from fcntl in some Pythons
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, process
 
 
 class RunLock:
-    """A folder that one live run at a time writes to: held until this process ends.
+    """A lock on a folder that one live run at a time writes to, held until this process exits.
 
-    A job that was started again takes the folder over from its earlier start, which may still run
-    where the scheduler cannot reach it; so does a launch that restarted its ranks. Each lock
-    replaces the file of the one before. The kernel's lock on its first byte shows whether the
-    holder is alive; the lock on its second is held while something is committed. All of it works on
-    NFS, too. Forks do not inherit it. Raises Refused if a live process has it, or the folder is
-    another job's with this job's id.
+    A restarted job takes the folder over from its earlier start, which may still be running on a
+    node that the scheduler cannot reach. A launch that restarted its ranks does the same. Each new
+    lock file replaces the previous one. A kernel lock on its first byte shows whether the holder is
+    alive; a lock on its second byte is held during a commit. Works on NFS. Forked processes do not
+    inherit it. Raises Refused if a live process holds it, or if the folder belongs to another job
+    with the same id.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
@@ -46,7 +46,7 @@ class RunLock:
         _set_lock(self.fd, fcntl.F_WRLCK, _LIVE)
         try:
             while not self._take_place(new, me):
-                pass  # another was quicker
+                pass  # another process was faster
         except BaseException:
             os.unlink(new)
             self.close()
@@ -86,16 +86,16 @@ class RunLock:
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
-        """Keep successors out for a moment.
+        """Block takeovers while the body commits something.
 
-        Raises Refused if one has taken over: this process must write nothing more.
+        Raises Refused if another process has taken over: this one must not write any more.
         """
         _set_lock(self.fd, fcntl.F_WRLCK, _COMMIT, _SET_WAITING)
         try:
             if os.fstat(self.fd).st_nlink == 0:
                 host = json.loads(self.path.read_text())["host"]
                 cause = f"{self.what} was restarted on {host}"
-                raise Refused("node-lost", f"{cause}, so this process must not save any more")
+                raise Refused("node-lost", f"{cause}, so this process can no longer save")
             yield
         finally:
             _set_lock(self.fd, fcntl.F_UNLCK, _COMMIT)
@@ -120,7 +120,7 @@ def refuse_locked(folder: Path, what: str) -> None:
 
 
 def _refuse_live(fd: int, what: str, me: Mapping[str, Any]) -> None:
-    """Take a lock, unless this process is its holder's successor; raises Refused if it is live."""
+    """Take the lock unless this process succeeds its holder; raise Refused if that one is live."""
     holder = _holder(fd)
     is_next = any(
         me.get(one) and me[one] == holder.get(one) and me[number] > holder[number]
@@ -137,8 +137,8 @@ def _refusal(what: str, holder: Mapping[str, Any]) -> Refused:
 
 
 def _this_process() -> dict[str, Any]:
-    """Return what identifies this process: its job, its launch, "" if no launcher of ours has
-    started it, and the number of the attempt at running its ranks."""
+    """Return what identifies this process: its job, its launch ("" if our launcher did not start
+    it), and the number of its attempt."""
     token = os.environ.get("LAUNCH_TOKEN", "").partition(".")[0]  # a node's number follows
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     return {
@@ -151,7 +151,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _is_foreign(holder: Mapping[str, Any], me: Mapping[str, Any]) -> bool:
-    """Return whether a run named after this job's id was another job's (see this_job)."""
+    """Return whether a run named after this job's id belongs to another job (see this_job)."""
 
     def differs(name: str) -> bool:
         return "" not in (holder.get(name, ""), me[name]) and holder[name] != me[name]
@@ -169,14 +169,14 @@ def _holder(fd: int) -> dict[str, Any]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether another process holds a folder's lock, on any machine that shares it."""
+    """Return whether another process, on any machine that shares a folder, holds its lock."""
     with contextlib.suppress(OSError), (folder / "lock").open("r+b") as lock:
         return not _try_lock(lock.fileno(), _LIVE)
     return False
 
 
 def locked_by(folder: Path) -> tuple[int, str] | None:
-    """Return the process id and the host of the last to lock a folder; None without a lock."""
+    """Return the id and host of the process that last locked a folder; None without a lock."""
     try:
         told = json.loads((folder / "lock").read_bytes())
         return int(told["process"]), str(told["host"])
@@ -190,9 +190,9 @@ def is_locked_here(folder: Path) -> bool:
 
 
 def update_link(path: Path, target: str) -> None:
-    """Point a symbolic link at `target` in one step; the newest of several runs wins.
+    """Point a symbolic link at `target` atomically; of several runs, the last one wins.
 
-    A file that is no link, or a link to another folder, is the user's own: it stays.
+    A file that is not a link, or a link to another folder, belongs to the user and is kept.
     """
     is_ours = path.is_symlink() and path.readlink().parts[0] not in ("/", "..")
     if os.path.lexists(path) and not is_ours:

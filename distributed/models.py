@@ -15,7 +15,7 @@ from .strategy import Sharding, check_strategy
 
 
 def device() -> torch.device:
-    """Return the device of this process: its GPU, else the CPU."""
+    """Return the device of this process: its GPU, or the CPU if it has none."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -24,7 +24,7 @@ def device() -> torch.device:
 def autocast(dtype: str | None) -> torch.autocast:
     """Return a context in which this process's device computes in "bfloat16" or "float16".
 
-    None: it computes in the types that the tensors have. Raises ValueError for another.
+    With None, it computes in the tensors' own types. Raises ValueError for any other dtype.
     """
     if dtype not in (None, "bfloat16", "float16"):
         raise ValueError(f"dtype {dtype!r} is unknown; use bfloat16, float16 or None")
@@ -35,19 +35,19 @@ def autocast(dtype: str | None) -> torch.autocast:
 def grad_scaler(dtype: str | None, **options: Any) -> Scaler:
     """Return torch's GradScaler for a loss computed in `autocast(dtype)`, with its `options`.
 
-    It scales for float16 alone, whose small gradients would vanish, and passes others through.
+    It scales only for float16, whose small gradients would vanish; otherwise it does nothing.
     """
     return Scaler(device().type, enabled=dtype == "float16", **options)
 
 
 class Scaler(torch.amp.GradScaler):
-    """Also counts the steps that it skips, because a gradient is not finite."""
+    """Also counts the steps that it skips because a gradient is not finite."""
 
-    skipped: int | Tensor = 0  # since the scaler was made; a tensor: no wait for the GPU
+    skipped: int | Tensor = 0  # since the scaler was created; a tensor, not to wait for the GPU
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         one = torch.ones((), device=device())
-        before = self.scale(one)  # one, if it is not enabled
+        before = self.scale(one)  # one, if the scaler is disabled
         super().update(new_scale)
         self.skipped = self.skipped + (self.scale(one) < before)
 
@@ -73,15 +73,15 @@ def setup_distributed_models(
     A model without a trainable parameter is not wrapped; None stays None.
 
     Args:
-        strategy: "ddp": one process per GPU; "fsdp": the same, and each holds a part of the model;
-            "dp": one process, all its GPUs; "single": neither; "auto": ddp if there are several
+        strategy: "ddp": one process per GPU; "fsdp": the same, each with a part of the model;
+            "dp": one process with all GPUs; "single": one process; "auto": ddp if there are several
             processes.
         sharding: how fsdp shards the model.
         options: DDP's own, such as `find_unused_parameters`, for a model that skips parameters in
             some steps, or `static_graph`.
 
-    Returns a model for one, a tuple for several. Raises ValueError for a strategy that is unknown
-    or does not fit.
+    Returns one model, or a tuple for several. Raises ValueError for an unknown strategy, or one
+    that cannot run in this many processes.
     """
     world_size = count_ranks()
     check_strategy(strategy, world_size)
@@ -93,13 +93,13 @@ def setup_distributed_models(
 
             return fsdp.shard(model, [*blocks(model)], device(), sharding or Sharding())
         model = model.to(device())
-        if world_size > 1 and is_frozen:  # which DDP refuses
+        if world_size > 1 and is_frozen:  # which DDP rejects
             take_first_ranks(model)
         elif world_size > 1:
             return DistributedDataParallel(
                 model,
                 device_ids=[device()] if device().type == "cuda" else None,
-                gradient_as_bucket_view=True,  # saves a copy of the gradients
+                gradient_as_bucket_view=True,  # avoids a copy of the gradients
                 **options,
             )
         elif strategy == "dp" and torch.cuda.device_count() > 1 and not is_frozen:
@@ -116,13 +116,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the repeated parts of a model: what its outermost ModuleLists hold."""
+    """Yield the repeated parts of a model: the contents of its outermost ModuleLists."""
     for child in model.children():
         yield from child if isinstance(child, nn.ModuleList) else blocks(child)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether each rank holds a part of the model, and all must compute with it together."""
+    """Return whether each rank holds a part of the model, so that all must compute together."""
     return hasattr(model, "set_requires_gradient_sync")  # of FSDPModule
 
 
@@ -140,10 +140,10 @@ def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
 
 
 def clip_gradients(model: nn.Module, norm: float) -> Tensor:
-    """Scale the gradients down to a total norm of at most `norm`; returns what it was before.
+    """Scale the gradients down to a total norm of at most `norm`; returns the norm before.
 
-    Every rank calls it, and gets the same. A scaler must `unscale_` the gradients before.
+    Every rank calls it and gets the same value. If you use a scaler, call its `unscale_` first.
     """
     before = nn.utils.clip_grad_norm_(model.parameters(), norm)
-    whole: Tensor = getattr(before, "full_tensor", before.detach)()  # else this rank's part
+    whole: Tensor = getattr(before, "full_tensor", before.detach)()  # of a DTensor
     return whole

@@ -1,8 +1,8 @@
-"""The network settings of gloo and NCCL (no torch). On one machine they stay on loopback.
+"""The network settings of gloo and NCCL (no torch). On a single machine, both use loopback.
 
 The interface that leads to the master is right more often than gloo's choice (the address of the
-host's own name, on many machines 127.0.1.1) or NCCL's (by name). It never overrides what the user
-has set.
+host's own name, on many machines 127.0.1.1) or NCCL's (by name). Variables that the user has set
+are never overridden.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 PROFILES = {  # of NCCL_PROFILE; docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
     "": {},
     "infiniband": {"NCCL_NET": "IB"},  # fails without InfiniBand, rather than using TCP
-    "ethernet": {"NCCL_IB_DISABLE": "1"},  # NCCL would try it first
+    "ethernet": {"NCCL_IB_DISABLE": "1"},  # NCCL would try InfiniBand first
     "none": {},
 }
 _SIOCGIFADDR = 0x8915  # netdevice(7)
@@ -26,7 +26,7 @@ _SIOCGIFADDR = 0x8915  # netdevice(7)
 def choose_variables(
     master_addr: str, num_nodes: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables to add for ranks; none for NCCL_PROFILE=none.
+    """Return the variables to add to the ranks' environment; none with NCCL_PROFILE=none.
 
     Raises ValueError for an unknown NCCL_PROFILE.
     """

@@ -1,6 +1,6 @@
 """The rendezvous: all ranks meet at the master's store before they form a process group.
 
-A rank that finds a fault reports it to all; ranks that do not join are named.
+A rank that finds a fault reports it to all ranks. The error names the ranks that did not join.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .errors import with_fault
 def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: float) -> Store:
     """Wait until every rank has checked in; returns the store.
 
-    All ranks wait for the key `gate`, which holds JSON. The last to check in puts an empty list
-    there. A rank that finds a fault puts its name and text there instead, and every rank raises it.
-    Raises LauncherError, TimeoutError or ConnectionError, on all ranks alike.
+    All ranks wait for the key `gate`, which holds JSON. The last rank to check in sets it to an
+    empty list. A rank that finds a fault sets it to the fault's name and text instead, and every
+    rank raises it. Raises LauncherError, TimeoutError or ConnectionError, the same on all ranks.
     """
-    # The prefix, because torchrun's store survives a restart.
+    # The prefix is needed because torchrun's store survives a restart.
     store = PrefixStore(f"launch/{env.restart_count}", _open_store(env, timeout_s))
     try:
         store.add("here", 1)
@@ -58,7 +58,7 @@ def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: 
                     if store.add("told", 1) >= store.add("here", 0):
                         store.set("over", "")
                     if env.is_main:
-                        store.wait(["over"], timedelta(seconds=30))  # a busy machine
+                        store.wait(["over"], timedelta(seconds=30))  # enough on a busy machine
                 if fault == "node-missing":
                     raise with_fault(TimeoutError, fault, text)
                 raise LauncherError(text, fault)
@@ -84,7 +84,7 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
             multi_tenant=not env.agent_store,  # as torch's own env:// does
         )
     except RuntimeError as error:
-        if "EADDRINUSE" in str(error):  # before torch 2.5 no DistNetworkError
+        if "EADDRINUSE" in str(error):  # not a DistNetworkError before torch 2.5
             cause = f"cannot serve {at}; give each process its own RANK, or set another MASTER_PORT"
             raise with_fault(OSError, "port-in-use", cause) from None
         if not isinstance(error, dist.DistNetworkError):
@@ -93,7 +93,7 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
 
 
 def _is_served(address: str, port: int, timeout_s: float) -> bool:
-    """Return whether a port is served in time; if none is, torch's store prints a C++ trace."""
+    """Return whether a port accepts connections in time; if not, TCPStore would print a trace."""
     end = time.monotonic() + timeout_s
     while (left := end - time.monotonic()) > 0:
         with contextlib.suppress(OSError), socket.create_connection((address, port), left):
@@ -105,7 +105,7 @@ def _is_served(address: str, port: int, timeout_s: float) -> bool:
 def _check_in(
     store: Store, env: Environment, device: torch.device, backend: str
 ) -> tuple[str, str] | None:
-    """Take this rank and, for NCCL, its GPU; return fault and text if another process has them."""
+    """Claim this rank and, for NCCL, its GPU; return fault and text if another process has one."""
     me = f"{socket.gethostname()} (rank {env.rank}, {device}, process {os.getpid()})"
     taken = {f"rank {env.rank} runs": ("duplicate-node-rank", "give each node its own rank")}
     if backend == "nccl":

@@ -1,4 +1,4 @@
-"""Requests to stop or to save, by a signal, the clock or a file: all ranks act at the same step."""
+"""Requests to stop or save, by signal, clock or file; all ranks act on them at the same step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .stop_signals import Interrupts, handled_signals
 class Stop:
     """Records stop signals from its creation on; a handler only sets a flag.
 
-    Create it on every rank, after the process group. A file `stop` in the folder asks for a stop,
-    a file `save` for a save; the rank that is given the folder removes it.
+    Create it on every rank, after the process group. A file named `stop` in `folder` requests a
+    stop, a file named `save` a save; the rank that is given the folder removes the file.
     """
 
     def __init__(
         self,
         max_seconds: float | None = None,
         *,
-        save_seconds: float | None = None,  # after the last save, for the next one
+        save_seconds: float | None = None,  # between one save and the next
         folder: Path | None = None,
     ) -> None:
-        self.reason = ""  # of this rank; empty until there is one
-        self.is_save_agreed = False  # a save and no stop, by what `agreed` has found
+        self.reason = ""  # why this rank asks to stop; empty if it does not
+        self.is_save_agreed = False  # `agreed` found a request to save and none to stop
         self.is_end_agreed = False  # a rank has called `end`
         self._ends = False
         self._interrupts = Interrupts()
@@ -40,7 +40,7 @@ class Stop:
         self._save_at = now + self._save_seconds
         self._folder = folder
         self._look_at = now
-        self._group: dist.ProcessGroup | None = None  # the ranks' own, where that is gloo's
+        self._group: dist.ProcessGroup | None = None  # None: the default group, with gloo
         self._work: dist.Work | None = None
         self._flags = torch.zeros(3)  # stop, save, end
         if dist.is_initialized() and dist.get_backend() != "gloo":
@@ -54,10 +54,10 @@ class Stop:
             raise KeyboardInterrupt
 
     def ask(self) -> None:
-        """Send this rank's flag to the others, while the step computes until `agreed` is called.
+        """Start sending this rank's flags to the others, while the step computes.
 
-        Every rank calls it in every step, just early enough for the flags to arrive. A request
-        that comes after this call stops the ranks one step later.
+        Every rank calls it in every step, early enough for the flags to arrive before `agreed` is
+        called. A request made after this call takes effect one step later.
         """
         now = time.monotonic()
         if now >= self._look_at:
@@ -75,7 +75,7 @@ class Stop:
             self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, self._group, async_op=True)
 
     def _takes(self, name: str) -> bool:
-        """Remove a file of the user's; returns whether it was there."""
+        """Remove a file created by the user; returns whether it existed."""
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 (self._folder / name).unlink()
@@ -83,7 +83,7 @@ class Stop:
         return False
 
     def agreed(self) -> bool:
-        """Return whether any rank has asked for a stop: the same on all, at the step's end."""
+        """At the end of a step, return whether any rank asked to stop; the same on all ranks."""
         if self._work is not None:
             self._work.wait()
         is_stop, is_save, self.is_end_agreed = map(bool, self._flags.tolist())
@@ -91,9 +91,9 @@ class Stop:
         return is_stop
 
     def end(self) -> None:
-        """Ask for the end of the run: all ranks agree on it in the next step."""
+        """Ask for the run to end; all ranks agree on it in the next step."""
         self._ends = True
 
     def note_save(self) -> None:
-        """Count the seconds to the next save from now on."""
+        """Start counting the seconds to the next save now."""
         self._save_at = time.monotonic() + self._save_seconds

@@ -1,4 +1,4 @@
-"""Which signals ask a run to stop, how long it may then save, a second Ctrl-C (no torch)."""
+"""The signals that ask a run to stop, and how to recognize a second Ctrl-C (no torch)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import limits
 ADDED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # the variable of torchrun's --signals-to-handle
 NEVER_ADDED = {"SIGKILL", "SIGSTOP", "SIGCHLD"}
 NOTICE = signal.SIGUSR1  # schedulers send it minutes before they end a job
-QUERY = signal.SIGQUIT  # Ctrl-\\ shows where all ranks are; the run continues
+QUERY = signal.SIGQUIT  # Ctrl-\\ shows where each rank is; the run continues
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, NOTICE)
 
 
@@ -23,18 +23,18 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def handled_signals() -> list[signal.Signals]:
-    """Return the stop signals that this process does not ignore, as it does under nohup."""
+    """Return the stop signals that this process does not ignore; nohup ignores SIGHUP."""
     return [one for one in stop_signals() if signal.getsignal(one) != signal.SIG_IGN]
 
 
 class Interrupts:
-    """Tells a second Ctrl-C from one that arrives twice. The second one ends a run at once."""
+    """Distinguishes a second Ctrl-C, which ends the run at once, from one delivered twice."""
 
     def __init__(self) -> None:
         self._first = 0.0  # monotonic seconds
 
     def is_second(self) -> bool:
-        """Call it at each SIGINT: True more than SECOND_INTERRUPT_S after the first one."""
+        """Call it on each SIGINT; True if the first one was more than SECOND_INTERRUPT_S ago."""
         now = time.monotonic()
         self._first = self._first or now
         return now - self._first > limits.SECOND_INTERRUPT_S

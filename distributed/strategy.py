@@ -13,16 +13,16 @@ STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 class Sharding:
     """How fsdp shards a model."""
 
-    shard: str | int = "all"  # over all ranks; node: within each node; N: within each N ranks
-    reshard_after_forward: bool = True  # False: keep what was gathered for the backward pass
-    dtype: str | None = None  # to compute with, such as bfloat16; parameters stay as they are
-    cpu_offload: bool = False  # parameters wait in the CPU's memory
+    shard: str | int = "all"  # over all ranks; node: within a node; N: in groups of N ranks
+    reshard_after_forward: bool = True  # False: keep gathered parameters for the backward pass
+    dtype: str | None = None  # to compute in, such as bfloat16; parameters keep their type
+    cpu_offload: bool = False  # keep parameters in the CPU's memory until needed
 
 
 def check_strategy(strategy: str, world_size: int = 1, shard: str | int = "all") -> str:
-    """Return the strategy.
+    """Check a strategy and return it.
 
-    Raises ValueError if it is unknown, and LauncherError if it cannot run on so many processes.
+    Raises ValueError if it is unknown, and LauncherError if it cannot run in that many processes.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is unknown; use {', '.join(STRATEGIES)}")

@@ -1,12 +1,12 @@
-"""What a training script needs to run unchanged on one process or on many.
+"""What a training script needs to run unchanged in one process or in many.
 
-    env = init_distributed()                            # join the others; does nothing when alone
+    env = init_distributed()                            # join the other ranks, if there are any
     seed_everything(42, env.rank)
     model = setup_distributed_models(model)             # on the device, wrapped in DDP
     loader = get_dataloader_for_distributed(dataset, batch_size=32, shuffle=True)
     metrics = sync_metrics({"loss": loss}, weight=samples)
 
-With mixed precision, gradients of several batches, and a run that continues after a stop:
+With mixed precision, gradient accumulation, and a run that resumes after a stop:
 
     with no_sync(model, enabled=not is_last), autocast("bfloat16"):
         loss = loss_of(model, batch)
@@ -15,7 +15,7 @@ With mixed precision, gradients of several batches, and a run that continues aft
     progress = load(folder, model, optimizer)           # None in a new run
     finish()
 
-Needs torch alone. It has no state of its own: the process group is torch's.
+Needs only torch, and keeps no state: the process group is torch's.
 """
 
 from __future__ import annotations
@@ -117,14 +117,14 @@ def init_distributed(
     """Choose this process's device and, if there are other ranks, join them in a process group.
 
     Args:
-        backend: "nccl" or "gloo"; None or "auto": $BACKEND, else nccl with GPUs, else gloo.
-        join_timeout_s: limit until all ranks have joined.
+        backend: "nccl" or "gloo"; None or "auto": $BACKEND, otherwise nccl with GPUs, gloo without.
+        join_timeout_s: limit for all ranks to join.
         timeout_s: limit for one collective.
         local_rank: the --local-rank argument of torch.distributed.launch.
-        nodes, ranks_per_node: refuse any other number.
+        nodes, ranks_per_node: raise LauncherError for any other number.
 
-    Returns this process's environment, with rank 0's run id; a later call returns the same again.
-    Raises LauncherError if variables, ranks or GPUs contradict each other, TimeoutError with the
+    Returns this process's environment, with rank 0's run id; later calls return the same again.
+    Raises LauncherError if variables, ranks or GPUs contradict each other, TimeoutError naming the
     ranks that did not join, and ValueError for nccl without a GPU.
     """
     env = detect(local_rank=local_rank)
@@ -135,7 +135,7 @@ def init_distributed(
     )
     backend = _choose_backend(backend, env)
     if torch.cuda.is_available():
-        # Some launchers show each rank all GPUs of the node, others only its own.
+        # Some launchers expose all GPUs of the node to each rank, others only its own.
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
     if env.world_size == 1:
         return env
@@ -160,8 +160,8 @@ def _join(env: Environment, backend: str, join_timeout_s: float, timeout: timede
 
 @cache
 def _shared_run_id(env: Environment) -> str:
-    """Return rank 0's run id, and ask for it once: later, rank 0 may have left with the store."""
-    if env.agent_store and env.is_named:  # the store has no password, and needs none for this
+    """Return rank 0's run id, and ask only once: later, rank 0 and its store may be gone."""
+    if env.agent_store and env.is_named:  # do not ask the store: it has no password
         return env.run_id
     if env.rank == 0:
         default_store().set("run_id", env.run_id)
@@ -186,7 +186,7 @@ def is_main_process() -> bool:
 
 
 def print_main(*values: object, **options: Any) -> None:
-    """Print on global rank 0 alone, at once; `options` are print's own."""
+    """Print on global rank 0 only, and flush; `options` are print's own."""
     if is_main_process():
         print(*values, flush=True, **options)
 
@@ -194,7 +194,7 @@ def print_main(*values: object, **options: Any) -> None:
 def seed_everything(seed: int, rank: int = 0) -> None:
     """Seed torch, its GPUs, Python and NumPy (if it is imported), differently for each rank.
 
-    Call it without a rank before the model is created, for the same weights on every rank.
+    For the same weights on every rank, call it without a rank before you create the model.
     """
     own_seed = (seed + 1_000_003 * rank) % 2**32
     torch.manual_seed(own_seed)
@@ -204,7 +204,7 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 
 
 class EpochSampler(DistributedSampler[Any]):
-    """Begins another epoch each time it is iterated; `set_epoch(n)` says which is the next."""
+    """Begins a new epoch each time it is iterated over; `set_epoch(n)` sets the next one."""
 
     def __iter__(self) -> Iterator[Any]:
         shares = super().__iter__()
@@ -225,11 +225,11 @@ def get_dataloader_for_distributed(
 ) -> DataLoader[Any]:
     """Return a loader over this rank's share of a dataset, `batch_size` samples per process.
 
-    All ranks get the same number of samples. For this, unless `drop_last`, some samples repeat,
-    each the last of its rank. Each iteration over the loader is another epoch, with another order:
-    epoch 0, 1 and so on, or from n on after `loader.sampler.set_epoch(n)`. World size and rank are
-    the process group's; `options` are DataLoader's own, such as `collate_fn`. Raises ValueError for
-    another world size or rank, and for a dataset without a length, which cannot be sharded.
+    All ranks get the same number of samples: unless `drop_last`, the last sample of some ranks is
+    a repeated one. Each iteration over the loader is a new epoch in a new order: epochs 0, 1, 2 and
+    so on, or n, n + 1 and so on after `loader.sampler.set_epoch(n)`. World size and rank are the
+    process group's; `options` are DataLoader's own, such as `collate_fn`. Raises ValueError for any
+    other world size or rank, and for an IterableDataset, which cannot be sharded.
     """
     if isinstance(dataset, IterableDataset):
         cause = f"{type(dataset).__name__} is an IterableDataset, which has no samples to share out"
@@ -265,8 +265,8 @@ def sync_metrics(
 ) -> dict[str, float]:
     """Return each value's weighted mean over the ranks, with one all-reduce in float64.
 
-    Every rank passes the same names and gets the same numbers. `weight` is what this rank's values
-    count, such as its samples. Values of weight 0 are ignored; if all weights are 0, means are NaN.
+    Every rank passes the same names and gets the same numbers. `weight` is that of this rank's
+    values, such as its number of samples; 0 ignores them. If all weights are 0, the means are NaN.
     Raises ValueError for a world size other than the process group's.
     """
     _refuse_others("the process group's is", ("world_size", world_size, count_ranks()))
@@ -284,17 +284,17 @@ def sync_metrics(
 
 
 def cleanup_distributed() -> None:
-    """Leave the process group, if there is one. A program that ends with `finish` need not."""
+    """Destroy the process group, if there is one. Not needed before `finish`."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def finish(code: int = 0) -> NoReturn:
-    """End this process, quickly. Every rank calls it as its last line, in place of sys.exit.
+    """Exit this process quickly. Every rank calls it as its last line, instead of sys.exit.
 
-    Waits for a `save` under way, on all ranks if the code is 0 or STOPPED, then for threads and
-    exit handlers, 30 s at most. It does not tear down torch, which takes 0.6 s.
+    Waits for a `save` in progress (on all ranks if the code is 0 or STOPPED), then at most 30 s for
+    threads and exit handlers. It does not tear down torch, which would take 0.6 s.
     """
-    atexit.unregister(finish)  # it can be a handler itself
+    atexit.unregister(finish)  # it may be an exit handler itself
     complete(code)
     end_process(code)

@@ -1,7 +1,7 @@
-"""Every name of torch that it does not document, and what is done in a version without one.
+"""Every undocumented torch name that we use, and what we do in a version that lacks it.
 
-No other file of ours may use such a name: a torch that drops one breaks this file alone. Unless a
-comment says otherwise, each torch from 2.4 to 2.15 has it.
+No other file of ours may use such a name, so a torch that drops one breaks only this file. Unless a
+comment says otherwise, every torch from 2.4 to 2.15 has it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ("default_store", "is_lost_by_fork", "tree_leaves", "tree_map_only")
 
 
 def serve_store(address: str, port: int, listener: int) -> TCPStore:
-    """Serve torch's store on a listening socket, which it takes over: nobody can steal the port.
+    """Serve torch's store on a socket that is already listening: no one else can take the port.
 
-    Before torch 2.8 libuv's store cannot; the classic one can, and speaks the same protocol.
+    Before torch 2.8, the libuv store cannot do this; the classic one can, with the same protocol.
     """
 
     serve = partial(TCPStore, address, port, is_master=True, wait_for_workers=False)
@@ -40,7 +40,7 @@ def serve_store(address: str, port: int, listener: int) -> TCPStore:
 
 
 def rendezvous_settings(text: str) -> dict[str, str]:
-    """Return what torchrun's --rdzv-conf gives; raises ValueError if it cannot be read."""
+    """Parse the argument of torchrun's --rdzv-conf; raises ValueError if it cannot be read."""
     from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
     return _parse_rendezvous_config(text)
@@ -53,13 +53,13 @@ def process_groups() -> list[Any]:
 
 # --- the flight recorder ------------------------------------------------------------------------
 
-# They write as JSON what was recorded: NCCL's from torch 2.5, others' from 2.8. Without one, no
-# collective is shown.
+# They return the recorded collectives as JSON: NCCL's from torch 2.5 on, other backends' from 2.8.
+# Without them, no collective is shown.
 _NAMES = "_dump_nccl_trace_json", "_dump_fr_trace_json"
 recorders: list[Callable[[], str]] = [
     getattr(_distributed_c10d, name) for name in _NAMES if hasattr(_distributed_c10d, name)
 ]
-# How many entries are kept; nothing is recorded if this is 0.
+# The variable for the number of entries to keep; 0 disables recording.
 _is_general = hasattr(_distributed_c10d, _NAMES[1])
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE" if _is_general else "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
@@ -71,7 +71,7 @@ has_numa_binding = importlib.util.find_spec("torch.numa") is not None  # from to
 
 
 def cpus_near_gpu(mode: str, gpu: int) -> set[int]:
-    """Return the CPUs that torchrun's --numa-binding gives the rank of a GPU."""
+    """Return the CPUs that torchrun's --numa-binding assigns to the rank of a GPU."""
     from torch.numa import binding
 
     options = binding.NumaOptions(binding.AffinityMode(mode))
@@ -79,9 +79,9 @@ def cpus_near_gpu(mode: str, gpu: int) -> set[int]:
 
 
 def reports_leaks() -> bool:
-    """Return whether nanobind is in use, as by the Triton of torch 2.15.
+    """Return whether nanobind is in use, for example by the Triton of torch 2.15.
 
-    When a process ends, it writes what has not been freed, which is all that is frozen.
+    When a process exits, nanobind reports every object that is not freed, as after gc.freeze().
     """
     triton = sys.modules.get("triton._C.libtriton")
     return any(type(one).__module__ == "nanobind" for one in vars(triton or types).values())
@@ -101,19 +101,19 @@ def load_dynamo() -> None:
 
 
 def compile_beside_ddp() -> None:
-    """Keep torch.compile from splitting graphs where DDP's buckets end."""
+    """Keep torch.compile from splitting graphs at the ends of DDP's buckets."""
     torch._dynamo.config.optimize_ddp = False
 
 
 def import_fsdp() -> types.ModuleType:
-    """Import FSDP2, which was elsewhere before torch 2.6. It takes 0.7 s."""
+    """Import FSDP2, which was in another module before torch 2.6. The import takes 0.7 s."""
     return _module_with(
         "fully_shard", "torch.distributed.fsdp", "torch.distributed._composable.fsdp"
     )
 
 
 def import_dtensor() -> types.ModuleType:
-    """Import DTensor, which was elsewhere before torch 2.5."""
+    """Import DTensor, which was in another module before torch 2.5."""
     return _module_with("DTensor", "torch.distributed.tensor", "torch.distributed._tensor")
 
 
@@ -123,5 +123,5 @@ def _module_with(name: str, now: str, before: str) -> types.ModuleType:
 
 
 def can_shard_on_cpu() -> bool:
-    """Return whether FSDP2 runs without a GPU: from torch 2.7."""
+    """Return whether FSDP2 runs without a GPU, as it does from torch 2.7 on."""
     return hasattr(torch.cpu.Stream, "record_event")

@@ -1,4 +1,4 @@
-"""A task of one's own: handwritten digits, trained by train.py with all that it does.
+"""Your own task: handwritten digits, trained by train.py with all its features.
 
     pip install scikit-learn
     scripts/ssh/launch_singlenode.sh examples/digits.yaml 2
@@ -20,11 +20,11 @@ from training.tasks import Task
 
 class Digits(Task):
     def __init__(self, settings: Settings) -> None:
-        self.hidden = settings.model["hidden"]  # `model:` of the config
+        self.hidden = settings.model["hidden"]  # from the config's `model:`
         digits = load_digits()
         pixels = torch.tensor(digits.data / 16, dtype=torch.float32)  # [picture, 64], 0 to 1
         labels = torch.tensor(digits.target)  # [picture]
-        is_trained = torch.arange(len(labels)) % 5 > 0  # one in five is for validation
+        is_trained = torch.arange(len(labels)) % 5 > 0  # one in five is validation data
         self.train = TensorDataset(pixels[is_trained], labels[is_trained])
         self.validation = TensorDataset(pixels[~is_trained], labels[~is_trained])
 

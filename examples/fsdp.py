@@ -1,8 +1,8 @@
-"""A model of which each rank holds a part (FSDP), and saves that part.
+"""A model sharded with FSDP: each rank holds and saves a part of it.
 
     RUN_ID=mine TRAIN_SCRIPT=examples/fsdp.py scripts/ssh/launch_singlenode.sh - 2
 
-Stop it with Ctrl-C, and type the same line again. After `-- 500` it trains for 500 steps.
+Stop it with Ctrl-C, then run the same command again. With `-- 500`, it trains for 500 steps.
 """
 
 import sys
@@ -20,7 +20,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(LETTERS, WIDTH)
-        self.blocks = nn.ModuleList(  # each is gathered when it computes
+        self.blocks = nn.ModuleList(  # each is gathered when it is used
             nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True, norm_first=True)
             for _ in range(LAYERS)
         )
@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 env = helper.init_distributed()
 helper.seed_everything(0)
-sharding = helper.Sharding(dtype="bfloat16")  # computes in it; the weights stay float32
+sharding = helper.Sharding(dtype="bfloat16")  # to compute in; the weights stay float32
 model = helper.setup_distributed_models(Model(), strategy="fsdp", sharding=sharding)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 helper.seed_everything(0, env.rank)  # different data and dropout on every rank
@@ -49,7 +49,7 @@ while step < STEPS and not stop.agreed():
     loss = nn.functional.cross_entropy(scores.flatten(0, 1), letters[:, 1:].flatten())
     stop.ask()
     loss.backward()
-    norm = helper.clip_gradients(model, 1.0)  # of all ranks' parts
+    norm = helper.clip_gradients(model, 1.0)  # over all ranks' parts
     optimizer.step()
     optimizer.zero_grad()
     step += 1

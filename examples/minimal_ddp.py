@@ -1,8 +1,8 @@
-"""A minimal DDP script: plain torch, nothing of this project.
+"""A minimal DDP script in plain torch, with nothing from this project.
 
     TRAIN_SCRIPT=examples/minimal_ddp.py scripts/ssh/launch_singlenode.sh - 2
 
-torchrun starts it too: torchrun --nproc-per-node 2 examples/minimal_ddp.py
+torchrun can also start it: torchrun --nproc-per-node 2 examples/minimal_ddp.py
 """
 
 import os
@@ -30,7 +30,7 @@ loader = DataLoader(dataset, batch_size=32, sampler=sampler)
 model = DistributedDataParallel(torch.nn.Linear(8, 1).to(device))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
 for epoch in range(3):
-    sampler.set_epoch(epoch)  # another order in each epoch
+    sampler.set_epoch(epoch)  # a new order in each epoch
     for features, target in loader:
         loss = mse_loss(model(features.to(device)), target.to(device))
         optimizer.zero_grad()

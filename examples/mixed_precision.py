@@ -2,7 +2,7 @@
 
     RUN_ID=mine TRAIN_SCRIPT=examples/mixed_precision.py scripts/ssh/launch_singlenode.sh - 2
 
-It saves after each epoch. However it ends, the same line resumes it."""
+It saves after each epoch. However it ends, the same command resumes it."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ inputs = torch.randn(2047, 16)  # [sample, feature]
 data = TensorDataset(inputs, (inputs[:, :4].sum(dim=1) > 0).long())
 tests = helper.get_dataloader_for_distributed(Subset(data, range(TESTS)), 32, shuffle=False)
 batches = helper.get_dataloader_for_distributed(Subset(data, range(TESTS, 2047)), 32, shuffle=True)
-own_tests = len(range(env.rank, TESTS, env.world_size))  # the loader repeats the last
+own_tests = len(range(env.rank, TESTS, env.world_size))  # without samples that the loader repeats
 module = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
 model = helper.setup_distributed_models(module, strategy=STRATEGY)
 optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=3e-3), helper.grad_scaler(DTYPE)
@@ -30,12 +30,12 @@ batches.sampler.set_epoch(progress["step"])
 for epoch in range(progress["step"], EPOCHS):
     for number, (x, y) in enumerate(batches, 1):
         is_step = number % ACCUMULATION == 0
-        with helper.no_sync(model, enabled=not is_step):  # the ranks average once a step
+        with helper.no_sync(model, enabled=not is_step):  # ranks exchange gradients once per step
             with helper.autocast(DTYPE):
                 loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
             scaler.scale(loss / ACCUMULATION).backward()
         if is_step:
-            scaler.unscale_(optimizer)  # before they are clipped
+            scaler.unscale_(optimizer)  # before clipping
             helper.clip_gradients(model, 1.0)
             scaler.step(optimizer)
             scaler.update()

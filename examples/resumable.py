@@ -2,7 +2,7 @@
 
     RUN_ID=mine TRAIN_SCRIPT=examples/resumable.py scripts/ssh/launch_singlenode.sh - 2
 
-Stop it with Ctrl-C, and type the same line again. After `-- 5000` it trains for 5,000 steps.
+Stop it with Ctrl-C, then run the same command again. With `-- 5000`, it trains for 5,000 steps.
 """
 
 import sys
@@ -32,7 +32,7 @@ while step < STEPS and not stop.agreed():
     loss.backward()
     optimizer.step()
     step += 1
-    helper.beat(step)  # a rank that no longer does this is found and named
+    helper.beat(step)  # a rank that stops calling this is reported as stuck
     if step % 100 == 0:
         helper.print_main(f"step {step}  loss {loss.item():.6f}")
     if step % SAVE_EVERY == 0 or step == STEPS or stop.agreed():

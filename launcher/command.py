@@ -1,4 +1,4 @@
-"""The commands that `pip install` makes: each runs the entry script of its name."""
+"""The commands that `pip install` creates: each runs the entry script of the same name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """Become the entry script, with the Python that this is installed for unless one is chosen."""
+    """Execute the entry script, with this installation's Python unless the user chose another."""
     scripts = Path(__file__).parents[1] / "scripts"
     name = Path(sys.argv[0]).stem.removeprefix("launch-")
     files = scripts.glob(f"**/{name}.sh")

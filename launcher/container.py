@@ -1,11 +1,11 @@
-"""The container of a run: CONTAINER names its image, and the image's kind says what runs it.
+"""The container of a run: CONTAINER names the image, and the kind of image selects the runtime.
 
     image.sif       Apptainer             podman:NAME     podman
-    a folder        Charliecloud          image.sqsh      pyxis in a SLURM job, else Enroot
-                                          any other name  of a registry: pyxis, in a SLURM job
+    a folder        Charliecloud          image.sqsh      pyxis in a SLURM job, otherwise Enroot
+                                          any other name  pyxis, from a registry, in a SLURM job
 
-The launcher stays outside, with srun and ssh; the preflight, the agents and the ranks are inside. A
-runtime is a function here and a line in RUNTIMES. Folders have the same paths inside as outside.
+The launcher, srun and ssh run outside; the preflight, the agents and the ranks run inside. Each
+runtime is a function here and a line in RUNTIMES. Folders have the same paths inside and outside.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _OF_IMAGES = ("bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys",
 
 @dataclass(frozen=True)
 class Container:
-    """An image, and what it sees of this machine."""
+    """An image, and the folders and GPUs of this machine that it can use."""
 
     runtime: str  # one of RUNTIMES, or pyxis
     image: str
-    directory: Path  # where a command begins
-    binds: Sequence[Path]  # folders
-    arguments: Sequence[str] = ()  # more options of the runtime
+    directory: Path  # the working directory of a command
+    binds: Sequence[Path]  # folders to mount inside
+    arguments: Sequence[str] = ()  # more options for the runtime
     has_gpus: bool = True
 
     def wrap(self, command: Sequence[str]) -> list[str]:
-        """Return what runs a command inside; of pyxis the command: srun's options put it there."""
+        """Return the words that run a command inside; with pyxis, srun_options() does that."""
         if self.runtime == "pyxis":
             return list(command)
         return RUNTIMES[self.runtime](self, command)
 
     def srun_options(self, name: str) -> list[str]:
-        """Return the options of srun that put a step inside; none if `wrap` does it.
+        """Return the srun options that run a step inside; none if `wrap` does that.
 
-        The steps of a job share the container of a name on each node.
+        On each node, steps of a job that use the same name share one container.
         """
         if self.runtime != "pyxis":
             return []
@@ -54,7 +54,7 @@ class Container:
         return [*words, *self.arguments]
 
     def with_folder(self, folder: Path) -> Container:
-        """Return the container with one more folder, or with the one that it is to be made in."""
+        """Return the container with one more folder, or with the nearest parent that exists."""
         return replace(self, binds=_outermost([*self.binds, _folder(self.directory / folder)]))
 
     def __str__(self) -> str:
@@ -69,11 +69,11 @@ def read_container(
     *,
     in_job: bool,
 ) -> Container | None:
-    """Return the container that CONTAINER names, from `here`, if it names one.
+    """Return the container that CONTAINER names, relative to `here`; None if it is not set.
 
-    `paths` are what the run needs from this machine: folders, and texts that may name some. A
-    folder that is not there yet is made in its parent, which has to be seen then. With `in_job`,
-    the commands run in steps of a SLURM job. Raises PlanError.
+    `paths` are what the run needs from this machine: folders, and texts that may name folders. If
+    a folder does not exist yet, its parent is mounted, so that the run can create it. With
+    `in_job`, the commands run in steps of a SLURM job. Raises PlanError.
     """
     given = environ.get("CONTAINER", "")
     if not given:
@@ -89,9 +89,9 @@ def read_container(
 
 
 def config_texts(config: Path) -> list[str]:
-    """Return the text of a config, and of the files beside it that it names, as for its defaults.
+    """Return the text of a config, and of files beside it that it names, such as its defaults.
 
-    Any word may name one: what can read the config may be in the image alone.
+    Any word may name one, because the parser of the config may exist only inside the image.
     """
     if not config.is_file():
         return []
@@ -126,13 +126,13 @@ def _find_paths(paths: Iterable[Path | str]) -> Iterable[str]:
 
 
 def _folder(path: Path) -> Path:
-    while not os.path.isdir(path):  # unlike Path's, False for what may not be looked at
+    while not os.path.isdir(path):  # unlike Path.is_dir, False if access is denied
         path = path.parent
     return Path(os.path.normpath(path))
 
 
 def _outermost(folders: Iterable[Path]) -> list[Path]:
-    """Return the folders that none of the others holds, without those that are an image's own."""
+    """Return the folders that no other folder contains, except those that an image provides."""
     ours = {folder for folder in folders if folder.parts[1:2] and folder.parts[1] not in _OF_IMAGES}
     return sorted(folder for folder in ours if not ours & {*folder.parents})
 
@@ -141,7 +141,7 @@ def _outermost(folders: Iterable[Path]) -> list[Path]:
 
 
 def _apptainer(container: Container, command: Sequence[str]) -> list[str]:
-    """image.sif. It passes the environment on, and the folders that its site binds."""
+    """Run image.sif. Apptainer forwards the environment, and mounts what the site configured."""
     gpus = "--rocm" if Path("/dev/kfd").exists() else "--nv"
     words = ["apptainer", "exec", *([gpus] if container.has_gpus else [])]
     words += [f"--pwd={container.directory}", *(f"--bind={folder}" for folder in container.binds)]
@@ -149,18 +149,18 @@ def _apptainer(container: Container, command: Sequence[str]) -> list[str]:
 
 
 def _charliecloud(container: Container, command: Sequence[str]) -> list[str]:
-    """A folder. The command keeps its process id, and sees the host's /dev and /tmp.
+    """Run an image folder. The command keeps its process id, and sees the host's /dev and /tmp.
 
-    `ch-fromhost --nvidia` puts a driver's libraries into the image.
+    `ch-fromhost --nvidia` copies the driver's libraries into the image.
     """
-    binds = (folder for folder in container.binds if folder.parts[1] != "tmp")  # all of it is there
+    binds = (folder for folder in container.binds if folder.parts[1] != "tmp")  # always mounted
     words = ["ch-run", f"--cd={container.directory}", *(f"--bind={folder}" for folder in binds)]
     if Path(container.image, "ch/environment").exists():
         words.append("--set-env")
     return [*words, *container.arguments, container.image, "--", *command]
 
 
-# Names alone show in the list of processes. The image has its own of those that are left out.
+# ps shows only the names. The image sets its own values of the variables that are omitted.
 _START_ENROOT = """\
 options=()
 for name in $(compgen -e); do
@@ -174,7 +174,7 @@ exec enroot start "${options[@]}" "$@"
 
 
 def _enroot(container: Container, command: Sequence[str]) -> list[str]:
-    """image.sqsh. It passes on only the variables that it is given."""
+    """Run image.sqsh. Enroot forwards only the variables that are named with --env."""
     gpus = ["--env", "NVIDIA_VISIBLE_DEVICES=all"] if container.has_gpus else []
     mounts = [word for folder in container.binds for word in ("--mount", f"{folder}:{folder}")]
     options = [*gpus, *mounts, *container.arguments]
@@ -182,7 +182,7 @@ def _enroot(container: Container, command: Sequence[str]) -> list[str]:
     return ["bash", "-c", _START_ENROOT, "enroot", *options, container.image, *inside]
 
 
-# Each node looks for its devices. podman in the background would be stopped for reading a terminal.
+# Each node checks for its own devices. In the background, reading a terminal would stop podman.
 _NETWORK = 'if [ -e /dev/infiniband ]; then set -- --device=/dev/infiniband "$@"; fi'
 _GPUS = 'if [ -e /dev/nvidiactl ]; then set -- --device=nvidia.com/gpu=all "$@"; fi'
 _RUN_PODMAN = (
@@ -193,10 +193,10 @@ _RUN_PODMAN = (
 
 
 def _podman(container: Container, command: Sequence[str]) -> list[str]:
-    """An image of its own store. The host's network, process ids and /dev/shm are kept.
+    """Run an image from podman's store, with the host's network, process ids and /dev/shm.
 
-    The command is no child of podman, and would survive it: LAUNCH_CLIENT tells the agent whose end
-    to wait for.
+    The command is not a child of podman, and would survive it. LAUNCH_CLIENT is podman's process
+    id: the agent ends when podman does.
     """
     start = [_NETWORK, *([_GPUS] if container.has_gpus else []), _RUN_PODMAN]
     words = ["sh", "-c", "; ".join(start), "podman", f"--workdir={container.directory}"]
@@ -206,7 +206,7 @@ def _podman(container: Container, command: Sequence[str]) -> list[str]:
     return [*words, *container.arguments, container.image, *command]
 
 
-RUNTIMES = {  # what runs a command inside, by name
+RUNTIMES = {  # functions that make the command line, by runtime
     "apptainer": _apptainer,
     "charliecloud": _charliecloud,
     "enroot": _enroot,

@@ -1,4 +1,4 @@
-"""Why a rank or a node's agent failed: from its error file, else its exit code (no torch)."""
+"""Why a rank or a node's agent failed, from its error file or its exit code (no torch)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from launcher.explain.kinds import Kind
 from launcher.explain.rules import find_rule
 from launcher.text import install_command
 
-# In a traceback, or as faulthandler writes it.
+# A frame, as a traceback or faulthandler prints it.
 _FRAME = re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$')
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")  # also of another machine
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")  # possibly of another machine
 _SHOWN_FRAMES = 3
 _LONGEST = 300  # characters of a cause
-# As torch passes on what a data worker, a replica or a pinning thread raised.
+# How torch passes on the exception of a data worker, a replica or a pinning thread.
 _PASSED_ON = re.compile(r"\S+ Caught \w+ (in .+)\.\nOriginal Traceback(?:.*\n)*  .*\n(?P<own>\S.*)")
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
 _PACKAGES = {"cv2": "opencv-python", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "PyYAML"}
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
-_MEANING = {  # of an exit code, or a signal
+_MEANING = {  # of an exit code or a signal
     "126": "the command could not be executed",
     "127": "the command was not found",
     "SIGKILL": "SIGKILL, from outside this run (no out-of-memory kill on this node)",
@@ -39,7 +39,7 @@ _MEANING = {  # of an exit code, or a signal
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one rank, or of one node's agent, that nobody asked for."""
+    """The unrequested end of one rank, or of one node's agent."""
 
     fault: str  # its section in TROUBLESHOOTING.md
     cause: str
@@ -54,12 +54,12 @@ class Failure:
     step: int = -1  # -1: unknown
     saved_step: int = -1
     log: str = ""
-    stacks: Sequence[str] = ()  # of all ranks, where they were stuck
-    has_left: bool = False  # of itself, without an error
+    stacks: Sequence[str] = ()  # where all ranks were, if the run was stuck
+    has_left: bool = False  # it exited by itself, without an error
 
     def __post_init__(self) -> None:
         if not 1 <= self.code <= 255:
-            raise ValueError(f"{self.code} is no exit code of a failure")
+            raise ValueError(f"{self.code} is not an exit code of a failure")
 
     @property
     def who(self) -> str:
@@ -72,22 +72,22 @@ class Failure:
 
 @dataclass(frozen=True)
 class RaisedError:
-    """What a rank's error file says of the exception that ended it."""
+    """What a rank's error file says about the exception that ended the rank."""
 
     message: str
     stack: str  # the traceback
     code: int  # exit code
     time: float  # seconds since the epoch
-    fault: str = ""  # that the exception names as its attribute, and at the end of its message
-    notes: str = ""  # that were added to it (PEP 678)
-    has_left: bool = False  # it is no error, but the script's exit()
+    fault: str = ""  # named by the exception's `fault`, and at the end of its message
+    notes: str = ""  # added to the exception (PEP 678)
+    has_left: bool = False  # it is no error: the script called exit()
 
 
 def read_error(path: Path) -> RaisedError | None:
     """Return the content of a rank's error file; None if it is missing or incomplete.
 
-    The format is torch's (torch.distributed.elastic.multiprocessing.errors). It holds whole
-    seconds only, so the time is the file's own.
+    The format is torch's (torch.distributed.elastic.multiprocessing.errors). It holds only whole
+    seconds, so the time is the file's modification time.
     """
     try:
         raised = path.stat().st_mtime
@@ -102,14 +102,14 @@ def read_error(path: Path) -> RaisedError | None:
 
 
 def describe_end(
-    unknown: Failure,  # as far as it is known of any rank; its time is the end's
+    unknown: Failure,  # what is known without the file; its time is when the rank ended
     raised: RaisedError | None,  # the error file's content; None if the rank left none
     *,
-    code: int | None,  # the exit code; None of a rank that has not left yet
-    is_out_of_memory: bool,  # the kernel has killed for lack of memory during the attempt
+    code: int | None,  # the exit code; None if the rank has not exited yet
+    is_out_of_memory: bool,  # the kernel made an out-of-memory kill during the attempt
     last_text: str,  # the last line that the rank wrote to stderr
 ) -> Failure:
-    """Return the failure of a rank that ended, or is about to, by an error."""
+    """Return the failure of a rank that an error has ended, or is about to end."""
     if raised is None:
         code = code or 1
         fault, cause = explain(code, out_of_memory=is_out_of_memory)
@@ -124,7 +124,7 @@ def describe_end(
         unknown,
         fault=fault,
         cause=f"{cause} ({one_line(raised.notes)})" if raised.notes else cause,
-        code=code if code and code < 128 else raised.code,  # its excepthook may choose another
+        code=code if code and code < 128 else raised.code,  # its excepthook may choose another code
         time=raised.time,
         frames=user_frames(raised.stack),
         is_consequence=is_peer_lost(cause),
@@ -133,26 +133,26 @@ def describe_end(
 
 
 def read_traceback(last_line: str, time: float) -> RaisedError:
-    """Return what a rank's last line shows if there is no error file: the disk may be full."""
+    """Return the error that a rank's last line shows. A full disk can prevent an error file."""
     has_left = last_line.startswith("KeyboardInterrupt")  # as Python prints it
     return RaisedError(last_line, "", 1, time, has_left=has_left)
 
 
 def fault_of(message: str) -> str:
-    """Return the fault behind an error that names none, from what torch and the system say."""
+    """Return the fault behind an error that names none, from what torch and the system print."""
     rule = find_rule(message)
-    # Up to END, the process that says it failed by itself, or timed out waiting.
+    # Up to Kind.END, the process that prints it failed by itself, or timed out waiting.
     return rule.fault if rule is not None and rule.kind <= Kind.END else "rank-error"
 
 
 def is_peer_lost(message: str) -> bool:
-    """Whether an error only says that another rank is gone, or did not come."""
+    """Whether an error only says that another rank is gone, or did not arrive."""
     rule = find_rule(message)
     return rule is not None and rule.kind >= Kind.END
 
 
 def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
-    """Return fault and cause of an exit code without an error file."""
+    """Return the fault and the cause for an exit code, if there is no error file."""
     name = signal_name(code)
     if name == "SIGKILL" and out_of_memory:
         return "out-of-memory", "SIGKILL by the kernel: this node's memory limit was reached"
@@ -171,10 +171,10 @@ def signal_name(code: int) -> str:
 
 
 def count_memory_kills() -> int:
-    """Return how often the kernel has killed for lack of memory in this process's control group."""
+    """Return the number of out-of-memory kills in this process's control group."""
     with contextlib.suppress(OSError):
         groups = Path("/proc/self/cgroup").read_text(errors="surrogateescape")
-        for line in groups.splitlines():  # one a controller in version 1, one in all in version 2
+        for line in groups.splitlines():  # cgroups v1: one per controller; v2: one
             _, controllers, group = line.split(":", 2)
             is_first = "memory" in controllers.split(",")
             file = f"/memory{group}/memory.oom_control" if is_first else f"{group}/memory.events"
@@ -186,9 +186,9 @@ def count_memory_kills() -> int:
 
 
 def one_line(cause: str) -> str:
-    """Return the first line of a message, cut where it would fill the screen.
+    """Return the first line of a message, cut if it would fill the screen.
 
-    If it was raised elsewhere, the line is the original one's, with where it was raised.
+    If torch passed the error on, the line is the original error's, with where it was raised.
     """
     if passed_on := _PASSED_ON.match(cause):
         cause = f"{passed_on['own']} ({passed_on[1]})"
@@ -198,7 +198,7 @@ def one_line(cause: str) -> str:
 
 
 def install_cure(cause: str) -> str:
-    """Return how to install a package that this Python lacks; "" for another cause."""
+    """Return how to install the package that a cause says is missing; "" for any other cause."""
     if not (missing := _MISSING.match(cause)):
         return ""
     return f"; if it is a package: {install_command(_PACKAGES.get(missing[1], missing[1]))}"
@@ -221,6 +221,6 @@ def user_frames(stack: str) -> list[str]:
 
 
 def short_path(path: str) -> str:
-    """Return a path below the working directory relative to it, any other as it is."""
+    """Return a path relative to the working directory if it is below it, otherwise unchanged."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

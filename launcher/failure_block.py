@@ -1,6 +1,6 @@
 """The failure block and the stopped line: what a user sees last, whichever program prints it.
 
-That program keeps it in the run's folder, too, for those whose terminal is closed.
+That program also keeps it in the run's folder, in case the terminal is closed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from launcher.record.run_json import KEPT
 from launcher.text import count, has_colour
 
 LONGEST_ROW = 1 << 20  # characters: a command can be long
-TAIL_BYTES = 1 << 20  # of a log, to find the block that ends it
+TAIL_BYTES = 1 << 20  # read from the end of a log, to find its block
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
 FIRST_ROW = r"run {8}\S"  # of a plan, as print_row() prints it
-# A block, a stopped line, or what follows the end of an earlier start: the first row of a plan, or
-# a line that refuses to start.
+# A block or a stopped line; or the beginning of a later start: the first row of a plan, or a line
+# that refuses to start.
 _ENDS = re.compile(
     r"^(?P<end>FAILED   .*\n(?:.*\n){1,99}?see      TROUBLESHOOTING.*"
     r"|stopped  .* \(code \d+\); nothing is left running(?:\nresume   .*)?)$"
@@ -39,7 +39,7 @@ _ENDS = re.compile(
 def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:
     """Print what a user sees last: the failure block, the stopped line, or nothing.
 
-    It is also kept in the run's folder, if that can be written.
+    It is also kept in the run's folder, if that is writable.
     """
     if not outcome.has_text:
         return
@@ -59,7 +59,7 @@ def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:
 def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
     """Return the block or the stopped line that ends a log; "" if none does. Raises OSError.
 
-    `strip` removes from a line what another program has put before it.
+    `strip` removes the prefix that another program has put before a line.
     """
     text = read_tail(log, TAIL_BYTES).replace("\r\n", "\n")
     rows = "\n".join(map(strip, COLOURS.sub("", text).split("\n")))
@@ -68,7 +68,7 @@ def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
 
 
 def read_tail(file: Path, size: int) -> str:
-    """Return the end of a file, of so many bytes at most. Raises OSError."""
+    """Return the last `size` bytes of a file as text. Raises OSError."""
     with file.open("rb") as opened:
         opened.seek(max(0, opened.seek(0, os.SEEK_END) - size))
         return opened.read().decode(errors="replace")

@@ -1,12 +1,12 @@
-"""Authenticate connections between the nodes: both ends know the run's secret (no torch).
+"""Authenticate connections between nodes: both ends must know the run's secret (no torch).
 
     node rank 0 -> node     a nonce
-    node -> node rank 0     a nonce, and HMAC-SHA256 over both (RFC 2104), keyed by the secret
-    node rank 0 -> node     the same, for its own role; zeros where the node's was wrong
+    node -> node rank 0     a nonce, and HMAC-SHA256 over both (RFC 2104), keyed with the secret
+    node rank 0 -> node     the same, for its own role; zeros if the node's proof is wrong
 
-Until then node rank 0 reads no more than that, and says nothing else. The secret is in RUN_SECRET,
-which ssh, pdsh and srun hand over for the launcher. Nodes started by hand can do without: then any
-process can join, on the hosts of HOSTS if that is set.
+Before that, node rank 0 reads and sends nothing else. The secret is in RUN_SECRET, which the
+launcher sends to the nodes through ssh or srun. Nodes started by hand may have no secret: then any
+process can join, or any process on the hosts in HOSTS if that is set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from launcher.wire import limits
 
 NONCE_BYTES = PROOF_BYTES = 32
 LEAST_SECRET = 16  # characters
-MOST_WAITING = 256  # connections; the oldest gives way
+MOST_WAITING = 256  # connections; one more drops the oldest
 MOST_BYTES = 1 << 20  # of the first line
 _NODE, _MASTER = b"node", b"node rank 0"
 
@@ -37,7 +37,7 @@ class NotAccepted(ConnectionError):
 
 
 class WrongSecret(ConnectionError):
-    """The other end rejects this node's proof, or its own is wrong."""
+    """The other end rejected this node's proof, or sent a wrong proof itself."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Access:
     """Who may join a run."""
 
     secret: bytes = b""  # empty: nodes were started by hand, without one
-    addresses: frozenset[str] | None = None  # None: any
+    addresses: frozenset[str] | None = None  # None: any address
 
 
 def new_secret() -> str:
@@ -53,9 +53,9 @@ def new_secret() -> str:
 
 
 def read_access(environ: Environ) -> Access:
-    """Return what RUN_SECRET (the secret, or the path of its file) or else HOSTS says.
+    """Return who may join: set by RUN_SECRET (the secret, or its file's path), otherwise by HOSTS.
 
-    Raises PlanError, one line with cause and cure, where one of them cannot be used.
+    Raises PlanError, one line with cause and cure, if one of them cannot be used.
     """
     secret = environ.get("RUN_SECRET", "")
     if "/" in secret:
@@ -77,7 +77,7 @@ def read_access(environ: Environ) -> Access:
 
 
 def _read_private(file: Path) -> str:
-    """Return a file's secret. No message shows the path: it may be the secret itself."""
+    """Return the secret in a file. No message shows the path, which may be the secret itself."""
     try:
         file = file.expanduser()
         if file.stat().st_mode & 0o077:
@@ -96,9 +96,9 @@ def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
 
 
 def connect(address: str, port: int, secret: bytes, limit_s: float) -> socket.socket:
-    """Connect to node rank 0, and let each prove to the other that it knows the secret.
+    """Connect to node rank 0; each end proves to the other that it knows the secret.
 
-    Raises OSError: NotAccepted or WrongSecret where the other end is not node rank 0 of this run.
+    Raises OSError: NotAccepted or WrongSecret if the other end is not node rank 0 of this run.
     """
     connection = socket.create_connection((address, port), timeout=limit_s)
     try:
@@ -110,15 +110,15 @@ def connect(address: str, port: int, secret: bytes, limit_s: float) -> socket.so
 
 
 def introduce(connection: socket.socket, secret: bytes) -> None:
-    """Prove to node rank 0 that this node knows the secret, and see that node rank 0 does."""
+    """Prove to node rank 0 that this node knows the secret, and check that node rank 0 does too."""
     try:
         theirs, ours = _receive(connection, NONCE_BYTES), os.urandom(NONCE_BYTES)
         connection.sendall(ours + _prove(secret, _NODE, theirs + ours))
         proof = _receive(connection, PROOF_BYTES)
-    except OSError as error:  # it is not node rank 0, or has just ended
+    except OSError as error:  # the other end is not node rank 0, or has just ended
         raise NotAccepted(str(error)) from error
     if not hmac.compare_digest(proof, _prove(secret, _MASTER, theirs + ours)):
-        raise WrongSecret("the other end has another RUN_SECRET")
+        raise WrongSecret("the other end has a different RUN_SECRET")
 
 
 def _receive(connection: socket.socket, number: int) -> bytes:
@@ -146,7 +146,7 @@ class Acceptor:
     """Lets in whoever knows the secret. Any number of connections can wait; none delays another."""
 
     def __init__(self, listener: socket.socket, access: Access, say: Callable[[str], None]) -> None:
-        """The caller closes the listener; `say` reports the first connection dropped."""
+        """The caller closes the listener; `say` reports the first connection that is dropped."""
         self.unauthenticated = 0  # dropped so far
         self._say = say
         self._access = access
@@ -171,7 +171,7 @@ class Acceptor:
         return let_in
 
     def close(self) -> None:
-        """Drop whoever still waits."""
+        """Drop the connections that still wait."""
         for visitor in [*self._waiting.values()]:
             self._forget(visitor)
             visitor.socket.close()
@@ -184,7 +184,7 @@ class Acceptor:
     def _accept(self) -> None:
         try:
             connection, (address, *_) = self._listener.accept()
-        except OSError:  # it has gone already, or this process has too many files open
+        except OSError:  # the peer is gone already, or this process has too many open files
             if self._waiting:
                 self._drop(self._oldest)
             return
@@ -200,10 +200,10 @@ class Acceptor:
         self._waiting[connection.fileno()] = visitor
         self._selector.register(connection, selectors.EVENT_READ)
         with contextlib.suppress(OSError):
-            connection.send(visitor.nonce)  # into an empty buffer
+            connection.send(visitor.nonce)  # cannot block: the buffer is empty
 
     def _read(self, visitor: _Visitor) -> bool:
-        """Take what has arrived; returns whether the visitor is known and has said a line."""
+        """Read what has arrived; returns whether the visitor is known and has sent a line."""
         missing = NONCE_BYTES + PROOF_BYTES - len(visitor.received)
         try:
             data = visitor.socket.recv(65536 if visitor.is_known else missing)

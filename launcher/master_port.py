@@ -1,6 +1,6 @@
-"""The master's port, at which the nodes of a run meet: which it is, and who listens there.
+"""The master's port, where the nodes of a run meet: its number, and its listener.
 
-It is MASTER_PORT or --master-port, else one that follows from the run id.
+It is MASTER_PORT or --master-port if given, otherwise a port derived from the run id.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from launcher.wire.messages import Request
 
 
 def open_master_port(request: Request) -> tuple[int, socket.socket | None, int]:
-    """Return the master's port, and on node rank 0 its listener, or the errno of why there is none.
+    """Return the master's port, and on node rank 0 its listener, or the errno if listening fails.
 
-    It is opened once: a node that connected to one that only tries the port would be cut off. One
-    node alone that was given no port takes the next free one after that of the run id.
+    The port is opened only once: a node that connected to a trial listener would be cut off. A
+    single node without a given port uses the first free one from the run id's port on.
     """
     port = request.port or port_from_id(request.run_id)
     while request.node_rank == 0:
@@ -32,10 +32,10 @@ def open_master_port(request: Request) -> tuple[int, socket.socket | None, int]:
 
 
 def open_port(port: int, address: str = "") -> socket.socket:
-    """Listen on the port (0: any free one) of this machine's address.
+    """Listen on a port (0: any free one) at this machine's address.
 
-    Where that is not the only one that the name stands for, or is translated on the way here, or
-    is loopback for this machine alone, listen at all of them. Raises OSError if that fails.
+    Listen at all addresses if the name has several, if its address is translated on the way here,
+    or if the name resolves to loopback only on this machine. Raises OSError if listening fails.
     """
     addresses = set()
     with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_here(address: str, port: int = 0) -> bool:
-    """Whether it is an address of this machine, where something could listen."""
+    """Whether an address belongs to this machine, so that a process could listen there."""
     with contextlib.suppress(OSError):
         family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         socket.create_server(where, family=family).close()
@@ -68,8 +68,8 @@ def is_here(address: str, port: int = 0) -> bool:
 
 
 def is_first(address: str, port: int) -> bool:
-    """Whether this can be node rank 0 there. Of several processes on this machine, only one can.
+    """Whether this process can be node rank 0 at that address. Only one process per machine can.
 
-    It holds a name of the machine's network until it ends, and so does what it becomes.
+    It holds an abstract socket name until it ends, and so does a program that it executes.
     """
     return is_here(address, port) and processes.claim(str(port), is_inherited=True)

@@ -1,9 +1,9 @@
 """How a run ended: which of its failures is shown, and the exit code.
 
-Whoever prints the end has accounts of it, and choose() takes the one that counts. Node rank 0's
-agent accounts for what the ranks of all nodes did. The launcher of several nodes accounts for what
-became of each node's part: what its agent told, or that it told nothing. A run on one machine, and
-nodes that were started by hand, have agents alone.
+The program that reports the end collects accounts of it, and choose() returns the one that counts.
+Node rank 0's agent accounts for the ranks of all nodes. The launcher of several nodes accounts for
+each node's part of the run: what its agent reported, or that it reported nothing. A run on one
+machine, or on nodes that were started by hand, has only agents.
 
 Nothing here reads a clock, a file or a process.
 """
@@ -29,47 +29,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: all that its user is told of it."""
+    """How a run ended: everything that is reported to the user."""
 
     code: int  # exit code
     failure: Failure | None = None  # the first one
     lost_peer: int = 0  # ranks that ended as a consequence
     stopped: int = 0  # ranks that their agent had to stop
     left: int = 0  # processes that could not be ended
-    ends: str = ""  # of a run that was stopped: by what, and how its ranks ended
-    signum: int = 0  # of a run that was stopped: the first signal
+    ends: str = ""  # if the run was stopped: by what, and how its ranks ended
+    signum: int = 0  # if the run was stopped: the first signal
     has_saved: bool = False  # a rank has reported a save
     started: float = 0.0  # seconds since the epoch
     run_id: str = ""
-    command: str = ""  # that resumes it, as typed, quoted for a shell; empty if nothing does
+    command: str = ""  # resumes the run: as typed, quoted for a shell; empty if none does
 
     def __post_init__(self) -> None:
         if not 0 <= self.code <= 255:
-            raise ValueError(f"{self.code} is no exit code")
+            raise ValueError(f"{self.code} is not an exit code")
 
     @property
     def has_text(self) -> bool:
-        """Whether there is something to print: an agent itself says why it starts nothing."""
+        """Whether there is something to print: an agent that starts nothing prints why itself."""
         is_refusal = self.code in (BAD_INPUT, REFUSED) and not self.ends
         return self.failure is not None or not (self.code == 0 or is_refusal)
 
     def with_saved(self, step: int) -> Outcome:
-        """Return it with a checkpoint that was saved after it."""
+        """Return the outcome with a checkpoint that was saved afterwards."""
         first = self.failure and replace(self.failure, saved_step=step)
         return replace(self, failure=first, has_saved=True)
 
 
 class Basis(IntEnum):
-    """What an account goes by. The first in this order counts: the others may follow from it."""
+    """What an account is based on. The first in this order counts: it may be the others' cause."""
 
     LOST_NODE = 1  # the launcher's connection to a node ended, or the node did not end its part
     CAUSE = 2  # an error of a rank, or what the agents saw happen first
-    SILENCE = 3  # the launcher and a node did not hear each other, and the node ended its part
+    SILENCE = 3  # the launcher and a node lost contact, and the node ended its part
     NOT_STARTED = 4  # a node's agent could not be started
     REFUSAL = 5  # an agent refused to start, and has said why
-    LOST_AGENT = 6  # an agent was killed, has failed, or is out of the others' reach
-    CONSEQUENCE = 7  # a rank has lost its peer; nobody knows why
-    NO_REPORT = 8  # an agent has ended, and told nothing
+    LOST_AGENT = 6  # an agent was killed, failed, or cannot be reached by the others
+    CONSEQUENCE = 7  # a rank lost its peer, for an unknown reason
+    NO_REPORT = 8  # an agent ended without a report
     STOP = 9  # somebody asked the run to stop
     DONE = 10
 
@@ -78,12 +78,12 @@ Account = tuple[Basis, Outcome]
 
 
 def choose(accounts: Iterable[Account]) -> Outcome:
-    """Return the account of a run's end that counts; of those with the same basis the first."""
+    """Return the outcome of the account that counts: among those with the same basis, the first."""
     _, outcome = min(accounts, key=lambda account: account[0])
     return outcome
 
 
-# --- of an attempt, by node rank 0's agent ------------------------------------------------------
+# --- an attempt, as node rank 0's agent sees it -------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class NodeEnd:
 
     stopped: Sequence[int] = ()  # ranks that the agent had to stop
     first_rank: int = 0
-    codes: Sequence[int] = ()  # the exit codes of all its ranks, from the first on
-    saved_step: int = -1  # of the newest checkpoint that a rank of it has told; -1: none
-    parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of snapshots: ranks, by step
-    copies: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the same of another node's
+    codes: Sequence[int] = ()  # the exit codes of all its ranks, from first_rank on
+    saved_step: int = -1  # of the newest checkpoint that a rank of it reported; -1: none
+    parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of snapshots: ranks by step
+    copies: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the same for another node
 
     def __post_init__(self) -> None:
         if not all(0 <= code <= 255 for code in self.codes):
@@ -109,9 +109,9 @@ class NodeEnd:
 
 
 def end_attempt(
-    failures: Sequence[Failure],  # of all nodes, as they became known
-    nodes: Sequence[NodeEnd],  # node rank 0's first
-    signals: Sequence[int],  # the stop signals that ranks were sent
+    failures: Sequence[Failure],  # of all nodes, in the order of their arrival
+    nodes: Sequence[NodeEnd],  # node rank 0 first
+    signals: Sequence[int],  # the stop signals that were sent to ranks
 ) -> Outcome:
     """Return how an attempt ended."""
     by_time = sorted(failures, key=lambda failure: failure.time)
@@ -126,8 +126,8 @@ def end_attempt(
     lost = {each.rank for each in failures if each.is_consequence} - {first.rank}
     stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
     finished = [rank for node in nodes for rank, code in node.left.items() if code == 0]
-    if first.is_consequence and finished:  # nobody has failed: one has left too early
-        before = f"before it rank {min(finished)} exited with code 0"
+    if first.is_consequence and finished:  # no rank failed: one exited too early
+        before = f"rank {min(finished)} had already exited with code 0"
         first = replace(first, cause=f"{first.cause} ({before})")
     stacks = [line for each in failures for line in each.stacks]
     saved_step = max(nodes[0].saved_step, first.saved_step)
@@ -136,7 +136,7 @@ def end_attempt(
 
 
 def end_stop(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> Outcome:
-    """Return the outcome of an attempt without a failure: it was stopped, or is done."""
+    """Return the outcome of an attempt that did not fail: it was stopped, or it completed."""
     code = stop_code(nodes, signals)
     ends = describe_ends(nodes, signals) if code else ""
     if code and signals:
@@ -145,15 +145,15 @@ def end_stop(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> Outcome:
 
 
 def has_saved(nodes: Iterable[NodeEnd]) -> bool:
-    """Whether a rank has told that it saved."""
+    """Whether a rank has reported a save."""
     return any(node.saved_step >= 0 for node in nodes)
 
 
 def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
     """Return the exit code of a run that did not fail.
 
-    0 when it was done. When it was stopped: 75 if ranks saved, another code with which one left, or
-    that of the signal. A rank that has reported a save exits with 0 only when done.
+    0 if it completed. If it was stopped: a rank's own exit code, otherwise 75 if ranks saved,
+    otherwise the signal's code. A rank that has reported a save exits with 0 only on completion.
     """
     codes = [code for node in nodes for code in node.left.values() if code != 0]
     if other := next((code for code in codes if code != STOPPED), 0):
@@ -167,7 +167,7 @@ def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
 
 
 def describe_ends(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> str:
-    """Return how the ranks of a stopped run ended, alike ones together: "ranks 0-2 saved, ..."."""
+    """Return how the ranks of a stopped run ended, in groups: "ranks 0-2 saved, ..."."""
     why = "by a second Ctrl-C" if signals.count(signal.SIGINT) > 1 else "after GRACE"
     ends = {rank: f"killed {why}" for node in nodes for rank in node.stopped}
     for node in nodes:
@@ -184,7 +184,7 @@ def describe_ends(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> str:
     return ", ".join(f"{name_ranks(ranks)} {end}" for end, ranks in groups.items())
 
 
-# --- of a run on several nodes, by its launcher -------------------------------------------------
+# --- a run on several nodes, as its launcher sees it --------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -193,29 +193,29 @@ class NodePart:
 
     host: str
     code: int | None  # the agent's; None: it has not ended
-    told: Outcome | None = None  # by the agent, or in its place by its supervisor
+    told: Outcome | None = None  # by the agent, or by its supervisor instead
     lost: str = ""  # why the launcher gave the node up
-    is_reachable: bool = True  # when the launcher looked again
+    is_reachable: bool = True  # when the launcher checked again
     is_silent: bool = False  # when the launcher gave it up
 
 
 @dataclass(frozen=True)
 class LaunchEnd:
-    """What a launcher knows of the end of a run on several nodes."""
+    """What a launcher knows about the end of a run on several nodes."""
 
     plan: Plan
     parts: Sequence[NodePart]  # by node rank
     started: float  # seconds since the epoch
     ended: float
     stopped_by: int = 0  # the signal that the launcher passed on
-    still_s: float = 0.0  # for so long the launcher stood still, just before the end
+    still_s: float = 0.0  # how long the launcher was suspended just before the end
 
     def outcome(self) -> Outcome:
         """Return how the run ended."""
         return choose([*self._told(), *self._losses(), *self._unreported(), *self._others()])
 
     def _told(self) -> Iterator[Account]:
-        """Yield what agents have told."""
+        """Yield what the agents reported."""
         for outcome in (part.told for part in self.parts if part.told):
             failure = outcome.failure
             if failure is None:
@@ -226,7 +226,7 @@ class LaunchEnd:
                 yield Basis.CAUSE if failure.rank >= 0 else Basis.LOST_AGENT, outcome
 
     def _losses(self) -> Iterator[Account]:
-        """Yield why nodes were lost, once for all of them."""
+        """Yield one account of why nodes were lost, for all of them."""
         is_well = {part.code for part in self.parts} <= {0, STOPPED}
         if self.still_s and not (self.stopped_by or is_well):
             cause = f"the launcher was suspended for {self.still_s:.0f} s (SIGSTOP, Ctrl-Z, sleep)"
@@ -245,13 +245,13 @@ class LaunchEnd:
             return
         is_link = silent or not all(part.is_reachable for part in self.parts)
         first = (silent or lost)[0]
-        cause = self.parts[first].lost or "this node has not ended its part in time"
+        cause = self.parts[first].lost or "this node did not end its part of the run in time"
         yield basis, self._blame(first, "link-lost" if is_link else "launcher-killed", cause)
 
     def _unreported(self) -> Iterator[Account]:
-        """Yield the ends of agents that told nothing, which are known by their exit codes."""
-        told = {part.told.code for part in self.parts if part.told}  # others end with it, too
-        engine = self.plan.engine  # which tells nothing
+        """Yield the ends of agents that reported nothing, judged by their exit codes."""
+        told = {part.told.code for part in self.parts if part.told}  # others end with it too
+        engine = self.plan.engine  # which reports nothing
         for node, part in enumerate(self.parts):
             code = part.code
             if not code or code in told:
@@ -278,14 +278,14 @@ class LaunchEnd:
         yield Basis.DONE, self._outcome(0)
 
     def _blame(self, node: int, fault: str, cause: str, code: int = KILLED) -> Outcome:
-        """Return a failure of a node, or of the launcher's own machine (-1)."""
+        """Return the outcome for a failure of a node, or of the launcher's own machine (-1)."""
         has_log = node >= 0 and not self.plan.engine
         log = f"{self.plan.log_dir}/{self.plan.run_id}/node_{node}.log" if has_log else ""
         host = self.parts[node].host if node >= 0 else short_host_name()
         return self._outcome(code, Failure(fault, cause, code, host, node, self.ended, log=log))
 
     def _outcome(self, code: int, failure: Failure | None = None) -> Outcome:
-        can_resume = self.plan.checkpoint_dir is not None  # of other programs nobody knows
+        can_resume = self.plan.checkpoint_dir is not None  # unknown for other programs
         command = self.plan.run_variables().get("LAUNCH_COMMAND", "") if can_resume else ""
         run_id, started = self.plan.run_id, self.started
         return Outcome(code, failure, started=started, run_id=run_id, command=command)

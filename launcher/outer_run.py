@@ -1,4 +1,4 @@
-"""A launch by a rank, such as an evaluation: a separate run, with nothing of the outer one."""
+"""A launch by a rank, such as an evaluation: a separate run that inherits nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OF_A_RUN = re.compile(
 
 
 def leave_outer_run(environ: OwnEnviron) -> None:
-    """Remove what identifies the run, if this process was started by one of its ranks."""
+    """Remove the variables that identify the outer run, if a rank of it started this process."""
     if "TORCHELASTIC_RUN_ID" not in environ:
         return
     token = environ.get("LAUNCH_TOKEN", "")

@@ -1,8 +1,8 @@
-"""A clock that stops with this process: after a suspension, nobody it waits for is late.
+"""A clock that stops while this process is stopped, so that no peer counts as late afterwards.
 
-SIGSTOP, a suspended job or a sleeping machine stops a process, and usually also all that it waits
-for. A loop that waits for others turns every few seconds. A longer gap between two turns means
-that the process was stopped, so silences count only from there.
+SIGSTOP, a suspended job or a sleeping machine stops a process, and usually also everything that it
+waits for. A loop that waits for others turns every few seconds. A longer gap between two turns
+means that the process was stopped, so silences are measured from the end of that gap.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from launcher.wire import limits
 
 
 class OwnTime:
-    """A clock that one loop reads at every turn, at least every STILL_S seconds."""
+    """A clock that one loop reads in every turn, at least every STILL_S seconds."""
 
     def __init__(self, read: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._read, self._newest = read, read()
         self._missed_s, self._resumed = 0.0, -math.inf
 
     def now(self) -> float:
-        """Return the time for deadlines. A standstill takes STILL_S seconds at most."""
+        """Return the time for deadlines. A suspension counts as STILL_S seconds at most."""
         before, self._newest = self._newest, self._read()
         if (gap := self._newest - before) > limits.STILL_S:
             self._missed_s += gap - limits.STILL_S
@@ -30,7 +30,7 @@ class OwnTime:
         return self._newest - self._missed_s
 
     def since(self, moment: float) -> float:
-        """Return the seconds since a moment of the clock that is read, or the last standstill."""
+        """Return the seconds since a time of the underlying clock, or since a later suspension."""
         self.now()
         return self._newest - max(moment, self._resumed)
 
@@ -40,7 +40,7 @@ now, since = _OWN.now, _OWN.since
 
 
 class Deadline:
-    """A time by which an event loop does something: it can only move closer. Not set at first."""
+    """The time by which an event loop must act. It can only move closer. It starts unset."""
 
     def __init__(self) -> None:
         self.at = math.inf
@@ -50,7 +50,7 @@ class Deadline:
         self.at = min(self.at, now() + seconds)
 
     def take(self) -> bool:
-        """Whether it has passed; if so it is not set any more."""
+        """Return whether it has passed; if so, unset it."""
         has_passed = now() >= self.at
         if has_passed:
             self.at = math.inf

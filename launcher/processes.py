@@ -1,8 +1,8 @@
 """Linux process control: keep, find and end the processes of this run, and only those.
 
-A run is found by descent. Every process that starts others declares itself a child subreaper, so
-that whatever a rank forks, detaches or orphans stays below it in the process tree (prctl(2)). Where
-all of those have died, it is found by its token, a variable with which its first process started.
+A run's processes are found by descent. Every process that starts others declares itself a child
+subreaper, so that whatever a rank forks, detaches or orphans stays below it (prctl(2)). If all of
+those have died, the rest are found by the run's token, a variable in their environment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from launcher.wire import limits
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 WAKING = signal.SIGCHLD, signal.SIGALRM  # end a wait in await_signal()
-KILLED = 128 + signal.SIGKILL  # the code of a process that was killed, as a shell shows it
+KILLED = 128 + signal.SIGKILL  # the exit code of a killed process, as a shell shows it
 
 
 def _prctl(option: int, value: int) -> None:
@@ -42,9 +42,9 @@ def anonymous_file(name: str) -> int:
 
 
 def claim(name: str, *, is_inherited: bool = False) -> bool:
-    """Hold an abstract socket's name until this process ends; False if another holds it.
+    """Hold an abstract socket's name until this process ends; False if another process holds it.
 
-    With `is_inherited`, programs that it starts or becomes hold it too.
+    With `is_inherited`, programs that this process starts or executes hold it too.
     """
     holder = socket.socket(socket.AF_UNIX)
     try:
@@ -62,22 +62,22 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Ask the kernel for a signal at the death of `parent` (a process id), the caller's parent."""
+    """Have the kernel signal this process when its parent, with process id `parent`, dies."""
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signum)
 
 
 def outlive_parent() -> None:
-    """Take back `die_with_parent`."""
+    """Undo `die_with_parent`."""
     _prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def read_stat(pid: int) -> list[bytes]:
     """Return the fields of /proc/PID/stat from the third on: state, parent, ... (proc(5)).
 
-    Empty if the process has ended, or may not be seen. The second field is the name: its bytes
-    are anybody's choice, and a name longer than 15 bytes is cut, inside a letter if need be.
+    Empty if the process has ended, or is not visible. The second field, the name, can have any
+    bytes; it is cut after 15 bytes, even inside a character.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -89,7 +89,7 @@ def read_stat(pid: int) -> list[bytes]:
 def start_ticks(pid: int) -> int | None:
     """Return when a process started, in clock ticks since the boot; None if it has ended.
 
-    With the process id this names a process for good: the kernel gives ids out again.
+    Together with the process id, this identifies a process: the kernel reuses process ids.
     """
     stat = read_stat(pid)
     return int(stat[19]) if len(stat) > 19 and stat[0] not in (b"Z", b"X") else None
@@ -100,7 +100,7 @@ def descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for pid in _all_pids():
         if stat := read_stat(pid):
-            # A zombie still links its living children to us until they are handed over.
+            # A zombie still links its living children to us until they are reparented.
             children.setdefault(int(stat[1]), []).append(-pid if stat[0] == b"Z" else pid)
     living: list[int] = []
     pending = [root]
@@ -113,9 +113,9 @@ def descendants(root: int) -> list[int]:
 
 
 def _all_pids() -> list[int]:
-    """Return the ids of all processes that this one may see; none if it has no descriptor left.
+    """Return the ids of all visible processes; none if this one has no file descriptor left.
 
-    The supervisor, which has few of them, then ends what is left.
+    In that case the supervisor, which has few open files, ends what is left.
     """
     try:
         return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
@@ -131,7 +131,7 @@ def is_stopped(pid: int) -> bool:
 def has_signal(pid: int, mask: str, signum: int) -> bool:
     """Whether a signal is in one of a process's masks (proc(5), /proc/PID/status).
 
-    SigCgt has those with a handler, SigBlk those that its main thread blocks.
+    SigCgt has the signals with a handler, SigBlk those that the main thread blocks.
     """
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         mask_line = next((line for line in file if line.startswith(f"{mask}:")), f"{mask}: 0")
@@ -140,18 +140,18 @@ def has_signal(pid: int, mask: str, signum: int) -> bool:
 
 
 def handles(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal, or waits for it: it does not die of it."""
+    """Whether a process handles or blocks a signal, so that the signal does not kill it."""
     return any(has_signal(pid, mask, signum) for mask in ("SigCgt", "SigBlk"))
 
 
 def await_signal(signals: Iterable[int], limit_s: float) -> int | None:
-    """Return the first of some signals that comes within the time; None: none, or a child ended.
+    """Return the first of these signals that arrives in time; None if none does, or a child ended.
 
-    All of these and WAKING are blocked, since before the first thread began. An alarm ends the
-    wait: if a process is stopped for longer than sigtimedwait()'s time, Python returns what was in
-    its memory (seen with 3.11).
+    These and WAKING must have been blocked before the first thread started. An alarm ends the
+    wait: if a process is stopped for longer than sigtimedwait()'s timeout, Python returns
+    uninitialized memory (seen with 3.11).
     """
-    signal.setitimer(signal.ITIMER_REAL, max(0.001, limit_s))  # 0 would be none
+    signal.setitimer(signal.ITIMER_REAL, max(0.001, limit_s))  # 0 would set no alarm
     came = signal.sigwaitinfo({*signals, *WAKING}).si_signo
     signal.setitimer(signal.ITIMER_REAL, 0)
     return None if came in WAKING else came
@@ -165,7 +165,7 @@ def send(pids: Iterable[int], signum: int) -> None:
 
 
 def send_to_main_threads(pids: Iterable[int], signum: int) -> None:
-    """Send a signal to the main thread of each process; of stopped ones any may take it else."""
+    """Send a signal to each main thread. In a stopped process, otherwise any thread may take it."""
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc 2.30
     for pid in pids:
         if tgkill is None or tgkill(pid, pid, signum) != 0:
@@ -173,14 +173,14 @@ def send_to_main_threads(pids: Iterable[int], signum: int) -> None:
 
 
 def reap() -> Iterator[tuple[int, int]]:
-    """Yield process id and wait status of each child that has ended, adopted ones too."""
+    """Yield the process id and wait status of each child that has ended, including adopted ones."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             yield ended
 
 
 def suspend() -> None:
-    """Stop every descendant and this process, as Ctrl-Z asks; continue all when it is continued."""
+    """Stop all descendants and this process, as Ctrl-Z does; continue all when it is continued."""
     me = os.getpid()
     stopped: list[int] = []
     deadline = time.monotonic() + limits.KILL_S
@@ -190,7 +190,7 @@ def suspend() -> None:
         if time.monotonic() > deadline:
             break
         time.sleep(limits.POLL_S)
-    # The kernel's own action: a process that no shell could continue does not stop.
+    # The default action: the kernel does not stop a process that no shell could continue.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
     signal.raise_signal(signal.SIGTSTP)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
@@ -198,9 +198,9 @@ def suspend() -> None:
 
 
 def end_descendants(*, term_s: float = 0.0) -> list[int]:
-    """End every descendant of this process: SIGTERM and `term_s` seconds, then SIGKILL.
+    """End every descendant of this process: SIGTERM, `term_s` seconds, then SIGKILL.
 
-    Returns the process ids still there a second later: tasks in uninterruptible sleep, which no
+    Returns the process ids that remain a second later: tasks in uninterruptible sleep, which no
     signal ends.
     """
     me = os.getpid()
@@ -219,7 +219,7 @@ def end_descendants(*, term_s: float = 0.0) -> list[int]:
 
 
 def end_marked(token: str, wait_s: float) -> int:
-    """Wait until no process of a run is left, and kill those that stay; returns their number."""
+    """Wait for the processes of a run to end, and kill those that do not; returns their number."""
     deadline = time.monotonic() + wait_s
     while left := _marked(f"LAUNCH_TOKEN={token}", f"{OUTER_TOKEN}={token}"):
         if time.monotonic() >= deadline:
@@ -230,13 +230,13 @@ def end_marked(token: str, wait_s: float) -> int:
 
 
 def take_name(name: str) -> None:
-    """Name this process, for ps, top, py-spy and nvidia-smi's users; 15 bytes count."""
+    """Name this process for users of ps, top, py-spy and nvidia-smi; only 15 bytes are kept."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)
 
 
 def ranks_of(run_id: str) -> dict[str, int]:
-    """Return the process ids of a run's ranks on this machine by their names, in order."""
+    """Return the process ids of a run's ranks on this machine by name, in rank order."""
 
     def name_of(pid: int) -> str:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", errors="replace") as file:
@@ -253,7 +253,7 @@ def ranks_of(run_id: str) -> dict[str, int]:
 
 
 def _marked(*variables: str) -> list[int]:
-    """Return the processes of this user that were started with one of these `NAME=value`."""
+    """Return this user's processes that were started with one of these variables (`NAME=value`)."""
     marks = {variable.encode() for variable in variables}
     pids = []
     for pid in _all_pids():
@@ -264,7 +264,7 @@ def _marked(*variables: str) -> list[int]:
 
 
 def exit_code(status: int) -> int:
-    """Return a `waitpid` status as a shell shows it."""
+    """Return the exit code for a `waitpid` status, as a shell shows it."""
     return shell_code(os.waitstatus_to_exitcode(status))
 
 

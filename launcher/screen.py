@@ -1,4 +1,4 @@
-"""What several streams show on one terminal or pipe: bytes as they come, lines that stay apart."""
+"""Several streams on one terminal or pipe: bytes are shown as they come, and lines never mix."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import time
 from launcher.terminal import Terminal
 from launcher.wire import limits
 
-_REDRAWN = re.compile(rb"\r(\x1b\[[0-2]?K)*")  # and what clears the line would clear a prefix, too
-LONGEST_HELD = 1 << 16  # bytes of it; a longer one is shown at once
+_REDRAWN = re.compile(rb"\r(\x1b\[[0-2]?K)*")  # clearing the line would also clear a prefix
+LONGEST_HELD = 1 << 16  # bytes of an unfinished line; a longer one is shown at once
 
 
 class View:
     """One stream on a screen.
 
-    If it is the only one, its bytes pass as they come. Otherwise whole lines are shown at
-    once; an unfinished line after PARTIAL_S if no other is open, and then as it grows.
+    If it is the only one, its bytes are shown as they come. Otherwise complete lines are shown at
+    once. An unfinished line is shown after PARTIAL_S if no other is open, and then as it grows.
     """
 
     def __init__(self, screen: Terminal, *, is_alone: bool, prefix: bytes = b"") -> None:
-        """Begin each line, and each state of one that redraws itself, with the prefix."""
+        """Begin each line, and each state of a line that redraws itself, with the prefix."""
         self._screen = screen
         self._is_alone = is_alone
         self._source = screen if is_alone else self  # one rank may mix its two streams
         self._prefix = prefix
         self._held = b""  # the start of a line, not shown yet
-        self._since = 0.0  # when it came
+        self._since = 0.0  # when it arrived
         self._is_redrawn = False  # the last byte shown was \r
 
     def may_be_dropped(self, line: bytes) -> bool:
-        """Whether this start of a line may become one that is not to be shown."""
+        """Whether a line with this start may have to be dropped."""
         return False
 
     def clean(self, data: bytes) -> bytes:
-        """Return what is to be shown of this."""
+        """Return the part of the data that is to be shown."""
         return data
 
     def add(self, data: bytes) -> None:
-        """Take what the stream has written."""
+        """Add what the stream has written."""
         text = self._held + data
         start = text.rfind(b"\n") + 1
         whole, line = text[:start], text[start:]
@@ -48,7 +48,7 @@ class View:
         if is_mine and not self.may_be_dropped(line):
             whole, line = text, b""
         elif len(line) > LONGEST_HELD and newest >= 0 and not self._screen.is_free_for(self):
-            line = line[newest:]  # a bar that waits for another
+            line = line[newest:]  # a progress bar that waits for another line
         elif len(line) > LONGEST_HELD:
             whole, line = text, b""
         if whole or not self._held:
@@ -57,9 +57,9 @@ class View:
         self._show(whole)
 
     def tick(self, now: float) -> bool:
-        """Show what has been held for long enough; returns whether something is held.
+        """Show text that was held for long enough; returns whether any is still held.
 
-        `now` is a time before the stream was last read, so that what has come is known.
+        `now` must be from before the stream was last read: all text written by then has been added.
         """
         is_due = self._held and now - self._since >= limits.PARTIAL_S
         if is_due and self._screen.is_free_for(self._source):
@@ -67,7 +67,7 @@ class View:
         return bool(self._held)
 
     def end(self) -> None:
-        """Show what is held."""
+        """Show the text that is held."""
         line, self._held = self._held, b""
         self._show(line)
 
@@ -76,7 +76,7 @@ class View:
             self.put(data)
 
     def put(self, data: bytes) -> None:
-        """Put on the screen what is to be shown."""
+        """Show data on the screen, with the prefix."""
         self._screen.show(self._begin_lines(data) if self._prefix else data, self._source)
 
     def _begin_lines(self, data: bytes) -> bytes:
@@ -93,7 +93,7 @@ class View:
 
 
 def are_one_file(one: int, other: int) -> bool:
-    """Whether two descriptors lead to one file, as after 2>&1."""
+    """Whether two descriptors refer to the same file, as after 2>&1."""
     try:
         return os.path.sameopenfile(one, other)
     except OSError:  # one is closed

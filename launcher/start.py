@@ -1,4 +1,4 @@
-"""Start a run: what every script of scripts/ calls.
+"""Start a run: the program behind every script of scripts/.
 
 python scripts/lib/start.py COMMAND ... WORDS      (run_command in scripts/lib/launch.sh)
 
@@ -30,7 +30,7 @@ from launcher.text import OwnEnviron, PlanError, mend_streams, short_host_name, 
 
 
 def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
-    """Do what was typed; returns the exit code."""
+    """Run the command that was typed; returns the exit code."""
     mend_streams()
     leave_outer_run(environ)
     size = len(Call._fields)
@@ -38,20 +38,20 @@ def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
 
 
 def start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
-    """Do what was typed; returns the exit code, after a line for what is refused."""
+    """Run the command that was typed; returns the exit code. Prints one line if it is refused."""
     code = 1
     try:
         code = _start(call, words, environ)
     except Refused as error:
         warn(f"{call.program}: {short_host_name()}: {error}")
         if error.fault == "run-is-live":
-            environ.pop("CHAIN", None)  # it needs the jobs that would resume it
+            environ.pop("CHAIN", None)  # the live run needs the jobs of its chain
         code = REFUSED
     except (PlanError, LauncherError, HostlistError) as error:
         name = "" if re.search(r" \[[a-z-]+\]$", str(error)) else " [config-invalid]"
         warn(f"{call.program}: {error}{name}")
         code = BAD_INPUT
-    except SystemExit as leave:  # a wrong config, a stop before the start
+    except SystemExit as leave:  # a wrong config, or a stop before the start
         code = int(leave.code or 0)
         raise
     finally:
@@ -61,7 +61,7 @@ def start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
 
 def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     typed = parse(call, words, environ)
-    if typed.fanout in ("help", "version"):  # bash shows them, because that needs no Python
+    if typed.fanout in ("help", "version"):  # bash prints these, because that needs no Python
         os.execvp("bash", ["bash", call.file, f"--{typed.fanout}"])
     if typed.show is not None:
         environ["SHOW_RANKS"] = typed.show
@@ -83,10 +83,10 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
 
 
 def prepare(plan: Plan, script: str) -> Callable[[], None]:
-    """Return what a fan-out calls when nothing is left to refuse, before it starts an agent.
+    """Return the function that a fan-out calls after its last check, before it starts an agent.
 
-    With --detach, this continues in a child process, which the call takes from the terminal. Raises
-    PlanError if a detached run has no name, and Refused if a live run has its name.
+    With --detach, this continues in a child process, which that function detaches from the
+    terminal. Raises PlanError if a detached run has no id, and Refused if a live run has its id.
     """
     if plan.is_dry_run:
         return lambda: None

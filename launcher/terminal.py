@@ -1,4 +1,4 @@
-"""The launcher's own stdout and stderr: a terminal or pipe that is slow or stuck delays nobody."""
+"""The launcher's own stdout and stderr. A slow or stuck reader does not block the launcher."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import IO, TextIO, cast
 
 from launcher.wire import limits
 
-BACKLOG_BYTES = 1 << 20  # that a terminal has not taken yet: whoever writes waits a little
-MOST_BYTES = 1 << 24  # of it that are kept for one that is stuck
-_WRITE = 16384  # bytes a write; progress is noted after each
+BACKLOG_BYTES = 1 << 20  # not written yet; above this, writers wait briefly
+MOST_BYTES = 1 << 24  # kept for a stuck terminal; more is dropped
+_WRITE = 16384  # bytes per write; progress is noted after each
 
 
 class Terminal(io.RawIOBase):
-    """One of our own streams. What it does not take at once is left to a thread."""
+    """One of the launcher's streams. A thread writes what cannot be written at once."""
 
     open_by: object | None = None  # the stream whose unfinished line it shows
 
@@ -28,9 +28,9 @@ class Terminal(io.RawIOBase):
         self.fd, self._is_instant = fd, is_instant
         self._queue: deque[bytes] = deque()
         self._size = 0  # bytes not written yet
-        self._last = b"\n"  # byte
-        self._taken_at = 0.0  # when it last took something
-        self._dropped = 0  # lines, since the last notice
+        self._last = b"\n"  # the last byte queued
+        self._taken_at = 0.0  # when the stream last accepted data
+        self._dropped = 0  # lines dropped since the last notice
         self._changed = threading.Condition()
         self._writer = threading.Thread(target=self._write_all, daemon=True)
         self.text: TextIO = io.TextIOWrapper(cast(IO[bytes], self), write_through=True)
@@ -42,18 +42,18 @@ class Terminal(io.RawIOBase):
         return os.isatty(self.fd)
 
     def let_go(self) -> None:
-        """In a rank, which has streams of its own, close the descriptor that is not shared."""
+        """Close the unshared descriptor in a rank, which has its own streams."""
         if self._is_instant:
             os.close(self.fd)
 
     def write(self, data: bytes) -> int:  # type: ignore[override]  # RawIOBase takes any buffer
-        """Queue the launcher's own text, however much there is."""
+        """Queue the launcher's own text, of any length."""
         self.end_line()
         self._add(bytes(data))
         return len(data)
 
     def show(self, data: bytes, source: object) -> None:
-        """Show bytes of a stream; where another's line is open, on a line of their own."""
+        """Show bytes of a stream, on a new line if another stream's line is unfinished."""
         if not self.is_free_for(source):
             self.end_line()
         self.open_by = None if data.endswith(b"\n") else source
@@ -68,7 +68,7 @@ class Terminal(io.RawIOBase):
             self.queue(b"\n")
 
     def queue(self, data: bytes) -> None:
-        """Queue output. A slow reader slows the ranks down; one that is stuck loses lines."""
+        """Queue output. A slow reader slows the ranks down; a stuck reader loses lines."""
         if self._has_room():
             self._tell_dropped()
             self._add(data)
@@ -91,7 +91,7 @@ class Terminal(io.RawIOBase):
             self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        """Whether more can be queued; gives a reader that is behind the time to catch up."""
+        """Whether more can be queued; waits briefly for a slow reader to catch up."""
         with self._changed:
             is_stuck = time.monotonic() - self._taken_at > limits.TERMINAL_STUCK_S
             if self._size > BACKLOG_BYTES and not is_stuck:
@@ -99,7 +99,7 @@ class Terminal(io.RawIOBase):
             return self._size <= MOST_BYTES
 
     def drain(self, limit_s: float) -> None:
-        """Wait until all is written, up to a limit."""
+        """Wait until everything is written, up to a time limit."""
         self._tell_dropped()
         with self._changed:
             self._changed.wait_for(lambda: self._size == 0, limit_s)
@@ -111,12 +111,12 @@ class Terminal(io.RawIOBase):
             self._add(notice if self._last == b"\n" else b"\n" + notice)
 
     def _write(self, data: bytes) -> int:
-        """Return how many bytes are done with."""
+        """Return the number of bytes that were written or discarded."""
         try:
             return os.write(self.fd, data)
-        except BlockingIOError:  # it is full
+        except BlockingIOError:  # the terminal or pipe is full
             return 0
-        except OSError:  # nobody reads any more (`| head`), or the disk is full
+        except OSError:  # the reader is gone (`| head`), or the disk is full
             return len(data)
 
     def _write_all(self) -> None:
@@ -137,14 +137,14 @@ class Terminal(io.RawIOBase):
 
 
 def open_again(fd: int) -> Terminal:
-    """Return a terminal or pipe on a descriptor of its own, which never blocks; others as they are.
+    """Reopen a terminal or pipe on a new descriptor that never blocks; keep any other file.
 
-    Making the given one non-blocking would change it for the shell too.
+    Making the given descriptor non-blocking would also affect the shell.
     """
     try:
         if os.isatty(fd) or stat.S_ISFIFO(os.fstat(fd).st_mode):
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
             return Terminal(os.open(f"/proc/self/fd/{fd}", flags), is_instant=True)
-    except OSError:  # closed, another user's, or nobody reads
+    except OSError:  # closed, another user's, or without a reader
         pass
     return Terminal(fd)

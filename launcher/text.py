@@ -1,4 +1,4 @@
-"""Small pieces of what a user reads and sets, and the streams that text goes to."""
+"""Helpers for messages and settings, and the streams that messages are written to."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 Environ = Mapping[str, str]  # this process's variables, or a test's
-OwnEnviron = MutableMapping[str, str]  # where it changes them, for those that it starts
+OwnEnviron = MutableMapping[str, str]  # the same, if it changes them for processes that it starts
 
 
 class PlanError(ValueError):
-    """The arguments, the environment and the scheduler cannot mean a run: `cause; cure`."""
+    """The arguments, environment or scheduler do not describe a valid run: `cause; cure`."""
 
 
 class _Stream(io.FileIO):
@@ -30,12 +30,12 @@ class _Stream(io.FileIO):
 
 
 def mend_streams() -> None:
-    """Make stdin, stdout and stderr work where the caller has closed them, or they are full."""
+    """Make stdin, stdout and stderr usable even if the caller closed them or the disk is full."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        old = getattr(sys, name)  # None: was closed
+        old = getattr(sys, name)  # None: it was closed
         encoding, errors = (old.encoding, old.errors) if old else ("utf-8", "replace")
         raw = _Stream(number, "wb", closefd=False)
         new = io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=True)
@@ -43,7 +43,7 @@ def mend_streams() -> None:
 
 
 def warn(text: str) -> None:
-    """Print a line that is no output: a warning, or why something is refused."""
+    """Print a line to stderr: a warning, or why a start is refused."""
     print(text, file=sys.stderr)
 
 
@@ -52,7 +52,7 @@ def has_colour(out: TextIO) -> bool:
 
 
 def print_row(label: str, text: str, out: TextIO | None = None) -> None:
-    """Print one row of what a user sees before and after a run."""
+    """Print one of the rows that a user sees before and after a run."""
     out = out or sys.stderr
     start, end = ("\x1b[1m", "\x1b[0m") if has_colour(out) else ("", "")
     print(f"{start}{label:<9}{end}  {text}", file=out, flush=True)
@@ -78,15 +78,15 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def install_command(packages: str) -> str:
     """Return the command that installs packages for this Python."""
     words = f"{sys.executable} -m pip install"
-    # uv makes environments without pip. importlib.util.find_spec would ask setuptools' finder, too,
-    # which takes the question for a start of pip, and breaks torch.compile in what is forked later.
+    # uv makes environments without pip. importlib.util.find_spec would ask setuptools' finder too,
+    # which takes this for a start of pip, and breaks torch.compile in processes forked later.
     if PathFinder.find_spec("pip") is None:
         words = f"uv pip install --python {sys.executable}"
     return f"{words} {packages}"
 
 
 def environment_cure(packages: str) -> str:
-    """Return what to do where this Python lacks packages; pip and make init bring no Makefile."""
+    """Return what to do if this Python lacks packages; pip and make init copy no Makefile."""
     root = Path(__file__).resolve().parents[1]
     has_own = sys.prefix != sys.base_prefix or os.path.isdir(f"{sys.prefix}/conda-meta")
     command = install_command(packages)
@@ -97,9 +97,9 @@ def environment_cure(packages: str) -> str:
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """Return "did you mean X? " with the most similar name; "" if none is similar."""
-    from difflib import get_close_matches  # a rank's agent has no use for it
+    from difflib import get_close_matches  # not at the top: the node agent does not need it
 
-    # The dashes would make any two options alike.
+    # With their dashes, any two options would be similar.
     plain = {name.lstrip("-"): name for name in names}
     near = get_close_matches(word.lstrip("-"), plain, 1)
     return f"did you mean {plain[near[0]]}? " if near else ""

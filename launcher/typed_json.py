@@ -1,4 +1,4 @@
-"""Dataclasses as JSON, between programs: whatever does not fit the type is refused on arrival.
+"""Dataclasses as JSON, between programs: the receiver rejects whatever does not fit the type.
 
 text = encode(report)
 report = parse(Report, text)
@@ -24,7 +24,7 @@ def in_pieces(text: str, size: int) -> list[str]:
 
 
 class MessageError(ValueError):
-    """What arrived is not what was announced; names the field."""
+    """A message does not fit its type; the text names the field."""
 
 
 def encode(message: Any) -> str:
@@ -76,7 +76,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if kind is Path and isinstance(value, str):
         return Path(value)
     if kind is float and type(value) in (int, float):
-        if not -MAX_FLOAT <= value <= MAX_FLOAT:  # json reads NaN and 1e999
+        if not -MAX_FLOAT <= value <= MAX_FLOAT:  # json accepts NaN and 1e999
             raise MessageError(f"{where}: {value!r:.80} is not a finite number")
         return float(value)
     if type(value) is not kind:
@@ -91,5 +91,5 @@ def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
     read = {name: _read(hints[name], item, f"{where}.{name}") for name, item in value.items()}
     try:
         return kind(**read)
-    except (TypeError, ValueError) as error:  # a field is missing, or the type refuses its value
+    except (TypeError, ValueError) as error:  # a field is missing, or the type rejects its value
         raise MessageError(f"{where}: {error}") from None

@@ -5,12 +5,12 @@
 #
 #   ls DIR           list the checkpoints of a run: steps, sizes, losses
 #   verify DIR       read them, and compare every byte with their manifests
-#   export DIR FILE  write the weights alone, for torch.load, or into FILE.safetensors for others
+#   export DIR FILE  write only the weights, for torch.load; for other programs, FILE.safetensors
 #   hash DIR         print one SHA-256 over the weights
-#   DIR              a checkpoint, or the folder of a run: its newest intact one
+#   DIR              a checkpoint, or the folder of a run, which means its newest intact one
 #
 # example: scripts/checkpoint.sh verify checkpoints/RUN_ID
-[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 # shellcheck source=scripts/lib/launch.sh

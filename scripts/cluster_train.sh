@@ -14,10 +14,10 @@
 # example: scripts/cluster_train.sh config/local3.yaml 2 0 10.0.0.1
 #          srun --ntasks-per-node=1 scripts/cluster_train.sh config/local3.yaml
 #
-# The terminal's output is kept in logs/distributed_training/; newest: latest_node<rank>.log.
-[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
+# The terminal's output is kept in logs/distributed_training/; the newest is latest_node<rank>.log.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-HERE=$(dirname -- "$(readlink -f -- "$0")") # or it is a scheduler's copy
+HERE=$(dirname -- "$(readlink -f -- "$0")") # unless this is a scheduler's copy
 for LIB in "$HERE/lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"

@@ -4,13 +4,13 @@
 # usage: scripts/explain.sh [RUN|FILE|FAULT]...
 #
 #   RUN    a run of LOG_DIR (default: logs), by its id; without arguments: the newest
-#   FILE   a log, whoever wrote it, or the folder of a run
+#   FILE   a log of any launcher, or the folder of a run
 #   FAULT  a name such as rank-stuck: its section of TROUBLESHOOTING.md
 #
 # example: scripts/explain.sh slurm-4711.out
 #
 # The exit code is 0 if a cause was found, 1 if there is none, 2 if a file cannot be read.
-[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 # shellcheck source=scripts/lib/launch.sh

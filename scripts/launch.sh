@@ -6,9 +6,9 @@
 #   --nproc-per-node N    processes on each machine: a number, gpu, cpu or auto (default: 1; with
 #                         --hosts: one per GPU)
 #   --hosts LIST          start it on these machines over ssh, from here: node1,node2:4,gpu[01-08]
-#   --hosts FILE          the same; FILE has a machine per line
-#   --hosts job           on all nodes of the SLURM or PBS job: in its batch script or shell, or as
-#                         what sbatch and qsub run
+#   --hosts FILE          the same; FILE has one machine per line
+#   --hosts job           on all nodes of the SLURM or PBS job: in its batch script or shell, or
+#                         submitted directly with sbatch or qsub
 #   --via pdsh            with pdsh instead of ssh
 #   -m, --module          SCRIPT is a module: -m pkg.mod
 #   --no-python           SCRIPT is any program
@@ -16,7 +16,7 @@
 #                         several machines: run it on each of them, or once under srun
 #   --nnodes N --rdzv-backend c10d --rdzv-endpoint ADDR:PORT
 #                         the same on each of them: node rank 0 is the machine that has ADDR
-#   SCRIPT                a Python file, or a folder or zip that holds __main__.py
+#   SCRIPT                a Python file, or a folder or zip that contains __main__.py
 #   ARGS                  everything after SCRIPT is passed to it unchanged, without a `--`
 #   torchrun's other options work, too; options of this command go before SCRIPT.
 #
@@ -24,9 +24,9 @@
 #          scripts/launch.sh --hosts node1,node2 --nproc-per-node 8 train.py config/x.py
 #          sbatch --nodes=4 --gpus-per-node=8 scripts/launch.sh --hosts job train.py config/x.py
 #          pip installs it as: launch --nproc-per-node 4 train.py config/x.py --batch_size=32
-[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-HERE=$(dirname -- "$(readlink -f -- "$0")") # or it is a scheduler's copy
+HERE=$(dirname -- "$(readlink -f -- "$0")") # unless this is a scheduler's copy
 for LIB in "$HERE/lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Make a Python that runs from a copy of its environment on each node, and print its path.
+# Create a Python that runs from a copy of its environment on each node, and print its path.
 #
 # usage: scripts/stage_env.sh [FOLDER]
 #
-#   FOLDER   on each node, where the copy goes (default: /dev/shm, the node's memory)
+#   FOLDER   where the copy goes on each node (default: /dev/shm, the node's memory)
 #
-# It packs the environment that the launchers would use into a file in LOG_DIR, if it is new.
+# It packs the environment that the launchers would use into a file in LOG_DIR, if it changed.
 #
 # example: PYTHON=$( scripts/stage_env.sh ) sbatch scripts/slurm/slurm_train.sh config/local3.yaml
-[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
 
 main() { # [<folder>]
@@ -24,8 +24,8 @@ main() { # [<folder>]
   pack "$PYTHON" "${LOG_DIR:-logs}" "$folder"
 }
 
-# ARCHIVE.facts has the archive's BLAKE2 checksum, and the bytes that it takes unpacked.
-pack() { # <python> <folder of logs> <folder of the nodes>
+# ARCHIVE.facts has the archive's BLAKE2 checksum, and its unpacked size in bytes.
+pack() { # <python> <folder of logs> <folder on the nodes>
   local packed key folders facts archive end=.tar
   mkdir -p -- "$2"
   packed=$(cd -- "$2" && pwd)/environments-$UID
@@ -37,7 +37,7 @@ pack() { # <python> <folder of logs> <folder of the nodes>
   facts=$(stat_folders "$folders")
   ! command -v zstd >/dev/null || end=.tar.zst
   archive=$packed/$key-$(hash_of "$facts")$end
-  hold "$packed/$key.lock" --exclusive # of several launches one packs
+  hold "$packed/$key.lock" --exclusive # only one of several launches packs
   [[ -r $archive ]] || pack_environment "$folders" "$archive" "$packed/$key-"
   archive=${archive%.tar*} key=$packed/$key.python
   printf '#!/usr/bin/env bash\nexec bash %q --run %q %q %q "$@"\n' "$ROOT/scripts/stage_env.sh" \
@@ -50,7 +50,7 @@ hash_of() { # <text>
   b2sum <<<"$1" | cut -c -16
 }
 
-# Prints the folders of a Python: the environment's, its Python's own, and those of its packages.
+# Prints the folders of a Python: the environment's, its base Python's, and those of its packages.
 find_folders() { # <python>
   local folders
   folders=$("$1" -I -c 'import os, sys, sysconfig
@@ -75,7 +75,7 @@ pack_environment() { # <file with the folders> <archive> <beginning of the archi
   rm -f -- "$3"*
   [[ ! ${folders[1]} =~ ^(/usr|/usr/local|"${folders[0]}")$ ]] || unset "folders[1]"
   {
-    tar -C "${folders[0]}/" --exclude=./pkgs --exclude=./envs --transform='s,^\.,env,S' -cf - . # conda's own
+    tar -C "${folders[0]}/" --exclude=./pkgs --exclude=./envs --transform='s,^\.,env,S' -cf - . # conda's other folders
     [[ -z ${folders[1]:-} ]] || tar -C "${folders[1]}/" --transform='s,^\.,base,S' -cf - .
   } | coded "$2" -T0 >"$2.new"
   b2sum <"$2.new" >"$2.facts"
@@ -84,11 +84,11 @@ pack_environment() { # <file with the folders> <archive> <beginning of the archi
 }
 
 WAIT_S=280 # for another process to pack or unpack it
-READERS=8  # of the archive, each of a part: a file server that is slow to answer has several to do
+READERS=8  # each reads a part of the archive: a file server with a high latency serves several at once
 MIB=1048576
 
 run_staged() { # <archive> <folder> <python> <argument...>
-  # Nodes unpack it, when they run these. A machine that only launches does not.
+  # Only these commands unpack it, on the nodes. A machine that only launches does not need it.
   case "${*:4:2} " in
     */scripts/lib/agent.py\ * | */scripts/lib/start.py\ launcher.[fp]* | -u\ *) ;;
     *) [[ -d $2 ]] || exec "$3" "${@:4}" ;;
@@ -101,12 +101,12 @@ coded() { # <archive> <options of zstd...>
   if [[ $1 == *.zst ]]; then zstd -qc "${@:2}"; else cat; fi
 }
 
-# Unpacks the archive where it is not yet, and keeps the folder from removal as long as this process,
-# or one that it becomes or starts, lives.
+# Unpacks the archive if it is not unpacked yet, and protects the folder from removal while this
+# process, or one that it becomes or starts, is alive.
 hold_unpacked() { # <archive> <folder>
   [[ -d ${2%/*/*} ]] || fail env-missing "there is no folder ${2%/*/*} here; give stage_env.sh one that each node has"
   make_own_folder "${2%/*}"
-  [[ -O ${1%/*} ]] || fail env-missing "there is no $1 of yours here; give a LOG_DIR that all nodes share, or another PYTHON"
+  [[ -O ${1%/*} ]] || fail env-missing "$1 does not exist here, or belongs to another user; give a LOG_DIR that all nodes share, or another PYTHON"
   hold "$2.lock" --shared
   until [[ -d $2 ]]; do
     hold "$2.lock" --exclusive
@@ -118,13 +118,13 @@ hold_unpacked() { # <archive> <folder>
 hold() { # <file> <--shared|--exclusive>
   exec 9>>"$1"
   flock "$2" --wait "$WAIT_S" 9 ||
-    fail env-missing "another process has held $1 for more than $WAIT_S s; see what hangs there"
+    fail env-missing "another process has held $1 for more than $WAIT_S s; find out what hangs there"
 }
 
-# Nothing that another user could have put there is run.
+# Nothing is run that another user could have put there.
 make_own_folder() { # <folder>
   (umask 077 && mkdir -p -- "$1") || fail env-missing "cannot create $1, see above; give another LOG_DIR or FOLDER"
-  [[ -O $1 && ! -L $1 ]] || fail env-missing "$1 is another user's; give another LOG_DIR or FOLDER"
+  [[ -O $1 && ! -L $1 ]] || fail env-missing "$1 belongs to another user; give another LOG_DIR or FOLDER"
 }
 
 unpack_environment() { # <archive> <folder>
@@ -145,7 +145,7 @@ unpack_environment() { # <archive> <folder>
     fail env-missing "$1 cannot be unpacked, or is incomplete, see above; remove it, and run stage_env.sh again"
   fi
   rm -- "$new/archive"
-  if [[ -d $new/base ]]; then # a virtual environment's Python
+  if [[ -d $new/base ]]; then # the Python of a virtual environment
     python=$(basename -- "$(readlink -f -- "$new/base/bin/python3")")
     for link in "$new"/env/bin/python*; do
       [[ $(readlink -- "$link") != /* ]] || ln -sfn -- "../../base/bin/$python" "$link"
@@ -166,8 +166,8 @@ read_in_parts() { # <file> <its copy>
   for reader in "${readers[@]}"; do wait "$reader" || return; done
 }
 
-# Only one environment is kept for each user, but for those that a process runs from.
-remove_unused() { # <folder of all>
+# Keeps only one environment for each user, and those that a process runs from.
+remove_unused() { # <folder of all environments>
   local other
   for other in "$1"/*/; do
     other=${other%/}

@@ -9,7 +9,7 @@
 # example: scripts/test_distributed_integration.sh --nodes=2 --gpus-per-node=8 --partition=gpu
 #
 # It waits for the job, shows its output, and exits with the code of the first failure.
-[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
 LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
 # shellcheck source=scripts/lib/launch.sh
@@ -22,7 +22,7 @@ main() {
     --dry-run) salloc+=("${@:2}" "$0") && echo "${salloc[*]@Q}" && exit ;;
   esac
   if [[ -z ${SLURM_JOB_ID:-} ]]; then
-    type -P salloc >/dev/null || refuse env-missing "there is no salloc here; use a login node, or test_distributed.sh"
+    type -P salloc >/dev/null || refuse env-missing "salloc is not installed here; use a login node, or test_distributed.sh"
     sinfo >/dev/null || refuse env-missing "sinfo failed, see above; run it where sinfo works"
     exec "${salloc[@]}" "$@" "$0"
   fi

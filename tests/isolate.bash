@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sets a test apart from the machine it runs on and from who runs it. The helpers of the tests source
-# this, and tests/unit/conftest.py takes over the environment that it makes.
+# Isolates a test from its machine and its user. The helpers of the tests source this file, and
+# tests/unit/conftest.py uses the environment that it sets up.
 
 KEPT='PATH|PWD|SHLVL|TERM|TMPDIR|USER|LOGNAME|LD_LIBRARY_PATH|CI|PYTHON|TIMES|(BATS|PYTEST)_.*'
 SCHEDULER_TOOLS=( # SLURM's, then those of PBS, LSF and Grid Engine
@@ -8,12 +8,12 @@ SCHEDULER_TOOLS=( # SLURM's, then those of PBS, LSF and Grid Engine
   qstat qsub qdel qalter qhost pbsnodes bsub bjobs lsid
 )
 
-# For bats, when it loads a helper: each file is isolated once, each test has a HOME of its own.
+# For bats, when it loads a helper: each file is isolated once, each test has its own HOME.
 isolate_test() {
   local root=${BASH_SOURCE[0]%/*}/..
   if [[ ${BATS_ISOLATED:-} != "${BATS_RUN_TMPDIR:?}" ]]; then
     isolate "$BATS_RUN_TMPDIR/path"
-    export BATS_ISOLATED=$BATS_RUN_TMPDIR # not that of bats around this one
+    export BATS_ISOLATED=$BATS_RUN_TMPDIR # not that of an outer bats
     export PYTHON=${PYTHON:-$(cd -- "$root" && pwd -P)/.venv/bin/python}
     type -P "$PYTHON" >/dev/null || PYTHON=$(type -P python3)
   fi
@@ -21,21 +21,21 @@ isolate_test() {
   mkdir -p -- "$HOME"
 }
 
-# Leaves the variables in KEPT, a plain locale and umask, an empty HOME, and a PATH without a scheduler.
+# Keeps variables in KEPT; sets a plain locale and umask, an empty HOME, a PATH without schedulers.
 isolate() { # <folder for the links>
   local name
   for name in $(compgen -e); do
     [[ $name =~ ^($KEPT)$ ]] || unset "$name"
   done
   while read -r _ _ name; do
-    [[ $name == bats_* ]] || unset -f "$name" # module and the like
+    [[ $name == bats_* ]] || unset -f "$name" # such as module
   done < <(declare -Fx)
   umask 022
-  export LANG=C.UTF-8 RES_OPTIONS='timeout:1 attempts:1' # of a name server that loses a packet
+  export LANG=C.UTF-8 RES_OPTIONS='timeout:1 attempts:1' # for a name server that loses a packet
   hide_schedulers "$1"
 }
 
-# In the place of a folder of PATH that has a scheduler's tools comes one with links to all the others.
+# Replaces each folder of PATH that has a scheduler's tools by one with links to its other tools.
 hide_schedulers() { # <folder for the links>
   local folder tool folders path=
   IFS=: read -ra folders <<<"$PATH"

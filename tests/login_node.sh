@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs a command as on a login node, and with the variables of a job there too: a scheduler answers, root's
-# home holds ssh settings of its own and a .bashrc that prints, locale and umask are unusual. Takes root.
+# Runs a command as on a login node, and with a job's variables: a scheduler answers, root's home has
+# its own ssh settings and a .bashrc that prints, locale and umask are unusual. Needs root.
 #
 # usage: tests/login_node.sh COMMAND...
 #
@@ -23,7 +23,7 @@ main() {
   unshare --mount bash -c 'mount --bind "$0" /etc/passwd && exec "$@"' "$WORK/passwd" "$@"
 }
 
-# Each answers, whatever it is asked, as scontrol does with all jobs of the machine.
+# Each command prints the same whatever its arguments, like scontrol with all jobs of the machine.
 make_scheduler() {
   local tool
   mkdir "$WORK/bin"
@@ -40,7 +40,7 @@ make_home() {
   echo 'echo "Welcome to the cluster"; alias ls=false' | tee "$WORK/home/.bashrc" >"$WORK/home/.profile"
 }
 
-# What launchers, Python and the shell read.
+# Variables that launchers, Python and the shell read.
 set_variables() {
   local rank=(RANK=3 LOCAL_RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=2 MASTER_ADDR=theirs MASTER_PORT=1)
   export "${rank[@]}" SLURM_JOB_ID=7 SLURM_JOBID=7 SLURM_JOB_NUM_NODES=4 SLURM_NNODES=4 SLURM_NTASKS=8 SLURM_PROCID=3 \

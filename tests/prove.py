@@ -1,12 +1,12 @@
-"""The long proofs, whole or in parts, each with its section of bench/proofs.md.
+"""Run the long proofs, all or some; each writes its section of bench/proofs.md.
 
     make prove                           # every part, TIMES=5
     make prove PART=list                 # what each part covers, and how long it takes
     make prove PART="kills stops" TIMES=20
 
-TIMES is how often a part repeats a case; parts that kill do so more often. Parts that measure
-speeds come first, alone. Then three parts run at once, for each mostly waits: one in this process,
-two that are processes of their own, the longest first. The code is 1 if a promise was not kept.
+TIMES is how many times a part repeats a case; parts that kill repeat it more often. Parts that
+measure speeds run first, one at a time. Then three parts run at once, because each mostly waits:
+one in this process and two in their own, the longest first. Exits with 1 if a promise is not kept.
 """
 
 import argparse
@@ -37,21 +37,21 @@ from test_stops import stop_at_random
 
 KILLS_PER_RUN = 20
 TIMES = 5
-OFTEN = {"kills": 2, "saves": 2, "snapshots": 2, "pbs": 4}  # so many times TIMES
+OFTEN = {"kills": 2, "saves": 2, "snapshots": 2, "pbs": 4}  # this many times TIMES
 PROOFS = Path(__file__).parents[1] / "bench/proofs.md"
 TESTS = Path(__file__).parent
-WRITING = threading.Lock()  # of the page: two parts can end at once
-INTERRUPTED = threading.Event()  # what has not ended by then proves nothing
+WRITING = threading.Lock()  # of the page: two parts can end at the same time
+INTERRUPTED = threading.Event()  # a part that has not ended by then proves nothing
 
 
 @dataclass(frozen=True)
 class Part:
     """One proof."""
 
-    title: str  # of its section
+    title: str  # the title of its section
     covers: str
-    minutes: int  # on two cores, about
-    prove: Callable[[int], tuple[str, bool]]  # how often -> its section, and whether all was kept
+    minutes: int  # about, on two cores
+    prove: Callable[[int], tuple[str, bool]]  # TIMES -> its section, whether all promises held
     place: Literal["alone", "here", "beside"] = "here"  # here: one at a time, in this process
 
 
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def run_parts(names: Sequence[str], times: int) -> bool:
-    """Run each part; returns whether all was kept. After Ctrl-C none begins."""
+    """Run each part; returns whether all promises were kept. After Ctrl-C, no more parts begin."""
     longest_first = sorted(names, key=lambda name: -PARTS[name].minutes)
     alone, here, beside = (
         [name for name in longest_first if PARTS[name].place == place]
@@ -82,13 +82,13 @@ def run_parts(names: Sequence[str], times: int) -> bool:
             kept += [one.result() for one in others]
         except KeyboardInterrupt:
             INTERRUPTED.set()
-            pool.shutdown(cancel_futures=True)  # waits for those that run
+            pool.shutdown(cancel_futures=True)  # waits for the parts that are running
             raise
     return all(kept)
 
 
 def read_arguments(words: Sequence[str]) -> tuple[list[str], int]:
-    """Return the names of the parts, all of them where none is named, and TIMES."""
+    """Return the names of the parts (all of them if none is named) and TIMES."""
     parser = argparse.ArgumentParser(prog="make prove")
     parser.add_argument("--times", type=int, default=TIMES)
     parser.add_argument("parts", nargs="*", metavar="PART")
@@ -125,7 +125,7 @@ def run(name: str, times: int) -> bool:
 
 
 def replace_section(page: str, section: str, title: str) -> str:
-    """Return the page of proofs with a section in the place of the one of that title, or last."""
+    """Return the page of proofs with the section of that title replaced, or appended."""
     head, *sections = re.split(r"^(?=## )", page, flags=re.M)
     titles = [one.partition("\n")[0].removeprefix("## ") for one in sections]
     at = titles.index(title) if title in titles else len(titles)
@@ -146,7 +146,7 @@ def prove_kills(times: int) -> tuple[str, bool]:
 def kill_savers(
     times: int, format: str, settings: Sequence[str], points: set[str]
 ) -> tuple[str, bool]:
-    """Kill at random points of saving, in the first run at each of `points`, too."""
+    """Kill at random points of saving, and in the first run also at each of `points`."""
     runs = max(1, 10 * times // KILLS_PER_RUN)
     equal = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -222,7 +222,7 @@ def prove_own_stops(times: int) -> tuple[str, bool]:
 
 
 def run_pytest(marks: str, workers: int, times: int) -> tuple[str, bool]:
-    """Run the suite's tests with these marks; `times` says nothing to them."""
+    """Run the suite's tests with these marks; `times` has no effect."""
     options = ["-q", "-n", str(workers), "--dist", "worksteal", "-m", marks]
     pytest = [sys.executable, "-m", "pytest", *options, "-o", "faulthandler_timeout=600"]
     lines, is_kept = run_tests(pytest, {})
@@ -257,13 +257,13 @@ def prove_faults(times: int) -> tuple[str, bool]:
 
 
 def run_tests(command: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str], bool]:
-    """Run tests, showing what they say if any fails; Ctrl-C lets them clean up.
+    """Run tests, showing their output if any fails; Ctrl-C lets them clean up.
 
-    They try signals that nohup would have them ignore.
+    They test signals that nohup would make them ignore.
     """
     with subprocess.Popen(
         ["env", "--default-signal=INT,QUIT,HUP", *command],
-        stdin=subprocess.DEVNULL,  # a terminal stops what reads from it in the background
+        stdin=subprocess.DEVNULL,  # a terminal stops background processes that read from it
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **variables},

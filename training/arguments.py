@@ -1,4 +1,4 @@
-"""train.py's command line. It does not import torch, so mistakes are refused within 0.2 s."""
+"""train.py's command line. It does not import torch, so mistakes are reported within 0.2 s."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def refuse(cause: object) -> NoReturn:
-    """Print in one line what is wrong, and exit with 2. Only the first of srun's tasks prints.
+    """Print one line with the mistake, and exit with 2. Of srun's tasks, only the first prints.
 
-    The other tasks exit after it, with the same code even if srun ends them first. Every task
-    prints what concerns only its host (a plain ValueError), and that a task is missing (a
-    TimeoutError), because that may be the first.
+    The other tasks exit after it, with the same code even if srun ends them first. But every task
+    prints a mistake that concerns only its host (a plain ValueError), or that a task is missing (a
+    TimeoutError), because the missing one may be the first.
     """
     fault, text = _read(cause)
     if is_first_task() or type(cause) in (ValueError, TimeoutError):
@@ -71,11 +71,11 @@ def refuse_together(environment: Environment) -> Iterator[None]:
     if first := next(filter(None, gather_json(mistake)), None):
         if environment.is_main:
             _complain(*first)
-        barrier()  # once one rank has left, the launcher ends the others
+        barrier()  # once one rank has exited, the launcher ends the others
         if not environment.is_main:
             with contextlib.suppress(RuntimeError):
-                barrier()  # rank 0 leaves first, and so ends this one
-        # gloo's threads can abort an interpreter that shuts down
+                barrier()  # rank 0 exits first, which ends this one
+        # gloo's threads can abort an interpreter that is shutting down
         atexit.register(finish, BAD_INPUT)
         raise Leave(BAD_INPUT, *first)
 
@@ -83,11 +83,11 @@ def refuse_together(environment: Environment) -> Iterator[None]:
 def start(description: str) -> tuple[argparse.Namespace, Settings]:
     """Read the arguments and the config. With --check, or if they are wrong, exit here."""
     arguments = _parse(description)
-    for stream in (sys.stdout, sys.stderr):  # a sample of text can hold what a locale cannot
+    for stream in (sys.stdout, sys.stderr):  # sampled text may not fit the locale
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     config = arguments.config
-    # A task of the user's own can be in this folder or in the config's, behind a link too.
+    # The user's own task may be in this folder or in the config's, also behind a link.
     sys.path += map(str, (Path.cwd(), config.absolute().parent, config.resolve().parent))
     try:
         settings = load(config, arguments.overrides, os.environ)
@@ -102,7 +102,7 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
 
 
 def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
-    """Check what else can be known before the start, print the result, and exit."""
+    """Check everything else that can be checked before the start, print the result, and exit."""
     chosen, world_size = settings.distributed, int(os.environ.get("WORLD_SIZE") or 1)
     check_strategy(chosen.strategy, world_size, chosen.fsdp.shard)
     train, is_own = settings.train, settings.task != BUILT_IN_TASK

@@ -1,4 +1,4 @@
-"""A task of the user's own: the keys of its config that it asks for, and what it must have."""
+"""A user's own task: the config keys that it reads, and the methods and data it must have."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Asked(Tree):
 
 
 def _asks_for_all(name: str) -> Any:
-    """Return a method of dict by which all keys are read."""
+    """Return a method of dict that counts as reading all keys."""
 
     def method(self: Asked, *arguments: Any) -> Any:
         self.asked.update(dict.keys(self))
@@ -46,19 +46,19 @@ def _asks_for_all(name: str) -> Any:
     return method
 
 
-for _name in ("__iter__", "__or__", "copy", "items", "keys", "values"):  # `**` takes the first
+for _name in ("__iter__", "__or__", "copy", "items", "keys", "values"):  # `**` uses the first
     setattr(Asked, _name, _asks_for_all(_name))
 
 
 def refuse_misspelt(model: Tree, task: str) -> None:
-    """Raise SettingsError for a key of `model:` that the task has asked for under another name."""
+    """Raise SettingsError for a key of `model:` that the task has read under another name."""
     for key, near in _unread(model, "model."):
         if near:
             raise SettingsError(f"{key}: {task} does not read it; did you mean {near}?")
 
 
 def warn_unread(model: Tree, task: str) -> None:
-    """Name the keys of `model:` that the task has not asked for, once all is made from them."""
+    """Warn of keys of `model:` that the task has not read; call it after everything is created."""
     for key, _ in _unread(model, "model."):
         _log.warning(f"warning: {key}: {task} has not read it; correct or omit it")
 
@@ -80,10 +80,10 @@ def _unread(section: Tree, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def make_task(kind: Any, base: Any, name: str, settings: Any) -> Any:
-    """Create a task, and check that it has what `base` has. Raises SettingsError."""
+    """Create a task and check that it has what `base` has; raises SettingsError otherwise."""
     if not callable(kind):
         _refuse(None, f"{name} is not a class; name a Task subclass")
-    # As Task has it: Python 3.10 puts another __init__ into a Protocol.
+    # As in Task: Python 3.10 replaces the __init__ of a Protocol.
     _check_call(kind, lambda self, settings: None, kind.__init__, f"{name}.__init__")
     task = kind(settings)
     for method, plain in vars(base).items():

@@ -26,12 +26,12 @@ from training.tasks import Task
 
 GROUP = 1 << 16  # samples that are shuffled together
 _Batch = list[tuple[int, int]]  # the epoch and the index of each of its samples
-_Placed = tuple[int, int, Any]  # the position after a batch: epoch, batches of it; the batch
-_MOST = 16  # samples that are named
+_Placed = tuple[int, int, Any]  # the position after a batch (epoch, batches in it); the batch
+_MOST = 16  # samples that a message lists
 
 
 class _Share(NamedTuple):
-    """What one rank reads of each batch on all ranks."""
+    """One rank's share of each batch, which is spread over all ranks."""
 
     batch_size: int  # its samples
     rank: int
@@ -39,7 +39,7 @@ class _Share(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Return those of all ranks."""
+        """Return the samples of all ranks."""
         return self.batch_size * self.ranks
 
 
@@ -50,9 +50,9 @@ class Batches:
     """An endless stream of this rank's batches, epoch after epoch, each epoch in its own order.
 
     A stream that starts at another's `position()` returns the same batches, drawn with the same
-    random numbers, as an uninterrupted stream. Only data without a length is read up to there.
-    Creating it draws no random numbers of this process. Raises SettingsError if the dataset is too
-    small for one batch on each rank.
+    random numbers, as an uninterrupted stream. Only data without a length must be read up to that
+    position. Creating a stream leaves this process's random generators unchanged. Raises
+    SettingsError if the dataset is too small for one batch on each rank.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Batches:
     ) -> None:
         share = _Share(batch_size, environment.rank, environment.world_size)
         self.samples = share.samples  # of one batch on all ranks
-        self.per_epoch: int | None = None  # batches, where that is known
+        self.per_epoch: int | None = None  # batches, if known
         self._epoch, self._batch = position["epoch"], position["samples"] // self.samples
-        self._numbers: Callable[[int], Iterator[_Batch]] | None = None  # after so many batches
+        self._numbers: Callable[[int], Iterator[_Batch]] | None = None  # after this many batches
         if type(task).loader is not Task.loader:
             own = functools.partial(
                 task.loader, batch_size, rank=share.rank, world_size=share.ranks
@@ -93,7 +93,7 @@ class Batches:
 
     @contextlib.contextmanager
     def noted(self, back: int = 0) -> Iterator[None]:
-        """Note on an exception which samples the newest batch has, or one `back` batches ago."""
+        """Add a note to an exception: the samples of the newest batch, or of one `back` earlier."""
         try:
             yield
         except Exception as error:
@@ -105,7 +105,7 @@ class Batches:
     def describe(self, back: int = 0, count: int = 1) -> str:
         """Return the numbers of the samples in `count` batches, the last one `back` batches ago.
 
-        Empty if samples have no numbers: data without a length, a loader of the task's own.
+        Empty if samples have no numbers: data without a length, or the task's own loader.
         """
         if self._numbers is None or self.per_epoch is None:
             return ""
@@ -119,14 +119,14 @@ class Batches:
         return {"epoch": self._epoch, "samples": self._batch * self.samples}
 
 
-# The streams below do not refer to the Batches that reads them: in a cycle, neither would be freed
-# when a run ends, nor their worker processes.
+# The streams below do not refer to the Batches that reads them: a reference cycle would keep both
+# and their worker processes alive after a run.
 
 
 def _load(
     task: Task, batches: Iterator[_Batch], done: int, per_epoch: int, settings: Settings
 ) -> Iterator[_Placed]:
-    """Return the stream of these samples, after `done` batches."""
+    """Return the stream of these batches, which come after `done` others."""
     loader = DataLoader(
         _Seeded(task.train, settings.seed),
         batch_sampler=batches,
@@ -141,13 +141,13 @@ def _load(
 
 
 def _ignore_signals(_worker: int) -> None:
-    """Ignore stop signals in a data worker: schedulers signal it too."""
+    """Ignore stop signals in a data worker: schedulers send them to workers too."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
 
 
 def _samples(length: int, block: int, seed: int, share: _Share, done: int) -> Iterator[_Batch]:
-    """Yield the (epoch, index) pairs of each of a rank's batches, without end, after `done`."""
+    """Yield a rank's batches as lists of (epoch, index), endlessly, after the first `done`."""
     samples = share.samples
     epoch, done = divmod(done, length // samples)
     while True:
@@ -161,7 +161,7 @@ def _samples(length: int, block: int, seed: int, share: _Share, done: int) -> It
 
 
 def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterator[_Placed]:
-    """Yield the batches of `load(epoch=, skip=)` without end; raises SettingsError without any."""
+    """Yield the batches of `load(epoch=, skip=)` endlessly; SettingsError if an epoch has none."""
     while True:
         number = done
         for number, batch in enumerate(load(epoch=epoch, skip=done), done + 1):
@@ -179,7 +179,7 @@ def _read_all(
     epoch: int,
     skip: int,
 ) -> Iterator[Any]:
-    """Yield a rank's batches of data that can only be read in order, the same number on each."""
+    """Yield a rank's batches of data that can only be read in order, equally many on each rank."""
     stream = iter(data)
     groups = iter(lambda: list(itertools.islice(stream, share.samples)), [])
     for group in itertools.islice(groups, skip, None):
@@ -188,10 +188,10 @@ def _read_all(
 
 
 def shuffled(length: int, block: int, key: str, skip: int = 0) -> Iterator[int]:
-    """Yield the numbers below `length` in the order that belongs to a key, from number `skip` on.
+    """Yield the numbers below `length` in an order that `key` determines, without the first `skip`.
 
-    Each block of neighbours is read from one place. The blocks are shuffled, and then the samples
-    of GROUP of them together, so that nothing grows with the data but the list of its blocks.
+    Each block of neighbours is read from one place. Blocks are shuffled first, then the samples in
+    each group of blocks (GROUP samples), so that only the list of blocks grows with the data.
     """
     blocks = torch.randperm(math.ceil(length / block), generator=_generator(key))
     for number, group in enumerate(torch.split(blocks, GROUP // block)):
@@ -210,7 +210,7 @@ def _generator(key: str) -> torch.Generator:
 class _Seeded(Dataset[Any]):
     """A dataset that seeds a worker process before each sample.
 
-    The seed depends on the run's seed, the epoch and the sample alone, so it does not matter which
+    The seed depends only on the run's seed, the epoch and the sample, so it does not matter which
     worker reads the sample. Without workers, samples use the training process's own generators,
     which are part of each checkpoint.
     """
@@ -236,7 +236,7 @@ def fill_up(
 ) -> Iterator[tuple[Any, bool]]:
     """Yield the batches of a rank's share of a dataset, and whether each counts.
 
-    The first sample fills gaps; all `in_step` ranks, which share a model, get the same number.
+    The first sample fills gaps, so all `in_step` ranks, which share a model, get equally many.
     """
     yield from ((batch, True) for batch in loader)
     samples = in_step * (loader.batch_size or 1)

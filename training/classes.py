@@ -1,4 +1,4 @@
-"""Classes of the user's own that a config names as module:Class."""
+"""The user's own classes, which a config names as module:Class."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_name(text: str, *known: str) -> str:
         raise ValueError(f"{text!r} is neither {' nor '.join(known)} nor module:Class")
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # it is not there, or cannot be a module's name
+    except (ImportError, ValueError):  # no such module, or not a valid name
         spec = None
     if spec is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A config as it is written: a YAML file, before its settings are checked."""
+"""A config as written in its YAML file, before its settings are checked."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_file(path: Path) -> Tree:
 
 
 def line_of(file: str, key: str) -> str:
-    """Return the line of a key in a file, as `:18`; "" if it is not in one."""
+    """Return the line of a key in a file, as `:18`; "" if it is not there."""
     with contextlib.suppress(OSError, StopIteration):
         node: Any = yaml.compose(Path(file).read_bytes(), Loader)
         for name in key.split("."):
@@ -72,7 +72,7 @@ def line_of(file: str, key: str) -> str:
 
 
 def _is_too_large(tree: Tree) -> bool:
-    """Whether a tree, with each alias in full, has over 10,000 values, or is within itself."""
+    """Return whether a tree, with aliases expanded, has over 10,000 values or contains itself."""
     pending: list[Any] = [tree]
     for _ in range(10_000):
         value = pending.pop() if pending else None

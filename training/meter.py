@@ -1,4 +1,4 @@
-"""What each rank measures: its loss, its speed, and the time that it computes by itself."""
+"""What each rank measures: its loss, its speed, and its own compute time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from distributed import torch as helper
 from distributed.errors import with_fault
 
-SLOW = 1.2  # times the median rank's compute time; below 1.3, which no clock measures exactly
-SLOW_STEPS = 50  # for so many steps a rank must be slow to be named
-LEAST_S = 0.01  # of computing in a step, for a rank to be named
-WARM_UP = 2  # readings; in the second, DDP orders its buckets: a rank waits while it computes
+SLOW = 1.2  # times the median rank's compute time; below 1.3, because no clock is exact
+SLOW_STEPS = 50  # a rank must be slow for this many steps to be reported
+LEAST_S = 0.01  # of compute time per step, for a rank to be reported
+WARM_UP = 2  # readings; in the second, DDP orders its buckets, and ranks wait while they compute
 # Dense bfloat16 operations per second, by a part of the GPU's name (NVIDIA's data sheets).
 PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 836e12, "H200 NVL": 836e12}
 PEAKS |= {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
@@ -51,7 +51,7 @@ class Meter:
         self._new.append((step, loss.detach(), terms))
 
     def state(self) -> dict[str, float]:
-        """Return the sums since the last reading: loss and terms. Another Meter can continue."""
+        """Return the sums since the last reading: loss and terms. Another Meter can take over."""
         losses = [loss for _, loss, _ in self._new]
         values = torch.stack(losses).tolist() if losses else []  # waits for the device
         for (step, _, terms), value in zip(self._new, values, strict=True):
@@ -64,7 +64,7 @@ class Meter:
         return dict(self._sums)
 
     def exit_not_finite(self, rank: int, describe: Callable[[int], str]) -> NoReturn:
-        """Raise FloatingPointError on the rank whose loss was the first; exit on the others.
+        """Raise FloatingPointError on the first rank whose loss is not finite; exit on the others.
 
         `describe` returns the samples of a step.
         """
@@ -80,7 +80,7 @@ class Meter:
         helper.finish(1)
 
     def read(self) -> tuple[float, float]:
-        """Start a new reading; returns the previous one: terms per second, part spent on data."""
+        """Start a new reading; returns the last one: terms per second, share of time for data."""
         self.state()
         before_s, before_terms, loaded_s = self._read_s, self._read_terms, self._loaded_s
         self._read_s, self._read_terms = self.wall() - self._paused_s, self._terms
@@ -108,11 +108,11 @@ class Meter:
 
 
 class Stopwatch:
-    """Times what a rank computes by itself: from a batch to the gradient that comes last.
+    """Times a rank's own computation: from a batch to the last gradient, the first parameter's.
 
-    That is the first parameter's. Only then, and for rank 0's buffers ahead of a forward pass, does
-    DDP wait for others. Ranks that share a model wait before each of its blocks: there the time is
-    that of the blocks' forward passes, the last to the loss. It waits for a GPU only when read.
+    DDP waits for other ranks only after that, and for rank 0's buffers before a forward pass. Ranks
+    that share a model wait before each of its blocks, so their time is that of the blocks' forward
+    passes, the last one up to the loss. The stopwatch waits for a GPU only when it is read.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -125,11 +125,11 @@ class Stopwatch:
                 block.register_forward_hook(self._stop)
         elif first is not None:
             first.register_hook(self._stop)  # type: ignore[no-untyped-call]
-            model.register_forward_pre_hook(self._stop)  # the buffers come between
+            model.register_forward_pre_hook(self._stop)  # DDP sends buffers in between
             helper.unwrap(model).register_forward_pre_hook(self._start)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_spans": []}  # its model, with these hooks, may be copied or pickled
+        return {**vars(self), "_spans": []}  # the model, with these hooks, may be copied or pickled
 
     def _now(self) -> Any:
         if not self._is_cuda:
@@ -162,14 +162,14 @@ class Stopwatch:
 
 
 def peak_memory() -> int:
-    """Return the most bytes that this rank has used so far: of its GPU, else of the machine."""
+    """Return this rank's peak memory in bytes: of its GPU, or without one, of the machine."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Pace:
-    """Compares the ranks, and names one that computes far slower than the others. All call it."""
+    """Compares the ranks, and reports one that computes far more slowly. All ranks call it."""
 
     def __init__(self, meter: Meter, stopwatch: Stopwatch) -> None:
         self.hosts: list[str] = helper.gather_json(os.uname().nodename)
@@ -177,15 +177,15 @@ class Pace:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         self._peak = next((peak for part, peak in PEAKS.items() if part in gpu), 0.0)  # 0: unknown
         self._read_steps: collections.deque[int] = collections.deque(maxlen=WARM_UP)
-        # From which step; each rank's time over the median rank's.
+        # The first step of a reading, and each rank's time divided by the median rank's.
         self._ratios: collections.deque[tuple[int, Sequence[float]]] = collections.deque()
         self._named: set[int] = set()
 
     def read(self, step: int, unit: str, flops: float) -> dict[str, float]:
-        """Start a new reading; returns the speed of all ranks, and the worst rank's of the rest.
+        """Start a new reading; returns the total speed, and the worst rank's other measurements.
 
-        `flops` are the operations for each term; with them comes MFU, the part of what the GPUs
-        could do at most (Chowdhery et al. 2022).
+        `flops` is the number of operations per term. With it, MFU is returned as well: the fraction
+        of the GPUs' peak performance (Chowdhery et al. 2022).
         """
         ranks = helper.gather_json([*self._meter.read(), peak_memory(), self._stopwatch.read()])
         speeds, loading, memory, computing = zip(*ranks, strict=True)
@@ -199,10 +199,10 @@ class Pace:
         return found
 
     def compare(self, start: int, step: int, seconds: Sequence[float]) -> float:
-        """Add the seconds that each rank computed for these steps, and warn of a slow rank.
+        """Add the seconds that each rank computed in these steps, and warn of a slow rank.
 
-        Returns the slowest rank's time over the median rank's: the median of the last 50 steps'
-        readings, because a hiccup affects few of them.
+        Returns the slowest rank's time divided by the median rank's: a median over the readings of
+        the last 50 steps, because a hiccup affects few of them.
         """
         middle = statistics.median_low(seconds)
         self._ratios.append((start, [own / middle for own in seconds]))
@@ -211,8 +211,8 @@ class Pace:
         ratios = [*map(statistics.median, zip(*(one for _, one in self._ratios), strict=True))]
         ratio, steps = max(ratios), step - self._ratios[0][0]
         rank = ratios.index(ratio)
-        is_long = middle >= LEAST_S * (step - start)  # else the clock's noise decides
-        has_median = len(seconds) > 2 or not self._named  # of two ranks, one may be slow
+        is_long = middle >= LEAST_S * (step - start)  # otherwise clock noise decides
+        has_median = len(seconds) > 2 or not self._named  # of two ranks, only one can be slow
         is_new = rank not in self._named and has_median
         if ratio > SLOW and steps >= SLOW_STEPS and is_long and is_new:
             self._named.add(rank)

@@ -1,4 +1,4 @@
-"""The task's model, made ready for the ranks: checkpointed weights, strategy, precision."""
+"""The task's model, prepared for the ranks: checkpointed weights, strategy, precision."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 def make_model(task: Task, saved: State | None, settings: Settings, cache: Path) -> nn.Module:
     """Return the model on this rank's device, wrapped as the settings say. All ranks call it.
 
-    What torch.compile makes is kept in `cache`, for all ranks and for later starts of the run.
+    The results of torch.compile are kept in `cache`, for all ranks and later starts of the run.
     """
     model = task.model()
     if isinstance(settings, OwnTaskSettings):
@@ -67,7 +67,7 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
 def state_of(
     model: nn.Module, optimizer: Optimizer, settings: Settings
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state_dict() of both, whole for a full checkpoint. All ranks call it."""
+    """Return both state_dict()s, with full tensors for a full checkpoint. All ranks call it."""
     states = helper.unwrap(model).state_dict(), optimizer.state_dict()
     if settings.checkpoint.format == "sharded" or not helper.is_sharded(model):
         return states
@@ -77,7 +77,7 @@ def state_of(
 
 
 def plan_snapshots(model: nn.Module, settings: Settings, environment: Environment) -> None:
-    """Log what snapshots take of this node's memory. Raises SettingsError if they do not fit."""
+    """Log the memory that snapshots need on this node; raises SettingsError if they do not fit."""
     is_sharded = settings.checkpoint.format == "sharded"
     is_copied = environment.world_size > environment.local_world_size  # to another node
     keeps_copy = is_copied and environment.node_rank == 1 and environment.local_rank == 0
@@ -95,11 +95,11 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
     module = helper.unwrap(model)
     trained = [one for one in module.parameters() if one.requires_grad]
     size = size_of(module.state_dict().values()) + 2 * size_of(trained)  # AdamW: two moments
-    buffers = 2 + is_copied * environment.is_main  # it is sent from a third
+    buffers = 2 + is_copied * environment.is_main  # a copy is sent from a third
     if is_sharded:
-        buffers = (2 + 2 * is_copied) * environment.local_world_size  # the next node's, too
+        buffers = (2 + 2 * is_copied) * environment.local_world_size  # also for another node
     needed = size * buffers
-    if needed > (free := free_memory()) and environment.restart_count == 0:  # else it is in use
+    if needed > (free := free_memory()) and environment.restart_count == 0:  # later it is in use
         raise SettingsError(
             f"checkpoint.snapshot_every: snapshots take {needed / 1e9:.1f} GB of memory, "
             f"and {free / 1e9:.1f} GB are free; set it to 0"
@@ -109,9 +109,9 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
 
 
 def load_moments(optimizer: Optimizer, model: nn.Module, saved: State) -> None:
-    """Load the state_dict() that an optimizer had under any strategy.
+    """Load an optimizer's state_dict() that was saved under any strategy.
 
-    Raises SettingsError if it is another optimizer's.
+    Raises SettingsError if it belongs to another optimizer.
     """
     state = saved.optimizer
     try:
@@ -128,9 +128,9 @@ def load_moments(optimizer: Optimizer, model: nn.Module, saved: State) -> None:
 
 
 def choose_forward(model: nn.Module, settings: Train) -> None:
-    """Have blocks keep only their input and compute the rest again, and compile each block.
+    """Set up the recomputation of activations and the compilation of each block.
 
-    nn.Module.compile() would do nothing for torch's own modules.
+    nn.Module.compile() would have no effect on torch's own modules.
     """
     every = settings.activation_checkpointing
     blocks = [*helper.blocks(model)]
@@ -138,7 +138,7 @@ def choose_forward(model: nn.Module, settings: Train) -> None:
         for block in blocks[:: 1 if every == "full" else int(every)]:
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
     if settings.compile:
-        if blocks:  # which DDP's buckets need not cut again, to overlap with the backward pass
+        if blocks:  # small enough to overlap with the backward pass without splitting
             compile_beside_ddp()
         for block in blocks or [model]:
             block.forward = torch.compile(block.forward)

@@ -14,7 +14,7 @@ from training.settings import Train
 
 
 def make_optimizer(model: nn.Module, settings: Train) -> AdamW:
-    """Return AdamW with weight decay for matrices alone, not for biases and gains."""
+    """Return AdamW with weight decay only for matrices, not for biases and gains."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups: list[dict[str, Any]] = [
@@ -25,9 +25,9 @@ def make_optimizer(model: nn.Module, settings: Train) -> AdamW:
 
 
 def find_last_step(settings: Train, batches_per_epoch: int | None) -> int | None:
-    """Return the step that ends the run, or None if only time does.
+    """Return the last step of the run, or None if only time ends it.
 
-    Raises SettingsError for epochs without a single step, or of data whose length is not known.
+    Raises SettingsError if the epochs have no complete step, or if the data's length is not known.
     """
     limits = [settings.max_steps] if settings.max_steps else []
     if settings.epochs:
@@ -43,7 +43,7 @@ def find_last_step(settings: Train, batches_per_epoch: int | None) -> int | None
 
 
 class Schedule:
-    """The learning rate of each step: by the task's own scheduler, or a warm-up and a cosine."""
+    """The learning rate of each step, from the task's own scheduler or a warm-up and a cosine."""
 
     def __init__(
         self, optimizer: Optimizer, own: LRScheduler | None, settings: Train, last_step: int | None
@@ -70,7 +70,7 @@ class Schedule:
 
 
 def share_of_peak(step: int, settings: Train, last_step: int | None) -> float:
-    """Return a linear warm-up to 1, then a cosine to 0; without a last step, 1."""
+    """Return a share: a linear warm-up to 1, then a cosine to 0 (without a last step, always 1)."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     if last_step is None:
@@ -80,5 +80,5 @@ def share_of_peak(step: int, settings: Train, last_step: int | None) -> float:
 
 
 def norm_of(gradient: Tensor | None) -> float:
-    """Return a gradient's norm, of which each rank may hold a part; 0 if it is not known."""
+    """Return the norm of the gradients, which may be a DTensor, as a float; 0 if not known."""
     return 0.0 if gradient is None else float(getattr(gradient, "full_tensor", gradient.detach)())

@@ -1,8 +1,8 @@
-"""Pictures of runs, from their metrics.jsonl: loss, speed, learning rate and gradient norm.
+"""Draw pictures of runs from their metrics.jsonl: loss, speed, learning rate, gradient norm.
 
-python -m training.plot RUN [RUN...] [--to FILE]       RUN: a run id, or its folder of logs
+python -m training.plot RUN [RUN...] [--to FILE]       RUN: a run id, or its log folder
 
-The picture is runs.png in the run's folder of logs; of several runs, beside the first one's.
+The picture is runs.png in the run's log folder, or, for several runs, beside the first one's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 METRICS = "metrics.jsonl"
 SLIDE, SMALL = (12.8, 7.2), (7, 4)  # inches, at 100 dots each
-# What each panel shows, by the end of a metric's name.
+# The metrics that each panel shows: their names, or endings that begin with an underscore.
 PANELS = {
     "loss": ("loss", "validation_loss"),
     "speed": ("_per_second",),
@@ -29,7 +29,7 @@ PANELS = {
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a metrics.jsonl, if it is there."""
+    """Yield the lines of a metrics.jsonl, if it exists."""
     for text in file.read_bytes().splitlines() if file.exists() else ():
         with contextlib.suppress(ValueError):  # half a line, from a process that was killed
             line = json.loads(text)
@@ -43,9 +43,9 @@ def draw(
     panels: Sequence[str] = tuple(PANELS),
     size: tuple[float, float] = SLIDE,
 ) -> None:
-    """Draw the named runs' metrics into a PNG file, whole or not at all; a panel for each kind."""
+    """Draw the named runs' metrics as a PNG file, one panel per kind; replaces it atomically."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs about fonts
-    backend = os.environ.pop("MPLBACKEND", None)  # of a notebook: it may not be installed here
+    backend = os.environ.pop("MPLBACKEND", None)  # a notebook's may not be installed here
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure  # pyplot is slower to import and has global state

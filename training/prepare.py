@@ -1,9 +1,9 @@
-"""Write the text of a folder as tokens, which `data.path` then names:
+"""Convert the text in a folder to tokens; then set `data.path` to TO:
 
     python -m training.prepare FOLDER --to data/tokens --tokenizer tiktoken:gpt2
 
-TO gets train.bin and val.bin, one number after the other as nanoGPT has them, and tokens.json:
-their dtype, the vocabulary's size and the tokenizer (bytes, tiktoken:NAME or tokenizers:FILE).
+TO receives train.bin and val.bin, in nanoGPT's format, and tokens.json with their dtype, the size
+of the vocabulary and the tokenizer (bytes, tiktoken:NAME or tokenizers:FILE).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from training.config_file import SettingsError
 from training.tasks.data import FACTS, Piece, find_corpus
 from training.tokenizer import Tokenizer
 
-CHUNK = 1 << 20  # bytes of a text that are encoded at a time
-CODES = {"uint8": "B", "uint16": "H", "uint32": "I"}  # of array
+CHUNK = 1 << 20  # bytes of text to encode at a time
+CODES = {"uint8": "B", "uint16": "H", "uint32": "I"}  # type codes of array
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
-    """Write the tokens of both sides of a text; SettingsError: it, or `to`, has tokens already."""
+    """Write the tokens of both sides of a text. SettingsError: it or `to` already holds tokens."""
     corpus = find_corpus(path)
     if not corpus.is_text:
         raise SettingsError(f"{path} already holds tokens; name it in data.path")

@@ -1,6 +1,6 @@
 """What rank 0 shows and records: a bar or lines, metrics.jsonl, trackers, loss.png.
 
-The libraries for this are imported after the first step, and on rank 0 alone.
+The libraries for this are imported only on rank 0, most of them after the first step.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def may_be_lost(folder: Path, what: str = "") -> Iterator[None]:
-    """A failure to show or record something never ends the run; it is reported once.
+    """If the body fails to show or record something, report it once; the run continues.
 
-    By default that is what the body writes in a folder, as when the disk is full.
+    `what` describes the failure; by default, the body cannot write in the folder.
     """
     try:
         yield
@@ -50,7 +50,7 @@ def _tell_lost(what: str, why: str) -> None:
 
 @functools.cache
 def is_installed(package: str, without: str) -> bool:
-    """Whether a package is there that a run can do without; says once what is missing then."""
+    """Return whether an optional package is installed; if not, log once what will be missing."""
     if importlib.util.find_spec(package) is None:
         _log.info(f"{package} is not installed: {without}")
         return False
@@ -59,7 +59,7 @@ def is_installed(package: str, without: str) -> bool:
 
 @dataclass(frozen=True)
 class Limits:
-    """The first step of this process, and where the run ends as far as that is known."""
+    """The first step of this process, and the limits of the run as far as they are known."""
 
     first_step: int
     last_step: int | None
@@ -75,10 +75,10 @@ class Limits:
 
 
 class Progress:
-    """Shows and records on rank 0; if not enabled, every method does nothing.
+    """Shows and records progress on rank 0; if not enabled, every method does nothing.
 
-    The folder is the run's. If it holds metrics.jsonl from before, the lines of steps that a
-    resumed run will repeat are removed. The speed counts `unit`, such as "tokens".
+    `folder` is the run's. If it already holds metrics.jsonl, the lines of steps that a resumed run
+    will repeat are removed. The speed is in `unit` per second, such as "tokens".
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Progress:
         self._start, self._shown = time.monotonic(), 0.0
         self._status = ""  # loss and speed
         self._details = ""  # the slowest rank, data, memory
-        self._validation = ""  # the metrics of the newest
+        self._validation = ""  # the metrics of the newest one
         self._bar: Bar | None = None
         self._file: TextIO | None = None
         self._enabled = enabled
@@ -97,16 +97,16 @@ class Progress:
             with may_be_lost(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 trackers.recorded = self._remove_later(limits.first_step)
-                self._file = self._metrics.open("a")  # a new one: an earlier process keeps its own
+                self._file = self._metrics.open("a")  # a new file: an earlier process keeps its own
             is_terminal = sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
             if is_terminal and is_installed("rich", "no progress bar, only lines"):
                 stderr = sys.stderr
                 with may_be_lost(folder, "no progress bar"):
                     self._bar = _open_bar(limits)
-                    _log_to(sys.stderr, instead_of=stderr)  # rich's: what is logged stands above
+                    _log_to(sys.stderr, instead_of=stderr)  # rich's: log lines appear above the bar
 
     def close(self) -> None:
-        """Draw loss.png, and close what the metrics go to."""
+        """Close the bar and the trackers, and draw loss.png."""
         if self._bar is not None:
             with may_be_lost(self._folder, "no progress bar"):
                 above = sys.stderr
@@ -116,7 +116,7 @@ class Progress:
             self.draw()
 
     def step(self, step: int) -> None:
-        """Note that a step is done; show it if the last one shown is some time ago."""
+        """Note that a step is done; show it if enough time has passed since the last one shown."""
         now = time.monotonic()
         is_due = now - self._shown >= (BAR_EVERY_S if self._bar else LINE_EVERY_S)
         if not self._enabled or not (is_due or step == self._limits.last_step):
@@ -134,7 +134,7 @@ class Progress:
                 self._bar.refresh()
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Append values to metrics.jsonl, and hand them to the trackers."""
+        """Append values to metrics.jsonl, and pass them to the trackers."""
         if not self._enabled:
             return
         if "loss" in values:
@@ -147,7 +147,7 @@ class Progress:
         if self._file is not None:
             with may_be_lost(self._folder):
                 line = {"step": step, **values, "time": round(time.time(), 3)}
-                self._file.write(json.dumps(line, default=float) + "\n")  # a task's can be tensors
+                self._file.write(json.dumps(line, default=float) + "\n")  # a task's may be tensors
                 self._file.flush()
         if self._trackers.record(step, values):
             self.draw()  # imports matplotlib now rather than at the end
@@ -165,7 +165,7 @@ class Progress:
                 os.fsync(self._file.fileno())
 
     def _remove_later(self, first_step: int) -> int:
-        """Remove the lines after a step; returns the last step that there was."""
+        """Remove the lines after a step; returns the last step recorded before."""
         lines = [*plot.read_metrics(self._metrics)]
         kept = [line for line in lines if line["step"] <= first_step]
         temporary = self._folder / ".metrics.jsonl"

@@ -24,9 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoint.State | None:
-    """Return the run's newest checkpoint, else the one that `resume: PATH` names, else None.
+    """Return the run's newest checkpoint, otherwise the one at `resume: PATH`, otherwise None.
 
-    `resume: never` holds for the first start of a run, not for its restarts after a failure.
+    `resume: never` applies to the first start of a run, not to its restarts after a failure.
     """
     if resume == "never" and not is_restart:
         if steps(folder):
@@ -41,10 +41,10 @@ def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoin
 
 
 def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | None) -> int:
-    """Return the samples of one process's micro-batch; log a global batch that had to be rounded.
+    """Return the size of one process's micro-batch; log a global batch that had to be rounded.
 
-    A run that is resumed by another number of processes keeps the config's global batch, else its
-    own; raises SettingsError if that does not divide.
+    A run that is resumed with another number of processes uses the config's global batch, or if
+    there is none, its previous one; raises SettingsError if that is not divisible.
     """
     each, shares = train.batch_size_on(world_size), world_size * train.grad_accumulation
     before = saved.progress["global_batch_size"] if saved and len(saved.ranks) != world_size else 0
@@ -88,7 +88,7 @@ def changes(before: Tree, now: Tree, prefix: str = "") -> Iterator[str]:
 def write_config(settings: Settings, folder: Path) -> None:
     """Write all settings of the run into config.yaml, which train.py accepts as a config.
 
-    Names those that the task has not read.
+    Warns of those that the task has not read.
     """
     if isinstance(settings, OwnTaskSettings):
         warn_unread(settings.model, settings.task)
@@ -101,7 +101,7 @@ def write_config(settings: Settings, folder: Path) -> None:
 def resume_line(environment: Environment, command: str | None) -> str:
     """Return the command that resumes this run, with its label.
 
-    `command` is the launcher's: None without one, and "" if it has none, as this is then.
+    `command` is the launcher's: None without a launcher, and "" if none resumes the run.
     """
     if command is None:
         dropped = "--local-rank", "--local_rank", "resume=never"

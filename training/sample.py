@@ -1,8 +1,8 @@
-"""Text from a checkpoint of the built-in model:
+"""Generate text with a checkpoint of the built-in model:
 
     python -m training.sample CHECKPOINT [--prompt TEXT] [--length N] [--temperature T] [--seed N]
 
-CHECKPOINT is a checkpoint, or the folder of a run, whose newest intact one is then taken.
+CHECKPOINT is a checkpoint, or the folder of a run, whose newest intact checkpoint is used.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def main(arguments: Sequence[str]) -> int:
 def load(folder: Path) -> tuple[GPT, Tokenizer]:
     """Return the model of a checkpoint and its tokenizer.
 
-    Raises CheckpointError without an intact checkpoint, SettingsError for another task's.
+    Raises CheckpointError if none is intact, and SettingsError if it is of another task.
     """
     state = checkpoint.load(folder)
     if state is None:
         raise CheckpointError(f"{folder} holds no checkpoint")
-    settings = state.progress["settings"]  # of which only these are needed, and need be valid here
+    settings = state.progress["settings"]  # only those used below must be valid
     if settings["task"] != BUILT_IN_TASK:
         raise SettingsError(f"{folder} is of the task {settings['task']}")
     shape = LanguageModel.model_validate(settings["model"])

@@ -1,6 +1,6 @@
-"""The config: typed, composed of layers, and refused in one line if it is wrong. Needs no torch.
+"""The config: typed, composed of layers, and if wrong, rejected in one line. Needs no torch.
 
-A config is YAML. `defaults: [distributed]` puts it on top of distributed.yaml in its own folder;
+A config is YAML. `defaults: [distributed]` puts it on top of distributed.yaml in the same folder;
 `key=value` arguments (`train.batch_size=8`) override both. Times are in seconds, sizes in bytes,
 intervals in optimizer steps.
 """
@@ -43,7 +43,7 @@ Positive = Annotated[float, Field(gt=0, le=10**9)]
 
 
 def _word_or_count(*words: str) -> PlainValidator:
-    """Take one of these words, or a whole number above 0."""
+    """Accept one of these words, or a whole number above 0."""
 
     def check(value: object) -> object:
         if value in words or (type(value) is int and 0 < value <= 10**15):
@@ -54,8 +54,8 @@ def _word_or_count(*words: str) -> PlainValidator:
 
 
 def _may_have_wandb_login(environ: Mapping[str, str]) -> bool:
-    """Whether wandb may find a login, or need none. Without one it would lose the metrics."""
-    # A rank's was checked where the run was launched.
+    """Return whether wandb may find a login, or need none; otherwise it would lose the metrics."""
+    # For a rank, the login was checked where the run was launched.
     names = ("RANK", "WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC")
     files = "~/.netrc", "~/_netrc", "~/.config/wandb/settings", "wandb/settings"
     return any(map(environ.get, names)) or any(map(os.path.exists, map(os.path.expanduser, files)))
@@ -65,7 +65,7 @@ NOTHING = ("", "null", "~")  # `key=null` unsets a setting
 
 
 class Section(BaseModel):
-    """A group of settings. Unknown keys and wrong types are errors; values do not change."""
+    """A group of settings. Unknown keys and wrong types are errors; values are immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -81,8 +81,8 @@ class LanguageModel(Section):
     heads: Count = 4
     width: Count = 128  # of the residual stream; a multiple of heads
     context: Count = 128  # tokens that each prediction sees
-    vocabulary: Count = 256  # at least that of the tokens; a text's are its bytes
-    ngrams: Annotated[int, Field(ge=0, le=8)] = 0  # embed the last 2 to so many tokens, too
+    vocabulary: Count = 256  # at least that of the tokens; for text, 256 (bytes)
+    ngrams: Annotated[int, Field(ge=0, le=8)] = 0  # also embed the last 2 to this many tokens
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     @model_validator(mode="after")
@@ -102,7 +102,7 @@ class Train(Section):
     learning_rate: Rate = 3e-4  # the peak, after the warm-up; a cosine to 0 follows
     warmup_steps: Interval = 0
     weight_decay: Rate = 0.1
-    compile: bool = False  # torch.compile, each block for itself
+    compile: bool = False  # torch.compile, each block separately
     activation_checkpointing: Annotated[Any, _word_or_count("none", "full")] = "none"
     clip_norm: Positive | None = 1.0  # of all gradients together; null: no limit
     log_every: Count = 10
@@ -119,9 +119,9 @@ class Train(Section):
         return self
 
     def batch_size_on(self, world_size: int) -> int:
-        """Return the samples of one process's micro-batch.
+        """Return the number of samples in one process's micro-batch.
 
-        A global batch that is not divisible becomes the nearest one that is.
+        A global batch that is not divisible is rounded to the nearest one that is.
         """
         if self.batch_size is not None:
             return self.batch_size
@@ -131,11 +131,11 @@ class Train(Section):
 
 class Checkpoint(Section):
     dir: str = "checkpoints"  # a run saves in <dir>/<run id>/
-    every: Interval = 0  # 0: by the clock and at the end alone
+    every: Interval = 0  # 0: only by the clock and at the end
     every_minutes: Rate = 10.0  # after the last save; 0: never
     snapshot_every: Interval = 0  # into memory that outlives the ranks; 0: never
     keep_last: Count = 3  # intact checkpoints; older ones are deleted, except the best
-    format: Literal["full", "sharded"] = "full"  # by rank 0 alone; each rank its part
+    format: Literal["full", "sharded"] = "full"  # by rank 0; or each rank its part
 
 
 class MixedPrecision(Section):
@@ -146,16 +146,16 @@ class MixedPrecision(Section):
 class Fsdp(Section):
     shard: Annotated[Any, _word_or_count("all", "node")] = "all"  # ranks that share a model
     reshard_after_forward: bool = True  # false: more memory, less traffic
-    cpu_offload: bool = False  # parameters wait in the CPU's memory
+    cpu_offload: bool = False  # keep parameters in the CPU's memory until needed
 
 
 class Distributed(Section):
     strategy: Annotated[str, AfterValidator(check_strategy)] = "auto"
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    join_timeout: Seconds = 300  # until all ranks must have joined
+    join_timeout: Seconds = 300  # for all ranks to join
     timeout: Seconds = 1800  # of one collective
     hang_seconds: Seconds | None = None  # a rank silent for longer is stuck; null: from its steps
-    find_unused_parameters: bool = False  # DDP's own, as the next two
+    find_unused_parameters: bool = False  # an option of DDP, as are the next two
     static_graph: bool = False
     bucket_cap_mb: Positive | None = None
     fsdp: Fsdp = Fsdp()
@@ -205,8 +205,8 @@ class OwnTaskSettings(Settings):
 
 
 def data_path(path: str | None) -> Path | None:
-    """Return the folder or file that data.path names for the built-in task. SettingsError: none."""
-    found = Path(os.path.expanduser(path)) if path else None  # unlike Path's, takes any ~name
+    """Return data.path's folder or file, for the built-in task; SettingsError if it is missing."""
+    found = Path(os.path.expanduser(path)) if path else None  # unlike Path's, accepts any ~name
     if found and not found.exists():
         raise SettingsError(f"data.path: there is no folder or file {found}; correct it")
     return found
@@ -228,8 +228,8 @@ def load(
 ) -> Settings:
     """Read a config, combine it with its defaults and the `key=value` overrides, and check it.
 
-    Raises SettingsError: one line that names the file (or "command line"), the key and the cure.
-    `environ` are this process's variables; None: none of them counts.
+    Raises SettingsError: one line that names the file (or "command line"), the key and the fix.
+    `environ` holds this process's variables; with None, no variable has an effect.
     """
     config = read_file(path)
     names = config.pop("defaults", [])
@@ -252,7 +252,7 @@ def load(
     try:
         settings = kind.model_validate(tree, context=environ)
     except ValidationError as error:
-        found = error.errors(include_url=False)  # a misspelt section is unknown, and is missing
+        found = error.errors(include_url=False)  # a misspelt section is both unknown and missing
         first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
         key = known = ".".join(map(str, first["loc"]))
         while known not in sources:
@@ -261,12 +261,12 @@ def load(
             f"{sources[known]}{line_of(sources[known], known)}: {key}: {_explain(first)}"
         ) from None
     limits = settings.distributed
-    # Where a config sets only timeout, join_timeout is raised to it: once it was both.
+    # If a config sets only timeout, join_timeout is raised to it: timeout used to be both.
     keys = "distributed.timeout", "distributed.join_timeout"
     set_by, join_by = (["", *layers].index(sources.get(key, "")) for key in keys)
     if set_by > join_by and limits.timeout > limits.join_timeout:
         limits = limits.model_copy(update={"join_timeout": limits.timeout})
-    # $HANG_SECONDS is left to each rank's beats, which read it, unless the setting was typed.
+    # Each rank's beats read $HANG_SECONDS; only a setting on the command line overrides it.
     typed = sources.get("distributed.hang_seconds") == COMMAND_LINE
     if environ and environ.get("HANG_SECONDS") and not typed:
         limits = limits.model_copy(update={"hang_seconds": None})
@@ -281,7 +281,7 @@ def _paths(tree: Tree, prefix: str = "") -> Iterator[str]:
 
 
 def _merge(below: Any, above: Any) -> Any:
-    """Return the settings of both; `above` wins."""
+    """Merge two layers of settings; `above` wins."""
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
     return below | {key: _merge(below.get(key), value) for key, value in above.items()}
@@ -303,7 +303,7 @@ def _read_overrides(overrides: Sequence[str]) -> Tree:
 
 
 def _parse(key: str, text: str) -> Any:
-    """Return text unchanged for a key of type str, else as a YAML scalar or list if it is one."""
+    """Return text unchanged for a key of type str, otherwise parsed if a YAML scalar or list."""
     if text in NOTHING:
         return None
     kind = KNOWN.get(key)
@@ -338,4 +338,4 @@ def _suggest(key: tuple[str, ...]) -> str:
     section: Any = Settings
     for name in key[:-1]:
         section = section.model_fields[name].annotation
-    return f"known here: {', '.join(section.model_fields)}"
+    return f"known keys: {', '.join(section.model_fields)}"

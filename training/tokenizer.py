@@ -1,6 +1,6 @@
-"""How text becomes tokens, by a name: bytes, tiktoken:gpt2, or tokenizers:FILE of Hugging Face's.
+"""Tokenizers by name: bytes, tiktoken:gpt2, or tokenizers:FILE for Hugging Face's library.
 
-tiktoken and tokenizers are installed by whoever uses them.
+Install tiktoken or tokenizers yourself if you use it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from training.config_file import SettingsError
 
 
 class Tokenizer:
-    """Text to tokens and back."""
+    """Converts text to tokens and back."""
 
     def __init__(self, name: str, folder: Path = Path()) -> None:
-        """Raises SettingsError if the library or the file is not there, or means nothing."""
+        """Raises SettingsError if the library or the file is missing, or the name is unknown."""
         self.name = name
         self._kind, _, self._model = name.partition(":")
         self.end: int | None = None  # the token between two documents
-        self.file: Path | None = None  # that it was read from
+        self.file: Path | None = None  # the file that it was read from
         if name == "bytes":
             self.vocabulary = 256
         elif self._kind == "tiktoken" and self._model:
@@ -36,7 +36,7 @@ class Tokenizer:
                 raise SettingsError(f"tokenizer {name}: there is no file {self.file}")
             try:
                 self._tokens = _import("tokenizers").Tokenizer.from_file(str(self.file))
-            except Exception as error:  # which is all that it says of a file of another kind
+            except Exception as error:  # its only type of error for a wrong file
                 raise SettingsError(f"tokenizer {name}: {error}") from None
             self.vocabulary = self._tokens.get_vocab_size()
             self.end = self._tokens.token_to_id("<|endoftext|>")
@@ -55,7 +55,7 @@ class Tokenizer:
         return list(self._tokens.encode(readable, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """Return the text of tokens; a model may know more, which mean nothing."""
+        """Return the text of tokens; ignores those that only the model has, which have no text."""
         tokens = [token for token in tokens if token < self.vocabulary]
         if self.name == "bytes":
             return bytes(tokens)

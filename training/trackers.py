@@ -1,9 +1,9 @@
-"""Where metrics go besides metrics.jsonl: what `tracking` of the config names. Rank 0 alone.
+"""Where metrics go besides metrics.jsonl: the config's `tracking`. Used only on rank 0.
 
     tracking: [tensorboard, wandb, my_module:MyTracker]
 
-A tracker of your own has the three methods of Tracker. A resumed run continues in the same
-place, with each step once.
+Your own tracker needs the three methods of Tracker. A resumed run continues in the same place, and
+records each step once.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ CLOSE_S = 300.0
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a tracker is told of a run."""
+    """What a tracker is given about a run."""
 
     run_id: str
     folder: Path  # logs/<run id>
     config: Mapping[str, Any]  # all settings
     hosts: Sequence[str]
-    first_step: int  # the steps after it come now
-    recorded: int = 0  # up to this step they have come before, from a process that went further
+    first_step: int  # this process records the steps after it
+    recorded: int = 0  # an earlier process already recorded the steps up to this one
 
     @property
     def commit(self) -> str:
-        """The git commit of the working directory, as run.json has it; empty: there is none."""
+        """The git commit of the working directory, as in run.json; empty if there is none."""
         words = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
         try:
             return subprocess.run(words, capture_output=True, text=True).stdout.strip()
@@ -48,29 +48,29 @@ class RunFacts:
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one run."""
+    """Receives the metrics of one run."""
 
     def start(self, facts: RunFacts) -> None:
-        """Begin, or continue where an earlier process of the run was."""
+        """Begin, or continue where an earlier process of the run stopped."""
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step."""
+        """Record the metrics of a step."""
 
     def close(self) -> None:
-        """Flush all: the process ends."""
+        """Flush everything: the process is about to exit."""
 
 
 class TensorBoard:
-    """Event files in logs/tensorboard/<run id>."""
+    """Writes event files in logs/tensorboard/<run id>."""
 
     def start(self, facts: RunFacts) -> None:
         # torch.utils.tensorboard does the same but takes 1.5 s to import.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        # Outside the run's folder: TensorBoard follows the link `latest` to that one.
+        # Not in the run's folder, which TensorBoard would find again through the link `latest`.
         self._events = EventFileWriter(str(facts.folder.parent / "tensorboard" / facts.folder.name))
-        begins = SessionLog(status=SessionLog.START)  # what is there of later steps does not count
+        begins = SessionLog(status=SessionLog.START)  # earlier events of later steps are ignored
         event = Event(step=facts.first_step + 1, wall_time=time.time(), session_log=begins)
         self._events.add_event(event)
 
@@ -87,13 +87,13 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases: one run for all starts; WANDB_PROJECT and its other variables hold."""
+    """Weights & Biases: one run for all starts; WANDB_PROJECT and its other variables apply."""
 
     def start(self, facts: RunFacts) -> None:
         import wandb
 
         self._recorded = facts.recorded
-        # Without a login it would ask for one, and wait.
+        # Without a login, wandb would ask for one and wait.
         stdin, sys.stdin = sys.stdin, io.StringIO()
         try:
             self._run = wandb.init(
@@ -107,7 +107,7 @@ class WandB:
             sys.stdin = stdin
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > self._recorded:  # it takes each step once
+        if step > self._recorded:  # wandb accepts each step once
             self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Trackers:
         self._has_begun, self.recorded = False, 0  # the latter for RunFacts
 
     def record(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Hand the metrics of a step to each; returns whether they have started for that."""
+        """Pass the metrics of a step to each tracker; returns whether this call started them."""
         is_first, self._has_begun = not self._has_begun, True
         if is_first:
             self._each(self._names, self._start)
@@ -141,7 +141,7 @@ class Trackers:
         deadline = time.monotonic() + CLOSE_S
         while closing.is_alive() and time.monotonic() < deadline:
             closing.join(1.0)
-            beat()  # a slow network does not make the run a stuck one
+            beat()  # a slow network must not look like a stuck run
         if closing.is_alive():
             _log.warning(f"trackers took over {CLOSE_S:g} s to close; the run ends [log-lost]")
         return self._has_begun

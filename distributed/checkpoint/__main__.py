@@ -2,7 +2,7 @@
 
     python -m distributed.checkpoint ls DIR             list the checkpoints of a run
     python -m distributed.checkpoint verify DIR         read them and compare with their manifests
-    python -m distributed.checkpoint export DIR FILE    write the weights alone, for torch.load,
+    python -m distributed.checkpoint export DIR FILE    write only the weights, for torch.load,
                                                         or into FILE.safetensors for others
     python -m distributed.checkpoint hash DIR           print one SHA-256 over the weights
 
@@ -46,7 +46,7 @@ def _describe(path: Path) -> str:
 
 def _weights(folder: Path) -> dict[str, Tensor]:
     state = load(folder, whole=False)
-    assert state is not None  # there is a checkpoint
+    assert state is not None  # main() found a checkpoint
     return dict(state.fetch({"model": state.model})["model"])
 
 

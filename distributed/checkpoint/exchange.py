@@ -1,7 +1,7 @@
-"""Copy each rank's part of a sharded snapshot to the next node: losing one node loses none.
+"""Copy each rank's part of a sharded snapshot to the next node, so that one node may be lost.
 
 The parts go from rank to rank, not over the node agents' links: those all lead to node rank 0,
-which would have to carry everybody's.
+which would have to relay every part.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..collectives import gather_json
 from .memory import BEGIN, Header, Memory, reused, whole_steps
 
 _PIECE = 1 << 22  # bytes
-_PATIENCE = timedelta(seconds=25)  # for one: all ranks begin after the same step
+_PATIENCE = timedelta(seconds=25)  # for one transfer: all ranks begin after the same step
 _log = logging.getLogger(__name__)
 
 
 class Neighbours:
-    """The ranks of the same local rank on the next node and on the one before.
+    """The ranks with the same local rank on the next node and on the previous one.
 
-    A rank that cannot reach them continues alone; they then wait for it once, and do the same.
+    A rank that cannot reach them continues without them; they wait for it once, then do the same.
     """
 
     def __init__(self) -> None:
-        """All ranks call it. There are none on a single node, or if nodes differ in their ranks."""
+        """All ranks call it. With one node, or unequal numbers of ranks, there are none."""
         self.moved = 0  # pieces
         step = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         everyone = gather_json(step)
@@ -47,15 +47,15 @@ class Neighbours:
             self._last = (dist.get_rank() - step) % world
 
     def meet(self) -> None:
-        """Wait until the exchange before is over on all ranks."""
+        """Wait until the previous exchange is over on all ranks."""
         if self._are_there:
             with self._may_be_lost():
                 dist.barrier(self._group)
 
     def exchange(self, mine: Memory, copies: Sequence[Memory]) -> None:
-        """Send a buffer to the next node, and keep the one of the node before in one of `copies`.
+        """Send a buffer to the next node, and keep the previous node's in one of `copies`.
 
-        It ends early if the program ends.
+        It stops early if the program exits.
         """
         if self._are_there:
             with self._may_be_lost():
@@ -78,10 +78,10 @@ class Neighbours:
 
 
 def agree(own: Sequence[Header], copies: Sequence[Header]) -> tuple[int, list[tuple[int, int]]]:
-    """Return the newest step of which every part is somewhere, or -1. All ranks call it.
+    """Return the newest step of which every part exists, or -1. All ranks call it.
 
-    And the ranks that lack their part of it, each with a rank that holds a copy. `own` are the
-    headers of this rank's parts, `copies` those of another's that it holds.
+    Also return the ranks that lack their part, each with a rank that holds a copy. `own` has the
+    headers of this rank's parts, `copies` those of the other rank's parts that it holds.
     """
     mine = [[(one.step, one.rank, one.holders) for one in some] for some in (own, copies)]
     rows = gather_json(mine)
@@ -104,7 +104,7 @@ def agree(own: Sequence[Header], copies: Sequence[Header]) -> tuple[int, list[tu
 def deliver(lacking: Sequence[tuple[int, int]], copy: Memory | None, own: Memory) -> None:
     """Send copies of lost parts to the ranks that need them. All ranks call it.
 
-    `lacking` has pairs of such a rank and the rank that holds `copy` of its part.
+    `lacking` pairs each of these ranks with the rank whose `copy` holds the lost part.
     """
     group = dist.new_group(backend="gloo")
     for rank, holder in lacking:
@@ -125,7 +125,7 @@ def _transfer(
 ) -> Iterator[None]:
     """Send a buffer and receive another; yields after each piece.
 
-    The header comes last, and completes the received one.
+    The header comes last, and makes the received buffer complete.
     """
 
     def swap(out: Tensor, into: Tensor) -> None:

@@ -4,14 +4,14 @@ Each run saves in its own folder, and only one live run at a time writes to it:
 
     step-200/            model.pt  optimizer.pt  ranks.pt  progress.json  manifest.json
     step-400/
-    step-300.damaged/    not what was written when a run read it; never counts
-    step-600.tmp-.../    being written, or left over from a process that died; never counts
+    step-300.damaged/    found damaged when a run read it; never used
+    step-600.tmp-.../    being written, or left over from a process that died; never used
     latest -> step-400
-    best -> step-200     the lowest validation loss, or the best of another metric, so far
+    best -> step-200     the lowest validation loss so far, or the best value of another metric
 
 A checkpoint is written under a temporary name, flushed to the disk, and only then renamed, so a
 folder named step-N is always complete. Its manifest holds the size and SHA-256 of each file, and
-of itself, because torch.load does not notice a flipped bit.
+its own SHA-256, because torch.load does not notice a flipped bit.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from torch import Tensor
 from ..lock import is_locked_here, update_link
 
 MANIFEST = "manifest.json"
-TENSORS = ("model", "optimizer", "ranks")  # in a file of torch.save each
+TENSORS = ("model", "optimizer", "ranks")  # each in its own file, written by torch.save
 FILES = {*(f"{name}.pt" for name in TENSORS), "progress.json"}
-INDEX = "index.pt"  # of a sharded checkpoint, whose parts are files besides those: see sharded.py
+INDEX = "index.pt"  # only in a sharded checkpoint, beside its parts: see sharded.py
 _PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 Content = Mapping[str, Any]
 _CHUNK = 1 << 22  # bytes
 _log = logging.getLogger(__name__)
-torch.serialization.add_safe_globals([codecs.encode])  # a part of pickled bytes; torch 2.5 knows it
+torch.serialization.add_safe_globals([codecs.encode])  # for bytes; torch 2.5 allows it already
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read or saved; one line that names the damage."""
+    """A checkpoint cannot be read or saved; the message is one line that names the damage."""
 
     fault = ""
 
@@ -62,10 +62,10 @@ class CheckpointError(RuntimeError):
 def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> None:
     """Write `<name>.pt` files and progress.json into a folder, and flush it to the disk.
 
-    `parts` are the manifest's entries of what the ranks have written and flushed there.
+    `parts` has the manifest's entries for files that the ranks have written and flushed there.
     """
     for name, content in tensors.items():
-        torch.save(getattr(content, "data", content), folder / f"{name}.pt")  # of Ranks
+        torch.save(getattr(content, "data", content), folder / f"{name}.pt")  # Ranks: packed
     (folder / "progress.json").write_text(json.dumps(progress))
     files = sorted(file for file in folder.iterdir() if file.name not in parts)
     entries = {**{file.name: entry_of(file) for file in files}, **parts}
@@ -77,13 +77,13 @@ def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> 
 
 
 def delete_leftovers(run_folder: Path) -> None:
-    """Delete what killed processes left behind; they take the space of the next checkpoint."""
+    """Delete what killed processes left behind: the next checkpoint needs the space."""
     for leftover in run_folder.glob("step-*.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)  # NFS keeps what somebody reads
+        shutil.rmtree(leftover, ignore_errors=True)  # NFS keeps a file that is open
 
 
 def entry_of(file: Path) -> dict[str, Any]:
-    """Return what the manifest says of a file."""
+    """Return the manifest's entry for a file."""
     return {"size": file.stat().st_size, "sha256": hash_file(file)}
 
 
@@ -97,18 +97,18 @@ def hash_file(file: Path) -> str:
 
 
 def pack(content: object) -> bytes:
-    """Return what torch.save makes of tensors and plain types."""
+    """Return tensors and plain types in the format of torch.save."""
     torch.save(content, file := io.BytesIO())
     return file.getvalue()
 
 
 def unpack(data: bytes) -> Any:
-    """Return what was packed, on the CPU; no code in a pickle runs."""
+    """Return the packed content, on the CPU; never runs code from a pickle."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 class Ranks(UserList[Any]):
-    """Each rank's own state, by rank. One is unpacked when it is asked for: there may be many."""
+    """Each rank's own state, by rank. Unpacked only on access, because there may be many."""
 
     def __getitem__(self, rank: Any) -> Any:
         one = self.data[rank]
@@ -116,7 +116,7 @@ class Ranks(UserList[Any]):
 
 
 def _hash_manifest(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's content, without that field."""
+    """Return the SHA-256 of a manifest's content without its field sha256."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -131,9 +131,9 @@ def commit(temporary: Path, final: Path) -> None:
 
 
 def prune(run_folder: Path, step: int, keep_last: int) -> None:
-    """Delete old checkpoints, and those of later steps, which the run repeats.
+    """Delete old checkpoints, and those of later steps, which the run will repeat.
 
-    Damaged ones stay: a warning names them.
+    Damaged ones are kept, with a warning.
     """
     scores = {}
     for folder in steps(run_folder):
@@ -152,7 +152,7 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
 
 
 def set_aside(damaged: Path) -> None:
-    """Rename a checkpoint: it no longer counts, and only a new one of the same step replaces it."""
+    """Rename a damaged checkpoint, so that it is ignored; replaces an earlier one of that step."""
     aside = damaged.with_name(f"{damaged.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)
     damaged.rename(aside)
@@ -160,7 +160,7 @@ def set_aside(damaged: Path) -> None:
 
 
 def export(weights: dict[str, Tensor], file: str) -> None:
-    """Write weights for torch.load, or for safetensors if the file's name ends in .safetensors.
+    """Write weights with torch.save, or as safetensors if the file's name ends in .safetensors.
 
     Raises CheckpointError if the package safetensors is missing.
     """
@@ -173,7 +173,7 @@ def export(weights: dict[str, Tensor], file: str) -> None:
         cause = f"{file} needs the package safetensors, which is not installed; pip install "
         raise CheckpointError(cause + "safetensors, or export to a .pt file") from None
     whole = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(whole, file, metadata={"format": "pt"})  # as other programs expect of torch's
+    save_file(whole, file, metadata={"format": "pt"})  # as other programs expect for torch
 
 
 def sync(path: Path) -> None:
@@ -181,17 +181,17 @@ def sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
-        if path.is_file():  # nobody reads it soon: leave the page cache to the training data
+        if path.is_file():  # not read again soon: leave the page cache to the training data
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
 
 
 def _delete(folder: Path) -> None:
-    """Delete a checkpoint. It is renamed first: a half deleted one must not count."""
+    """Delete a checkpoint. It is renamed first: a half-deleted one must not be used."""
     doomed = folder.with_name(f"{folder.name}.tmp-old")
     folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)  # else the next save does
+    shutil.rmtree(doomed, ignore_errors=True)  # if this fails, the next save deletes it
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -204,19 +204,19 @@ def steps(run_folder: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step that a checkpoint's folder is named after."""
+    """Return the step in the name of a checkpoint's folder."""
     return int(folder.name[5:])
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return the folder itself if it is a checkpoint, else those of the run, newest first."""
+    """Return the folder if it is a checkpoint, otherwise the checkpoints in it, newest first."""
     return [folder] if (folder / MANIFEST).exists() else steps(folder)[::-1]
 
 
 def read_newest(folder: Path) -> tuple[dict[str, bytes], Path, str]:
-    """Return the files and the folder of a run's newest intact checkpoint; and the damage, if any.
+    """Return the files and folder of a run's newest intact checkpoint; if none is, the damage.
 
-    There are no files if it has none. In this process's own run, those damaged are set aside.
+    Damaged ones that are newer are set aside if this process holds the run's lock.
     """
     damaged: dict[Path, str] = {}
     for candidate in candidates(folder):
@@ -236,7 +236,7 @@ def read_newest(folder: Path) -> tuple[dict[str, bytes], Path, str]:
 
 
 def read(folder: Path) -> dict[str, bytes]:
-    """Return the content of a checkpoint's files, b"" for a part, of which each rank reads some.
+    """Return the content of a checkpoint's files; b"" for a part, which the ranks read later.
 
     Raises CheckpointError if a file is not what was written.
     """
@@ -250,18 +250,18 @@ def _read_file(folder: Path, files: Content, name: str) -> bytes:
     content = b"" if is_part else (folder / name).read_bytes()
     found = hash_file(folder / name) if is_part else hashlib.sha256(content).hexdigest()
     if found != files[name]["sha256"]:
-        raise CheckpointError(f"{folder}/{name}: is not what was written (SHA-256)")
+        raise CheckpointError(f"{folder}/{name} differs from what was written (SHA-256)")
     return content
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest. CheckpointError: it is damaged, or a file's size differs."""
+    """Return the manifest. Raises CheckpointError if it is damaged, or if a file's size differs."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
         is_whole = manifest["version"] == 1 or manifest["sha256"] == _hash_manifest(manifest)
         others = {name for name in manifest["files"].keys() - FILES if not _PART.fullmatch(name)}
         if not is_whole or not manifest["files"].keys() >= FILES or others - {INDEX}:
-            raise CheckpointError(f"{folder}/{MANIFEST}: is not what was written")
+            raise CheckpointError(f"{folder}/{MANIFEST} differs from what was written")
         for name, entry in manifest["files"].items():
             status = (folder / name).lstat()
             if not stat.S_ISREG(status.st_mode):
@@ -275,15 +275,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's progress.json. CheckpointError: it is damaged, or its manifest is."""
+    """Return progress.json. Raises CheckpointError if it is damaged, or if the manifest is."""
     content = _read_file(folder, read_manifest(folder)["files"], "progress.json")
     return dict(json.loads(content))
 
 
 def score(folder: Path) -> float:
-    """Return how good a checkpoint is, lower is better: its `score`, else its validation loss.
+    """Return a checkpoint's `score`, or without one its validation loss; lower is better.
 
-    Infinity if it was saved with neither. Raises CheckpointError.
+    Infinity if it was saved with neither. Raises CheckpointError if it is damaged.
     """
     progress = read_progress(folder)
     found = progress.get("score", progress.get("validation_loss"))

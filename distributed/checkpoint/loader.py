@@ -1,4 +1,4 @@
-"""Load checkpoints, every rank together, and each rank's own state."""
+"""Load checkpoints on all ranks together, and each rank's own state."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .snapshots import newest_snapshot
 def load(folder: Path | str, *, whole: bool = True) -> State | None:
     """Load one checkpoint, or a run's newest intact one, on every rank.
 
-    Only rank 0 reads; the other ranks receive its bytes, so the folder need not be shared. But each
-    rank reads the parts of a sharded one: now, or if not `whole` later with `State.fetch`. After a
-    restart, a snapshot in memory counts, too. Tensors are on the CPU. Returns None if there is none
-    yet; CheckpointError: all are damaged, or a sharded one is not on a disk that this node shares.
-    Damaged ones are set aside if rank 0 has made its Saver before.
+    Only rank 0 reads; the other ranks receive its bytes, so the folder need not be shared. Every
+    rank reads parts of a sharded one: now, or later with `State.fetch` if not `whole`. A snapshot
+    in memory counts as well, after a restart. Tensors are on the CPU. Returns None if there is none
+    yet. Raises CheckpointError if all are damaged, or if this node cannot read a sharded one.
+    Damaged ones are set aside if rank 0 has already created its Saver.
     """
     folder = Path(folder)
     taken = newest_snapshot(folder)
@@ -67,7 +67,7 @@ def _broadcast(data: bytes | None) -> bytes:
 
 
 def gather_ranks(own: dict[str, Any]) -> files.Ranks:
-    """Return every rank's dictionary on rank 0, in order of rank, and none on the other ranks."""
+    """Return every rank's dictionary on rank 0, in order of rank, and nothing on the others."""
     gathered = gather_bytes(files.pack(own))
     return files.Ranks(gathered if own_rank() == 0 else [])
 
@@ -84,7 +84,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore an rng_state(). Call `iter(loader)` before it, because that may draw a number."""
+    """Restore an rng_state(). Call `iter(loader)` before it, because that may use the generator."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():

@@ -1,14 +1,14 @@
-"""The memory for a snapshot, and how it is laid out (no torch).
+"""The memory of a snapshot, and its layout (no torch).
 
 The node agent owns it, so it outlives the ranks. Each rank has two such buffers and fills them in
-turn: a rank that dies while it fills one leaves the other complete. Two more hold another node's
-rank's part of what is sharded.
+turn: a rank that dies while it fills one leaves the other complete. Two more hold the part of a
+sharded snapshot that belongs to a rank on another node.
 
     header      the step, how many ranks hold a part of it, the sizes, and a checksum
     tensors     the content of each, at a multiple of 64 bytes
-    rest        what torch.save makes of the state without that content
+    rest        the state without that content, as torch.save writes it
 
-A buffer counts as soon as its header is there; the checksum follows in the background.
+A buffer is valid as soon as its header is written; the checksum follows in the background.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-FILES = "SNAPSHOT_FILES"  # the variable in which the agent tells a rank where its buffers are
-BEGIN = 64  # of the tensors
+FILES = "SNAPSHOT_FILES"  # the variable in which the agent gives a rank its buffers
+BEGIN = 64  # where the tensors begin
 _MAGIC = b"snapshot"
 _HEADER = struct.Struct("<8s6q")
 
 
 class Header(NamedTuple):
-    """Of a buffer. Step -1: it holds nothing."""
+    """The header of a buffer. Step -1 means that the buffer is empty."""
 
     magic: bytes = _MAGIC
     step: int = -1
     holders: int = 0  # ranks that hold a part each; 1: rank 0 holds all
     rank: int = 0  # whose part it is
-    rest: int = 0  # where it begins
-    size: int = 0  # of all, in bytes
+    rest: int = 0  # where the rest begins
+    size: int = 0  # of everything, in bytes
     checksum: int = -1  # CRC-32 of all that follows the header; -1: not known yet
 
 
@@ -54,20 +54,20 @@ class Memory:
         return found if found.magic == _MAGIC else Header()
 
     def set_header(self, header: Header | None) -> None:
-        """Write the header; None: from now on it holds nothing."""
+        """Write the header, or with None mark the buffer as empty."""
         os.pwrite(self.fd, _HEADER.pack(*header) if header else bytes(_HEADER.size), 0)
 
 
 def reused(buffers: Sequence[AnyMemory], step: int) -> AnyMemory:
-    """Return the older buffer, or one of a later step, which the run takes again."""
+    """Return the older buffer, or one that holds a later step, which the run repeats."""
     held = {one.header().step: one for one in buffers}
     return held[min(held, key=lambda one: (one < step, one))]
 
 
 def whole_steps(held: Sequence[Mapping[int, int]]) -> list[int]:
-    """Return the steps of which no rank lacks its part.
+    """Return the steps for which no rank lacks its part.
 
-    `held` has each rank's steps, and how many ranks hold a part of each: 1, or all.
+    `held` maps each rank's steps to the number of ranks that hold a part of each: 1, or all.
     """
     return [
         step
@@ -77,7 +77,7 @@ def whole_steps(held: Sequence[Mapping[int, int]]) -> list[int]:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that are left on this machine, or to this process's group."""
+    """Return the bytes of memory free on this machine, or in this process's cgroup if less."""
     (kilobytes,) = re.findall(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
     free = [int(kilobytes) * 1024]
     with contextlib.suppress(OSError, ValueError, LookupError):  # another version of cgroups

@@ -1,4 +1,4 @@
-"""All that a training loop needs to continue, saved and loaded in one call each."""
+"""Save or load everything that a training loop needs to continue, in one call each."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def save(
     keep_last: int = 2,
     **progress: Any,
 ) -> None:
-    """Copy all that continues this loop, and save it in the background. All ranks call it.
+    """Copy what this loop needs to continue, and save it in the background. All ranks call it.
 
-    Rank 0 writes it alone; of a model that fsdp has sharded, each rank writes its part, on a disk
-    that all nodes share. Each rank's random state is part of it, and so is `progress`, which is
-    anything JSON has. Keeps the newest `keep_last`, and the one with the lowest `score`, if
-    progress has that. Call `finish` at the end. Raises what Saver does, TypeError for progress that
-    is not JSON, and CheckpointError if the save before has failed.
+    Only rank 0 writes, unless fsdp has sharded the model: then each rank writes its part, to a disk
+    that all nodes share. Each rank's random state is saved too, and so is `progress`: any values
+    that JSON can hold. Keeps the newest `keep_last`, and the one with the lowest `score`, if
+    `progress` has one. Call `finish` at the end. Raises the errors of Saver, TypeError if
+    `progress` is not JSON, and CheckpointError if the previous save failed.
     """
     told = {"step": step, **progress, "scaler": scaler.state_dict() if scaler else {}}
     json.dumps(told)
@@ -58,10 +58,10 @@ def save(
 def load(
     folder: Path | str, model: nn.Module, optimizer: Optimizer, *, scaler: GradScaler | None = None
 ) -> dict[str, Any] | None:
-    """Load what `save` has saved last, into all of these. All ranks call it.
+    """Load what `save` saved last into the given objects. All ranks call it.
 
-    It may have been saved with another number of ranks, or under another strategy; a rank that was
-    not there keeps its random state. Returns the progress, with the step, or None if the folder
+    It may have been saved with another number of ranks, or another strategy; a rank that did not
+    exist then keeps its random state. Returns the progress, with the step, or None if the folder
     holds no checkpoint yet. Raises CheckpointError if all are damaged.
     """
     state = loader.load(folder, whole=False)
@@ -78,7 +78,7 @@ def load(
     optimizer.load_state_dict(found["optimizer"])
     progress = dict(state.progress)
     scale = progress.pop("scaler", {})
-    if scaler and scale:  # else it was saved without one
+    if scaler and scale:  # none, if it was saved without a scaler
         scaler.load_state_dict(scale)
     if own_rank() < len(state.ranks):
         loader.set_rng_state(state.ranks[own_rank()]["rng"])
@@ -86,9 +86,9 @@ def load(
 
 
 def complete(code: int) -> None:
-    """Wait until what was saved is on the disk; if the run ends well, on every rank."""
+    """Wait until this rank's saves are on the disk; if the run ends well, those of every rank."""
     for saver in _savers().values():
         saver.wait()
         if code in (0, STOPPED):
-            barrier()  # no rank leaves while another still saves
+            barrier()  # no rank exits while another still saves
             beat(saved=saver.last_step)

@@ -1,4 +1,4 @@
-"""Save checkpoints in the background: rank 0 alone, or every rank its part."""
+"""Save checkpoints in the background: rank 0 saves everything, or each rank its part."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class State:
     optimizer: dict[str, Any]  # as optimizer.state_dict() returns it
     progress: dict[str, Any]  # step, position in the data and the like: anything JSON can hold
     ranks: Sequence[dict[str, Any]] = ()  # each rank's own state, such as its rng_state()
-    # Returns {"model": ..., "optimizer": ...} or one of them with the content of its meta tensors,
-    # which load() has left on the disk; of a DTensor, this rank's part.
+    # Returns {"model": ..., "optimizer": ...} or one of them, with the content of its meta tensors,
+    # which load() left on the disk; for a DTensor, this rank's part.
     fetch: Callable[[dict[str, Any]], dict[str, Any]] = dict
-    is_snapshot: bool = False  # it was in memory, and is perhaps not on the disk
+    is_snapshot: bool = False  # it was in memory, and may not be on the disk
 
     def __post_init__(self) -> None:
         for name in ("model", "optimizer", "progress"):
@@ -48,20 +48,20 @@ class State:
         len(self.ranks)
 
     def trees(self) -> dict[str, Any]:
-        """Return what holds tensors."""
+        """Return the fields that hold tensors."""
         return {"model": self.model, "optimizer": self.optimizer}
 
 
 class Saver:
-    """Saves a run's checkpoints in the background, one at a time; enable it on rank 0 alone.
+    """Saves a run's checkpoints in the background, one at a time; enable it only on rank 0.
 
     With `format` "full", rank 0 writes everything, and the other ranks' savers do nothing. With
     "sharded", every rank calls `save`, with tensors that may be DTensors, and writes its own part.
 
-    Keeps the newest `keep_last`, and the one with the lowest `progress["score"]`, or, without that,
-    `progress["validation_loss"]`. Call `wait` before the process exits. Raises Refused if another
-    live process saves in this folder or the folder is another job's, CheckpointError if it cannot
-    be written to, and ValueError for `keep_last` below 1 or an unknown format.
+    Keeps the newest `keep_last`, and the one with the lowest `progress["score"]`, or without a
+    score, `progress["validation_loss"]`. Call `wait` before the process exits. Raises Refused if
+    another live process saves in this folder or it belongs to another job, CheckpointError if it
+    cannot be written to, and ValueError for `keep_last` below 1 or an unknown format.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Saver:
         self.folder = run_folder = Path(run_folder)
         self.keep_last = keep_last
         self.enabled = enabled
-        self.last_step = -1  # to be saved
+        self.last_step = -1  # passed to save()
         self._memory: list[Tensor] = []  # for the copies; reused
         self._thread = threading.Thread()
         self._error: CheckpointError | None = None
@@ -116,15 +116,15 @@ class Saver:
         self._thread.start()
 
     def snapshot(self, step: int, state: State) -> None:
-        """Copy the state into the node agent's memory: a restart continues from the newest.
+        """Copy the state into the node agent's memory; a restart continues from the newest copy.
 
-        If a run fails or is stopped, the agent writes it as a checkpoint; a run that ends with code
-        0 must `save` its last state itself. Without an agent, there is no snapshot.
+        If a run fails or is stopped, the agent writes it as a checkpoint; a run that exits with
+        code 0 must `save` its last state itself. Without an agent, this does nothing.
         """
         if self.enabled or self._parts is not None:
             holders = count_ranks() if self._parts else 1
             about = {"folder": str(self.folder.absolute()), "keep_last": self.keep_last}
-            ranks = getattr(state.ranks, "data", state.ranks)  # packed, as they are
+            ranks = getattr(state.ranks, "data", state.ranks)  # still packed
             about |= {"progress": state.progress, "ranks": ranks}
             self.snapshots.take(step, holders, state.trees(), about)
 
@@ -134,14 +134,14 @@ class Saver:
             raise self._error
 
     def wait(self) -> None:
-        """Wait for the background save. Raises its CheckpointError."""
+        """Wait for the background save. Raises CheckpointError if it failed."""
         while self._thread.is_alive():
             self._thread.join(1.0)
             beat()
         self.check()
 
     def _copy(self, theirs: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors copied into memory of our own."""
+        """Return copies of the tensors, in memory of this saver."""
         if kinds_of(theirs) != kinds_of(self._memory):
             self._memory = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in theirs]
         copy_all(self._memory, theirs)
@@ -169,7 +169,7 @@ class Saver:
             self._error.fault = getattr(error, "fault", "")
 
     def _begin(self, temporary: Path) -> Path:
-        """Delete what killed processes left behind, and make the folder of the next checkpoint."""
+        """Delete what killed processes left behind, and create the next checkpoint's folder."""
         with self._lock.committing():
             files.delete_leftovers(self.folder)
         temporary.mkdir()

@@ -1,13 +1,13 @@
 """Sharded checkpoints: every rank writes its own part, through torch.distributed.checkpoint.
 
-    step-400/    the files of every checkpoint, but the tensors in model.pt and optimizer.pt have
-                 only names, types and shapes (torch's meta device), and their content is in
+    step-400/    the files of any checkpoint, but the tensors in model.pt and optimizer.pt have
+                 only names, types and shapes (torch's meta device); their content is in
       __0_0.distcp  __1_0.distcp ...    the parts, one from each rank
-      index.pt                          which tensor is where in the parts
+      index.pt                          where each tensor is in the parts
       .metadata                         the same as a pickle, for torch's own tools; not read here
 
-Ranks of any number and strategy read what they need from all parts. The import takes a while, so
-only those who need it import this.
+Any number of ranks, with any strategy, read what they need from all parts. The import is slow, so
+import this module only to read or write a sharded checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .snapshots import named_tensors
 
 Trees = dict[str, Any]  # "model" and "optimizer": what their state_dict() returned
 
-# What plans and the index consist of. A BytesStorageMetadata would have torch unpickle a part.
+# The types in plans and the index. A BytesStorageMetadata would make torch unpickle a part.
 _KINDS = {
     kind
     for module in (filesystem, metadata, planner, storage)
@@ -55,18 +55,18 @@ class Parts:
     """Writes this rank's part of each checkpoint. Every rank calls each method at the same time."""
 
     def __init__(self) -> None:
-        # Parts are written in the background. Two threads may start their collectives in another
-        # order on each rank, so these have a group of their own, and training's stays untouched.
+        # Parts are written in the background. The threads of a rank may start their collectives in
+        # a different order on each rank, so parts do not use training's process group.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._rank = own_rank()
-        self._shapes: dict[str, Any] | None = None  # that the plan was made for
-        self._packed: list[bytes] = []  # where each rank has put its tensors, the last time
+        self._shapes: dict[str, Any] | None = None  # for which the plan was made
+        self._packed: list[bytes] = []  # where each rank put its tensors last time
         self._results: list[Any] = []  # the same, unpacked
 
     def choose(self, trees: Trees) -> tuple[Trees, list[Tensor]]:
-        """Return the trees without their tensors' content, and what this rank is to write of it.
+        """Return the trees without their tensors' content, and the tensors that this rank writes.
 
-        What several ranks hold is written by one of them.
+        A tensor that several ranks hold is written by one of them.
         """
         tensors = dict(named_tensors(trees))
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
@@ -80,7 +80,7 @@ class Parts:
         return bare, [one.to_local() if hasattr(one, "to_local") else one for one in chosen]
 
     def _plan(self, tensors: dict[str, Tensor]) -> None:
-        """Plan who writes what: each rank for all, because torch's rank 0 would send pickles."""
+        """Plan who writes what. Each rank plans for all: torch's rank 0 would send pickles."""
         self._planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(tensors, is_coordinator=self._rank == 0)
         own = files.pack(self._planner.create_local_plan())
@@ -88,13 +88,13 @@ class Parts:
         plans, self._metadata = self._planner.create_global_plan(plans)
         plans = FileSystemWriter("").prepare_global_plan(plans)  # names the parts, in any folder
         self._planner.finish_plan(plans[self._rank])
-        self._planner.state_dict = {}  # else it would keep these tensors alive
+        self._planner.state_dict = {}  # otherwise it would keep these tensors alive
 
     def write(self, begin: Callable[[], Path], copies: Sequence[Tensor]) -> dict[str, Any]:
         """Write copies of the chosen tensors into the folder that `begin` returns on rank 0.
 
-        Returns the manifest's entries of all parts on rank 0, {} on the others. By then the parts
-        are on the disk. Raises CheckpointError on every rank if one fails.
+        Once the parts are on the disk, returns the manifest's entries for all of them on rank 0, {}
+        on the others. Raises CheckpointError on every rank if one fails.
         """
         named = self._tell(lambda: str(begin()).encode() if self._rank == 0 else b"")
         writer = FileSystemWriter(named[0].decode(), sync_files=False, per_thread_copy_ahead=0)
@@ -121,7 +121,7 @@ class Parts:
         return json.dumps(entries).encode() + b"\n" + files.pack(results)
 
     def _tell(self, do: Callable[[], bytes]) -> list[bytes]:
-        """Do something on every rank; return all results, or raise the error of one that failed."""
+        """Call `do` on every rank; return all results, or raise the error of a rank that failed."""
         try:
             mine = b"+" + do()
         except Exception as error:
@@ -137,7 +137,7 @@ class Parts:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans with the tensors themselves, and has copies of them written."""
+    """Plans with the tensors themselves, but writes copies of them."""
 
     copies: dict[metadata.MetadataIndex, Tensor]
 
@@ -146,9 +146,9 @@ class _Planner(DefaultSavePlanner):
 
 
 def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
-    """Return what reads trees of meta tensors: whole ones onto the CPU, this rank's of a DTensor.
+    """Return a function that reads meta tensors onto the CPU, and this rank's part of each DTensor.
 
-    Raises CheckpointError if this node does not see the folder.
+    Raises CheckpointError if this node cannot see the folder.
     """
     _check_shared(folder)
     found: metadata.Metadata = files.unpack(index)
@@ -171,6 +171,6 @@ def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
 
 def _check_shared(folder: Path) -> None:
     if not folder.is_dir():
-        cause = f"{folder} is not there on {socket.gethostname()}; a sharded checkpoint needs a "
+        cause = f"{folder} does not exist on {socket.gethostname()}; a sharded checkpoint needs a "
         cause += "folder on a disk that all nodes share"
         raise with_fault(CheckpointError, "dir-not-shared", cause)

@@ -25,33 +25,33 @@ from .files import pack, unpack
 from .memory import BEGIN, FILES, Header, Memory, reused
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
-_MARK = "\0tensor "  # stands for a tensor in the trees: many take long to pack
+_MARK = "\0tensor "  # stands for a tensor in the trees: packing many is slow
 _ALIGN = 64
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank holds of a state, as it was read."""
+    """One rank's part of a state, as it was read."""
 
     step: int
     holders: int
     folder: str  # the run's
     keep_last: int
     trees: dict[str, Any]  # "model" and "optimizer", their tensors on the meta device
-    contents: dict[str, Tensor]  # by name, such as optimizer.state.0.step; of a DTensor, the part
-    shared: set[str]  # names of those of which each rank holds a part
+    contents: dict[str, Tensor]  # by name, such as optimizer.state.0.step; for a DTensor, the part
+    shared: set[str]  # names of the tensors of which each rank holds a part
     progress: dict[str, Any]
-    ranks: list[Any]  # as they were gathered
+    ranks: list[Any]  # each rank's own state, as gathered
 
     def content(self) -> dict[str, bytes]:
-        """Return the files of a checkpoint; the tensors are in them where rank 0 holds them all."""
+        """Return the files of a checkpoint; they hold the tensors if rank 0 has all of them."""
         trees = self.fetch(self.trees) if self.holders == 1 else self.trees
         tensors = {**trees, "ranks": self.ranks}
         packed = {f"{name}.pt": pack(content) for name, content in tensors.items()}
         return {**packed, "progress.json": json.dumps(self.progress).encode()}
 
     def fetch(self, trees: dict[str, Any]) -> dict[str, Any]:
-        """Return trees of meta tensors and DTensors with their content. All holders call it."""
+        """Fill trees of meta tensors and DTensors with their content. All holders call it."""
         names = iter([name for name, _ in named_tensors(trees)])
         return dict(tree_map_only(Tensor, lambda one: self._content(next(names), one), trees))
 
@@ -69,7 +69,7 @@ class Snapshot:
 
 
 def merge(parts: Sequence[Snapshot]) -> Snapshot:
-    """Return what all holders of a snapshot have, by rank, as one that a single rank holds."""
+    """Join the parts of a snapshot, in order of rank, into one that a single rank holds."""
     wholes = dict(named_tensors(parts[0].trees))
     contents = {
         name: _join([part.contents[name] for part in parts], wholes[name])
@@ -79,7 +79,7 @@ def merge(parts: Sequence[Snapshot]) -> Snapshot:
 
 
 def _join(rows: Sequence[Tensor], whole: Tensor) -> Tensor:
-    """Join the rows of each rank into one tensor; drop the replicas that follow them."""
+    """Join the rows of each rank into one tensor; drop the replicas that follow."""
     return torch.cat([one.flatten() for one in rows])[: whole.numel()].view(whole.shape)
 
 
@@ -89,12 +89,12 @@ class Buffer(Memory):
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
         self._memory: mmap.mmap | None = None  # up to the end of the tensors
-        self._views: list[Tensor] = []  # of the tensors' places
+        self._views: list[Tensor] = []  # one for each tensor's place in it
 
     def write(
         self, step: int, holders: int, tensors: Sequence[Tensor], rest: bytes, rank: int = 0
     ) -> None:
-        """Fill the buffer; it is empty until all is there. `seal` completes it."""
+        """Fill the buffer; it counts as empty until it is full. `seal` completes it."""
         self.set_header(None)
         end = _offsets(tensors)[-1]
         if kinds_of(tensors) != kinds_of(self._views):
@@ -113,25 +113,25 @@ class Buffer(Memory):
         self.set_header(header._replace(checksum=self._checksum(header)))
 
     def _checksum(self, header: Header) -> int:
-        # write()'s, where there is one: to map anew would hold up the next step.
+        # Reuse the mapping of write(), if any: a new one would delay the next step.
         memory = self._memory or mmap.mmap(self.fd, header.rest, prot=mmap.PROT_READ)
         checksum = zlib.crc32(memoryview(memory)[BEGIN : header.rest])
         return zlib.crc32(os.pread(self.fd, header.size - header.rest, header.rest), checksum)
 
     def about(self) -> dict[str, Any] | None:
-        """Return all but the tensors; None if the buffer is empty or damaged."""
+        """Return everything but the tensors; None if the buffer is empty or damaged."""
         header = self.header()
         if header.step < 0 or header.checksum not in (-1, self._checksum(header)):
             return None
         return dict(unpack(os.pread(self.fd, header.size - header.rest, header.rest)))
 
     def read(self, rest: dict[str, Any]) -> Snapshot:
-        """Return what the buffer holds besides `about()`, in memory of its own."""
+        """Return the snapshot, copied out of the buffer; `rest` is the result of `about()`."""
         header = self.header()
         memory = mmap.mmap(self.fd, header.rest, mmap.MAP_PRIVATE)
         places = [torch.empty(shape, dtype=t, device="meta") for shape, t in rest["places"]]
         wholes = [one.new_empty(s) for one, s in zip(places, rest["shapes"], strict=True)]
-        # Clones, because torch.save() would write all that views share.
+        # Clones, because torch.save() would write all the memory that views share.
         contents = [one.clone() for one in _views(memory, places)]
 
         def put_back(leaf: str) -> str | Tensor:
@@ -153,7 +153,7 @@ class Buffer(Memory):
 
 
 class Snapshots:
-    """One rank's two buffers, and two for another's part; none without a node agent."""
+    """One rank's two buffers, and two for another rank's part; none without a node agent."""
 
     def __init__(self) -> None:
         opened = _open_buffers()
@@ -162,9 +162,9 @@ class Snapshots:
         self._sealing = threading.Thread()
 
     def take(self, step: int, holders: int, trees: dict[str, Any], about: dict[str, Any]) -> None:
-        """Copy a state into the older buffer, or one of a later step, which it takes again.
+        """Copy a state into the older buffer, or one of a later step, which the run repeats.
 
-        `about` are Snapshot's other fields. Raises ValueError for a DTensor that is not sharded by
+        `about` has Snapshot's other fields. Raises ValueError for a DTensor that is not sharded by
         rows.
         """
         if not self._buffers:
@@ -186,7 +186,7 @@ class Snapshots:
             "shared": shared,
         }
         self.finish()
-        if self._neighbours is not None:  # nobody may overwrite what another still lacks
+        if self._neighbours is not None:  # no rank may overwrite what another still lacks
             self._neighbours.meet()
         older = reused(self._buffers, step)
         older.write(step, holders, parts, pack(rest), dist.get_rank() if holders > 1 else 0)
@@ -203,7 +203,7 @@ class Snapshots:
             self._neighbours.exchange(taken, self._copies)
 
     def finish(self) -> None:
-        """Wait for the last one's checksum and copy, which shows progress while parts arrive."""
+        """Wait for the last snapshot's checksum and copy; report progress while parts arrive."""
         while self._sealing.is_alive():
             moved = self._neighbours.moved if self._neighbours else 0
             self._sealing.join(1.0)
@@ -212,10 +212,10 @@ class Snapshots:
 
 
 def newest_snapshot(folder: Path) -> Snapshot | None:
-    """Return this rank's part of a run's newest snapshot of which no part is missing.
+    """Return this rank's part of a run's newest complete snapshot.
 
-    A part that its own node has lost comes from the node that has a copy of it. If rank 0 holds
-    all, the other ranks get None. All ranks call it.
+    A part that was lost with its node comes from the node that holds a copy. If rank 0 holds
+    everything, the other ranks get None. All ranks call it.
     """
     if FILES not in os.environ:
         return None
@@ -226,7 +226,7 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
         [buffer.header() for buffer, _ in copies.values()],
     )
     for step, (buffer, _) in (*own.items(), *copies.items()):
-        if step > newest:  # other ranks lack it, and will take this step again
+        if step > newest:  # other ranks lack it, so the run repeats this step
             buffer.set_header(None)
     if lacking:
         copy = copies[newest][0] if newest in copies else None
@@ -239,7 +239,7 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
 
 
 def _of_run(folder: Path, buffers: Sequence[Buffer]) -> dict[int, tuple[Buffer, dict[str, Any]]]:
-    """Return the buffers that hold something of a run, and what is no tensor, by step."""
+    """Return the buffers with a snapshot of a run, each with its `about()`, by step."""
     found = ((one, one.about()) for one in buffers)
     return {
         one.header().step: (one, rest)
@@ -279,7 +279,7 @@ def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def kinds_of(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """Return what must be equal for one's memory to hold the other's content."""
+    """Return shapes and types; tensors with equal ones fit into each other's memory."""
     return [(one.shape, one.dtype) for one in tensors]
 
 
@@ -292,7 +292,7 @@ def _offsets(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _views(memory: mmap.mmap, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors like these in the bytes of a buffer, which they keep open."""
+    """Return tensors like these whose content is in a buffer, which they keep mapped."""
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     return [
         whole[start : start + one.nbytes].view(one.dtype).view(one.shape)

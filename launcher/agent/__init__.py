@@ -1,1 +1,1 @@
-"""The node agent: forks the ranks of one node, watches them, and agrees with the others."""
+"""The node agent: forks and watches one node's ranks, and agrees on the outcome with the others."""

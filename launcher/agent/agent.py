@@ -1,8 +1,8 @@
-"""The agent of one node: fork the ranks from one import of torch, watch them, end them together.
+"""The agent of one node: it imports torch once, forks the ranks, watches them, and ends them.
 
-It takes torchrun's parser, error files, store and environment variables from torch. Rendezvous is
-static: node rank 0 serves the store, and ranks follow node ranks. What needs more than that
-(elastic node counts, etcd, ...) is handed to torch's own elastic agent.
+It uses torchrun's parser, error files, store and environment variables. Rendezvous is static: node
+rank 0 serves the store, and ranks are numbered in node rank order. Options that need more than that
+(elastic node counts, etcd, ...) are left to torch's own elastic agent.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from launcher.text import OwnEnviron
 from launcher.wire import limits
 from launcher.wire.messages import Assignment, Membership, Verdict
 
-load_dynamo()  # here once, not in each rank
+load_dynamo()  # once here, not in each rank
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 
 
 def run_agent(arguments: list[str], environ: OwnEnviron, supervisor: SupervisorLink) -> int:
-    """Run as the agent; returns an exit code if no rank was started, otherwise exits.
+    """Run as the agent, and exit. Returns an exit code only if this agent does not join a run.
 
-    Each forked rank leaves this function by SystemExit (launcher/agent/rank/program.py). `environ`
-    is this process's own, which the ranks inherit.
+    Each forked rank raises SystemExit through this function (launcher/agent/rank/program.py).
+    `environ` is this process's own environment, which the ranks inherit.
     """
     try:
         args, beyond_static = parse(arguments, environ)
@@ -78,7 +78,7 @@ def run_agent(arguments: list[str], environ: OwnEnviron, supervisor: SupervisorL
     except Refused as refused:
         say(str(refused))
         code = REFUSED
-    os._exit(code)  # nothing of torch's needs its 0.6 s of taking down here
+    os._exit(code)  # skip torch's cleanup, which takes 0.6 s and is not needed
 
 
 class NodeAgent:
@@ -87,7 +87,7 @@ class NodeAgent:
     def __init__(
         self, args: Arguments, typed: list[str], meeting: Meeting, supervisor: SupervisorLink
     ) -> None:
-        """Raises Refused if the run's folder cannot be written, or a live process has it."""
+        """Raise Refused if the run's folder is not writable, or belongs to a live process."""
         self.args, self.typed, self.supervisor = args, typed, supervisor
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
@@ -98,12 +98,12 @@ class NodeAgent:
         self.error_files = args.log_dir or Path(tempfile.mkdtemp())
         self.restarts = Restarts(args.max_restarts, self.heartbeats)
         self.outputs = Outputs(args)
-        self.signals: list[int] = []  # that came from outside
-        self.is_spare = True  # so far
+        self.signals: list[int] = []  # received from outside this run
+        self.is_spare = True  # until it has ranks
         self._take_part(meeting)
 
     def _take_part(self, meeting: Meeting) -> None:
-        """Take what this agent is assigned in the next attempt; raises Refused."""
+        """Apply this agent's assignment for the next attempt. Raises Refused."""
         own, args = meeting.assignment, self.args
         own_port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
         own = replace(own, address=own.address or args.master_addr, port=own.port or own_port)
@@ -118,8 +118,8 @@ class NodeAgent:
             self.network = nccl_network.prepare(
                 self.folder, own.node_rank, len(own.hosts), args.environ
             )
-        self.store: TCPStore | None = None  # a fresh one: the old one's keys would mislead ranks
-        args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # for locks (RunLock)
+        self.store: TCPStore | None = None  # a new one: keys of the old one would mislead ranks
+        args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # read by RunLock
         if own.node_rank == 0 and len(own.hosts) > 1:
             self.snapshots.outgoing.begin()
         if self.folder is not None and own.node_rank == 0 and self.restarts.record is None:
@@ -147,12 +147,12 @@ class NodeAgent:
     # --- one attempt after another ------------------------------------------------------------
 
     def run(self) -> int:
-        """Run the ranks to their end; returns the run's exit code."""
+        """Run one attempt after another until the run ends. Returns its exit code."""
         while True:
             attempt = self._begin_attempt()
             facts, verdict = attempt.facts, attempt.watch(self.outputs)
             if self.own.node_rank == 0 and verdict.outcome.code and not self.may_go_on_elsewhere:
-                # What all nodes are to put together if no attempt follows.
+                # The parts that all nodes will combine into a checkpoint if no attempt follows.
                 saved_step = self.heartbeats.reached()[0]
                 parts = self.snapshots.find_parts(facts.nodes.values(), saved_step)
                 verdict = replace(verdict, parts=parts)
@@ -168,23 +168,23 @@ class NodeAgent:
 
     @property
     def may_go_on_elsewhere(self) -> bool:
-        """Whether other agents may make another attempt without this one."""
+        """Whether other agents may start another attempt without this one."""
         team = self.meeting.team
         return self.args.min_nodes > 0 and not (self.is_last or (team and team.is_majority))
 
     def _begin_attempt(self) -> Attempt:
-        """Fork the ranks."""
+        """Fork the ranks of the next attempt."""
         self.restarts.begin_attempt()
         args, own, meeting = self.args, self.own, self.meeting
         hosts, peers = own.hosts, meeting.peers
         ranks = [] if self.is_spare else self._fork_ranks()
-        if meeting.listener is not None:  # on the very same socket as the agents met
+        if meeting.listener is not None:  # serve the store where the agents met
             with without_noise(2, is_debug=args.is_debug):
                 self.store = serve_store(own.address, own.port, meeting.listener.detach())
         host = "" if self.is_spare else hosts[own.node_rank]
         here = NodeRanks(ranks, self.heartbeats, own.node_rank, host)
         for peer in meeting.everyone():
-            # It may have waited long for the others, and be about to save the lost node's snapshot.
+            # The peer may have waited for others, and may first save the lost node's snapshot.
             peer.heard = time.monotonic() + (args.grace_s if meeting.took_over else 0)
         return Attempt(
             here,
@@ -205,11 +205,11 @@ class NodeAgent:
         return fork_ranks(self.args.program, self.own, self.outputs, given, held)
 
     def _variables(self, local_rank: int) -> dict[str, str]:
-        """Return what a rank is given."""
+        """Return the environment variables for a rank."""
         return {
             **variables_of(self.args, self.own, local_rank, self.error_files),
             **self.snapshots.variables(local_rank),
-            **(self.network.variables if local_rank == 0 else {}),  # none but on node rank 0
+            **(self.network.variables if local_rank == 0 else {}),  # empty except on node rank 0
             "HEARTBEAT_FILE": self.heartbeats.name(local_rank),
         }
 
@@ -224,10 +224,10 @@ class NodeAgent:
     # --- after an attempt ---------------------------------------------------------------------
 
     def _go_on(self, facts: Facts, verdict: Verdict) -> bool:
-        """Take part in the attempt that follows one that has ended; False: none does."""
+        """Take part in the next attempt. Returns False if there is none."""
         team, first = self.meeting.team, verdict.outcome.failure
         can_follow = not (self.is_last or facts.signals)
-        if team is not None:  # it decides for all
+        if team is not None:  # node rank 0 decides for all nodes
             parts = self._restart(team, facts, first) if first and can_follow else {}
             team.tell(parts, verdict)
             return bool(parts)
@@ -243,14 +243,14 @@ class NodeAgent:
                 if followed.team is not None:
                     self.restarts.has_begun = True
                     self._note_restart(losses[0], -1, [losses[0].host], followed.took_over)
-                # Node rank 0 is not there to do it.
+                # Save the snapshot here, because the old node rank 0 is gone.
                 saved = self.heartbeats.reached()[0]
                 self.snapshots.save(saved, is_first_node=False, limit_s=self.args.grace_s)
         return followed is not None
 
     def _restart(self, team: Team, facts: Facts, first: Failure) -> Mapping[int, Assignment]:
-        """On node rank 0, take part in another attempt; returns all parts, none if it ends here."""
-        busy = team.peers.keys() - facts.nodes.keys()  # their ranks have not ended
+        """On node rank 0, begin another attempt. Returns all assignments, or none if it cannot."""
+        busy = team.peers.keys() - facts.nodes.keys()  # nodes whose ranks still run
         for node_rank in busy if team.min_nodes else ():
             team.peers.pop(node_rank).close()
         team.beat(self._on_lost_spare)
@@ -262,7 +262,7 @@ class NodeAgent:
             return {}
         lost = [team.members[node_rank].host for node_rank in team.lost]
         replaced = team.refill() if lost else []
-        # Another port: whoever is still on the way to the old store would mislead the new ranks.
+        # A new port: a process that connects late to the old store would mislead the new ranks.
         address, listener = self.own.address, checkin.listen(self.own.address, 0)
         parts = team.assign(self.own.attempt + 1, address, listener.getsockname()[1])
         own = parts[self.args.node_rank]
@@ -287,7 +287,7 @@ class NodeAgent:
         self._tell_membership()
 
     def _tell_membership(self) -> None:
-        """Tell the launcher which nodes the run continues with."""
+        """Report to the launcher which nodes the run continues with."""
         if (team := self.meeting.team) is not None:
             nodes = [member.node_id for member in (*team.members, *team.spares)]
             membership = Membership(self.own.attempt, nodes)
@@ -296,9 +296,9 @@ class NodeAgent:
     # --- the end ------------------------------------------------------------------------------
 
     def _keep_snapshot(self, verdict: Verdict, *, is_told: bool) -> Outcome:
-        """Write what is newer in memory than on the disk as a checkpoint, for a later start."""
+        """Save a snapshot that is newer than the last checkpoint, for a later start to resume."""
         outcome, limit_s = verdict.outcome, self.args.grace_s
-        if self.signals:  # the ranks have had GRACE; supervisor and launchers wait longer
+        if self.signals:  # the ranks have used up GRACE; supervisor and launchers wait longer
             limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
         if outcome.code != 0 and is_told and 0 in self.meeting.peers:
             parts = None if self.is_spare else verdict.parts
@@ -318,7 +318,7 @@ class NodeAgent:
             shutil.rmtree(self.error_files, ignore_errors=True)
         self.restarts.end(outcome.code)
         control, is_open = self.supervisor.control, self.outputs.is_line_open
-        if is_told and (control is not None or self.args.is_in_step):  # to the same terminal
+        if is_told and (control is not None or self.args.is_in_step):  # node rank 0 reports it
             return
         if shows_no_rank(self) and outcome.code == 0:
             self.outputs.say("the run has ended with code 0")
@@ -328,7 +328,7 @@ class NodeAgent:
         outcome = replace(outcome, started=self.started, run_id=run_id, command=command)
         folder = self.folder and self.folder.path
         if folder and self.own.node_rank and (folder / "run.json").exists():
-            folder = None  # node rank 0's, on a shared disk
+            folder = None  # on a shared disk, node rank 0 keeps it
         report_outcome(outcome, control, is_line_open=is_open, folder=folder)
 
 
@@ -339,6 +339,6 @@ def shows_no_rank(agent: NodeAgent) -> bool:
 
 
 def resume_command(args: Arguments, *, has_saved: bool) -> str:
-    """Return what resumes the run; nothing for a program that may not be able to resume."""
+    """Return the command that resumes the run; empty if the program may not be able to resume."""
     can_resume = has_saved or os.path.realpath(args.program.name) == TRAIN
     return args.command if can_resume else ""

@@ -1,8 +1,8 @@
-"""One attempt at running this node's ranks, from the fork to the last of them.
+"""One attempt at running this node's ranks, from the fork until the last one exits.
 
-Events come in (output, deaths, signals, messages of other nodes' agents, time); one verdict comes
-out, the same on every node. The attempt records what it sees and acts on it; what the facts mean
-is decided in launcher/agent/facts.py, launcher/outcome.py and launcher/agent/diagnosis/stuck.py.
+The attempt handles events (output, exits, signals, messages of other nodes' agents, time) and ends
+with one verdict, the same on every node. It records facts and acts on them; what they mean is
+decided in launcher/agent/facts.py, launcher/outcome.py and launcher/agent/diagnosis/stuck.py.
 """
 
 from __future__ import annotations
@@ -51,35 +51,35 @@ class Attempt:
     ranks: NodeRanks
     peers: dict[int, Link]
     supervisor: socket.socket  # its other end closes when the supervisor dies
-    facts: Facts  # the signals in it also came since the attempt before
+    facts: Facts  # its signals include those received between attempts
     grace_s: float  # for the ranks to save, after a request to stop
-    verdict_s: float  # after a failure, when all is over here: for other nodes, twice for the first
+    verdict_s: float  # node rank 0's wait for other nodes after a failure; theirs is twice that
     query: Query
     snapshots: Snapshots
     on_beat: Callable[[], None]  # what the agent does every BEAT_S
 
     def __post_init__(self) -> None:
-        self.is_first_node = self.ranks.node_rank == 0  # its agent decides
+        self.is_first_node = self.ranks.node_rank == 0  # whose agent decides for all
         self.interrupts = Interrupts()
         self.selector = selectors.DefaultSelector()
         self.stragglers: dict[int, RankState] = {}  # of the other nodes, on node rank 0
-        self.term = Deadline()  # SIGTERM to the ranks here
-        self.kill = Deadline()  # SIGKILL to all that descends from here
-        self.rest_s = 0.0  # before the next turn, where output comes in small pieces
-        self.partial = Deadline()  # to see to lines that have not ended
-        self.over = Deadline()  # no more waiting for the other nodes
+        self.term = Deadline()  # when to send SIGTERM to the ranks here
+        self.kill = Deadline()  # when to send SIGKILL to all descendants
+        self.rest_s = 0.0  # pause before the next turn, if output comes in small pieces
+        self.partial = Deadline()  # when to show unfinished lines
+        self.over = Deadline()  # when to stop waiting for the other nodes
         self.notice = Notice(self.ranks, self.facts, self.query.show)
 
     # --- the event loop -------------------------------------------------------------------------
 
     def watch(self, outputs: Outputs) -> Verdict:
-        """Handle events until every rank here has ended and all nodes agree on how."""
+        """Handle events until every rank here has exited and all nodes agree on the verdict."""
         wake, waker = socket.socketpair()
         waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno())
         self._listen_to(wake, lambda: wake.recv(4096))
         self._listen_to_all()
-        processes.outlive_parent()  # the loop sees the supervisor's death, and ends all the rest
+        processes.outlive_parent()  # the loop notices the supervisor's death, and ends the ranks
         beat = Deadline()
         beat.set_within(0.0)
         while not self._is_over():
@@ -131,7 +131,7 @@ class Attempt:
         self.selector.register(source, selectors.EVENT_READ, handle)
 
     def _on_time(self) -> None:
-        """Do what is due: SIGTERM to the ranks, then SIGKILL to all that descends from here."""
+        """Do what is due: SIGTERM to the ranks, then SIGKILL to all descendants."""
         if self.term.take():
             for each in self.ranks.living():
                 if each.error_file.exists():  # it has raised, and is about to exit
@@ -148,7 +148,7 @@ class Attempt:
             self._end_ranks(suspect)
 
     def _is_over(self) -> bool:
-        """True when every rank here has ended and nothing more is to be heard from other nodes."""
+        """Whether every rank here has exited and nothing more is expected from other nodes."""
         if self.ranks.living():
             return False
         has_all = self.is_first_node and self.peers.keys() <= self.facts.nodes.keys()
@@ -184,7 +184,7 @@ class Attempt:
             self.send_all(self.facts.end_of_node(saved_step, *self.snapshots.parts()))
 
     def _fail(self, first: Failure) -> None:
-        """Record a failure, and end the ranks of all nodes; those that are asked to may save."""
+        """Record a failure, and end the ranks of all nodes; after a stop request they may save."""
         self._record_failure(first)
         if self.facts.asked:
             self.kill.set_within(self.grace_s)
@@ -201,7 +201,7 @@ class Attempt:
     # --- stop requests --------------------------------------------------------------------------
 
     def _on_signal(self, signum: int, _frame: object) -> None:
-        """Pass a stop signal on, so that the ranks can save first; a second Ctrl-C kills."""
+        """Forward a stop signal, so that the ranks can save first; a second Ctrl-C kills them."""
         if signum == signal.SIGINT and self.interrupts.is_second():
             self.facts.signals.append(signum)
             self.kill.set_within(0.0)
@@ -209,14 +209,14 @@ class Attempt:
             self._stop(signum, None)
 
     def _stop(self, signum: int, source: Link | None) -> None:
-        """Ask the ranks here and all other nodes to stop; `source` has asked and knows."""
+        """Ask the ranks here and all other nodes to stop, except `source`, which has asked."""
         if signum not in self.facts.signals:  # schedulers send one signal to several processes
             self.facts.signals.append(signum)
             self._pass_on(signum)
             self.send_all(StopRequest(signum), but=source)
 
     def _pass_on(self, signum: int) -> None:
-        if signum != NOTICE:  # which leaves the ranks minutes
+        if signum != NOTICE:  # a notice leaves the ranks minutes
             self.kill.set_within(self.grace_s)
             self.ranks.send(signum)
         self.notice.look()
@@ -233,7 +233,7 @@ class Attempt:
     def _on_message(self, node: int, peer: Link, message: object) -> None:
         match message:
             case EndRanks() | Verdict() if self.is_first_node:
-                pass  # those it gives itself
+                pass  # node rank 0 only sends these
             case StopRequest() if message.signum in stop_signals():
                 self._stop(message.signum, peer)
             case Failure():
@@ -258,7 +258,7 @@ class Attempt:
                 peer.send(message)
 
     def _drop_peer(self, node: int) -> None:
-        """A node is gone before its work was done: that ends the run."""
+        """Close the connection to a lost node. The attempt fails unless that node had finished."""
         peer = self.peers.pop(node)
         self.selector.unregister(peer.socket)
         peer.close()
@@ -280,11 +280,11 @@ class Attempt:
                 self.query.ask_about(suspect)
 
     def _end_ranks(self, suspect: int) -> None:
-        """End the ranks here; because of a suspect, collect all stacks first, and kill them."""
+        """End the ranks here. If a rank is stuck, collect all stacks first, then kill the ranks."""
         if suspect < 0:
             self.term.set_within(0.0)
             return
         failure = self.ranks.describe_stuck(suspect)
         if failure is not None:
             self._fail(failure)
-            self.kill.set_within(0.0)  # one that continues now must not save
+            self.kill.set_within(0.0)  # a resumed rank must not save

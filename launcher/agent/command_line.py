@@ -1,4 +1,4 @@
-"""torchrun's command line: what is read of it without torch, and what torch's parsers see of it."""
+"""torchrun's command line: what is read without torch, and what is passed to torch's parsers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _FLAGS = (  # options without a value
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return torchrun's options, and the program with its arguments.
 
-    No parser may see the latter: argparse refuses a script's `--log`, which begins like two of
-    torchrun's options.
+    No parser may see the program's arguments: argparse would reject a script's `--log`, because
+    two options of torchrun begin with it.
     """
     at = 0
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "-":
         word = arguments[at].replace("_", "-")
         if word == "--":
             return [*arguments[:at]], [*arguments[at + 1 :]]
-        is_whole = "=" in word or (word[1] != "-" and len(word) > 2)  # -r3
+        is_whole = "=" in word or (word[1] != "-" and len(word) > 2)  # such as -r3
         at += 1 if is_whole or any(flag.startswith(word) for flag in _FLAGS) else 2
     return [*arguments[:at]], [*arguments[at:]]
 
 
 def find_option(arguments: Sequence[str], name: str) -> str:
-    """Return the value of one of torchrun's options, which may be shortened; empty without it."""
+    """Return the value of a torchrun option, which may be abbreviated; empty if it is not given."""
     options, given = split(arguments)[0], ""
     for word, value in itertools.zip_longest(options, options[1:], fillvalue=""):
         option, equals, its_value = word.partition("=")
@@ -39,9 +39,9 @@ def find_option(arguments: Sequence[str], name: str) -> str:
 
 
 def read_for_torch(parse: Callable[[list[str]], Namespace], arguments: Sequence[str]) -> Namespace:
-    """Return what torch's own launcher is to run, so that the program's arguments stay as they are.
+    """Parse the command line for torch's own launcher, which treats program arguments as templates.
 
-    torch takes them for templates.
+    `$` is escaped, so that the program receives its arguments unchanged.
     """
     options, program = split(arguments)
     args = parse([*options, *program[:1]])

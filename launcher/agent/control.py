@@ -1,12 +1,12 @@
-"""The links between an agent, its supervisor and a launcher elsewhere (no torch).
+"""The links between an agent, its supervisor and a remote launcher (no torch).
 
-Through the control stream, a remote launcher controls a node's part of a run: launcher_link.py has
-what goes over it. Whoever starts a supervisor sets two variables:
+A remote launcher controls a node's part of a run through the control stream; launcher_link.py
+describes its messages. The program that starts a supervisor sets two variables:
 
-    LAUNCH_START=local|step the launcher on this machine has become it, or srun started it. The
-                            supervisor removes it: a run nested within this one is another's.
+    LAUNCH_START=local|step the local launcher became the supervisor, or srun started it. The
+                            supervisor removes it, so that a nested run does not inherit it.
     LAUNCH_TOKEN=<token>    marks every process of the run, and begins messages to the launcher.
-                            One reports how the run ended: the launcher prints the failure block.
+                            One of them is the outcome: the launcher prints the failure block.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from launcher.wire.messages import StopRequest
 
 @dataclass(frozen=True)
 class Control:
-    """The connection to a launcher elsewhere."""
+    """The connection to a remote launcher."""
 
-    fd: int | None  # the control stream; None: in a step of a SLURM job, which has none
-    mark: str  # begins messages to the launcher (launcher_link.py)
+    fd: int | None  # the control stream; None in a SLURM step, which has none
+    mark: str  # the prefix of messages to the launcher (launcher_link.py)
 
     def tell(self, message: object, *, is_line_open: bool = False) -> None:
-        """Send the launcher a message. Where `is_line_open`, the last line lacks its end."""
-        # srun would mix so long a line with another node's.
+        """Send the launcher a message. `is_line_open` means that the last line has no newline."""
+        # Under srun, first end that line: srun would mix a longer one with another node's.
         launcher_link.tell(self.mark, message, begins_line=is_line_open and self.fd is None)
 
 
@@ -51,37 +51,37 @@ class AgentNote:
     node_rank: int
     started: float  # seconds since the epoch
     ranks: int  # on this node
-    folder: str = ""  # of the run, where this node writes run.json
-    command: str = ""  # that resumes it; empty if nothing does
+    folder: str = ""  # of the run, if this node writes run.json
+    command: str = ""  # that resumes the run; empty if there is none
 
 
 @dataclass(frozen=True)
 class SupervisorLink:
-    """What the agent holds of its supervisor; no rank does."""
+    """The agent's connections to its supervisor; ranks do not have them."""
 
     socket: socket.socket  # for the note; its other end closes when the supervisor dies
-    control: Control | None  # the connection to a launcher elsewhere, if there is one
-    reaper: int | None  # tells the reaper of the agent's end
-    words: int  # a file for what the agent says last (supervisor.py)
+    control: Control | None  # the connection to a remote launcher, if there is one
+    reaper: int | None  # closes when the agent exits, which the reaper notices
+    words: int  # a file for the agent's last output (supervisor.py)
 
     def tell(self, note: AgentNote) -> None:
         self.socket.sendall(encode(note).encode())
 
     def close(self) -> None:
-        """In a rank, let go of all."""
+        """In a rank, close all of them."""
         self.socket.close()
         close(self.reaper)
         os.close(self.words)
 
 
 def close(fd: int | None) -> None:
-    """Close a descriptor, where there is one."""
+    """Close a descriptor, if there is one."""
     if fd is not None:
         os.close(fd)
 
 
 def end_after(wait: Callable[[int], None], which: int, kill_agent: Callable[[], None]) -> None:
-    """In a thread, wait for the end of a launcher or client, and then end the run."""
+    """In a thread, wait until a launcher or client is gone, and then end the run."""
 
     def follow() -> None:
         wait(which)
@@ -93,21 +93,21 @@ def end_after(wait: Callable[[int], None], which: int, kill_agent: Callable[[], 
 
 
 def follow_stream(fd: int) -> None:
-    """Send this process each signal that the launcher passes on, to the stream's end."""
+    """Send this process each signal that the launcher forwards, until the stream ends."""
     while (request := launcher_link.read_request(fd)) is not None:
         if isinstance(request, StopRequest) and request.signum in (*stop_signals(), QUERY):
             os.kill(os.getpid(), request.signum)
 
 
 def await_client(pid: int) -> None:
-    """Wait for the end of a process whose child this should be."""
+    """Wait for podman's client to exit; this process is not its child, but should end with it."""
     started = processes.start_ticks(pid)
     while started is not None and processes.start_ticks(pid) == started:
         time.sleep(limits.CLIENT_LOOK_S)
 
 
 def take_stdin(mark: str) -> Control:
-    """Take the control stream away from stdin."""
+    """Move the control stream from stdin to another descriptor."""
     fd = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -118,9 +118,9 @@ def take_stdin(mark: str) -> Control:
 def report_outcome(
     outcome: Outcome, control: Control | None, *, is_line_open: bool, folder: Path | None = None
 ) -> None:
-    """Print how the run ended, and keep it in `folder`; a launcher elsewhere is sent it.
+    """Print how the run ended and keep it in `folder`, or send it to a remote launcher.
 
-    If `is_line_open`, the last line shown may lack its end; the block begins a line.
+    `is_line_open` means that the last line shown may have no newline; the block begins a new one.
     """
     if control is not None:
         control.tell(outcome, is_line_open=is_line_open)

@@ -1,7 +1,7 @@
 """What the agent of a node has seen of an attempt, and what follows from it (no torch).
 
-The attempt (attempt.py) records the facts and acts; nothing here reads a clock, a file or a
-process.
+The attempt (attempt.py) records the facts and acts on them; nothing here reads a clock, a file or
+the state of a process.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from launcher.wire.messages import Verdict
 
 @dataclass
 class Facts:
-    """What one agent has seen of an attempt, in the order in which it saw it."""
+    """What one agent has seen of an attempt; lists are in the order of events."""
 
     signals: list[int] = field(default_factory=list)  # stop signals from outside
-    noticed: set[int] = field(default_factory=set)  # ranks here that a notice was sent to
-    codes: dict[int, int] = field(default_factory=dict)  # by rank of this node, once it has ended
+    noticed: set[int] = field(default_factory=set)  # ranks here that were sent a notice
+    codes: dict[int, int] = field(default_factory=dict)  # exit codes here, by rank
     stopped: set[int] = field(default_factory=set)  # ranks here that the agent had to stop
-    failures: list[Failure] = field(default_factory=list)  # here, and those that other nodes told
-    nodes: dict[int, NodeEnd] = field(default_factory=dict)  # other nodes' ends, on node rank 0
-    verdict: Verdict | None = None  # node rank 0's, on the other nodes
+    failures: list[Failure] = field(default_factory=list)  # here, or reported by other nodes
+    nodes: dict[int, NodeEnd] = field(default_factory=dict)  # how other nodes ended
+    verdict: Verdict | None = None  # node rank 0's verdict, on the other nodes
 
     @property
     def asked(self) -> list[int]:
-        """The stop signals that ranks here were sent, by this agent or by SLURM itself."""
+        """The stop signals sent to ranks here, by this agent or by SLURM itself."""
         is_known = self.noticed or 128 + NOTICE in self.codes.values()
         return [signum for signum in self.signals if signum != NOTICE or is_known]
 
@@ -40,35 +40,35 @@ class Facts:
         return bool(self.failures or self.stopped)
 
     def is_asked(self, end: Failure, *, has_saved: bool) -> bool:
-        """Whether a rank that ended, not with code 0, stopped on request.
+        """Whether a rank that exited with a code other than 0 stopped on request.
 
-        After a stop signal every end counts, but an error of the script's own. Without one, code 75
-        says so itself, where a rank of the node has told that it saved.
+        After a stop signal, every exit counts except the script's own errors. Without one, code 75
+        means a stop on request if a rank of this node has reported a checkpoint.
         """
         if not self.asked:
             return end.code == STOPPED and has_saved
         return end.has_left or end.is_consequence or end.code - 128 in stop_signals()
 
     def is_consequence(self, first: Failure | None, rank: int) -> bool:
-        """Whether a rank of this node ended only because of the first failure, another's."""
+        """Whether a rank of this node exited only because another rank failed first."""
         if first is None or rank == first.rank or self.codes.get(rank) == 0:
             return False
         return all(each.is_consequence for each in self.failures if each.rank == rank)
 
     def end_of_node(self, saved_step: int, *snapshots: Mapping[str, Sequence[int]]) -> NodeEnd:
-        """Return what this node reports to node rank 0 when all its ranks have ended.
+        """Return what this node reports to node rank 0 when all its ranks have exited.
 
-        `saved_step` is that of the newest checkpoint that a rank here has told, or -1; `snapshots`
-        are NodeEnd.parts and NodeEnd.copies.
+        `saved_step` is the step of the newest checkpoint that a rank here has reported, or -1;
+        `snapshots` are NodeEnd.parts and NodeEnd.copies.
         """
         codes = [code for _, code in sorted(self.codes.items())]
         first_rank = min(self.codes, default=0)
         return NodeEnd(sorted(self.stopped), first_rank, codes, saved_step, *snapshots)
 
     def reach_verdict(self, saved_step: int, left: int) -> Verdict:
-        """Return how the attempt ended: as node rank 0 told it, else from what is known here.
+        """Return how the attempt ended: node rank 0's verdict, otherwise from what is known here.
 
-        `left` are the processes here that could not be ended.
+        `left` is the number of processes here that could not be ended.
         """
         told = self.verdict
         if told is None:

@@ -30,10 +30,10 @@ def fork_ranks(
     given: Iterable[tuple[Mapping[str, str], Set[int] | None]],
     held: Iterable[Any],
 ) -> list[Rank]:
-    """Fork the ranks of an attempt. Each rank runs its program and leaves by SystemExit.
+    """Fork the ranks of an attempt. Each rank runs its program and raises SystemExit.
 
-    Each is `given` variables, and CPUs if they are not the agent's. In the ranks, all that the
-    agent has `held` open is closed: through its objects, so that none closes twice.
+    `given` has each rank's variables, and its CPUs if they are not the agent's. Each rank closes
+    the agent's open objects, `held`, by their own close(), so that none is closed twice.
     """
     ranks: list[Rank] = []
     agent = os.getpid()
@@ -57,9 +57,9 @@ def fork_ranks(
 def variables_of(
     args: Arguments, assignment: Assignment, local_rank: int, error_files: Path
 ) -> dict[str, str]:
-    """Return what torchrun adds to a rank's environment, and what is ours.
+    """Return the variables that torchrun adds to a rank's environment, and our own.
 
-    Where a variable is set already, what torchrun only proposes does not count.
+    The defaults that torchrun only proposes do not replace variables that are already set.
     """
     number = assignment.first_rank + local_rank
     variables = {
@@ -96,10 +96,10 @@ def variables_of(
 
 
 def cpus_of_ranks(mode: str, nproc: int) -> Sequence[set[int] | None]:
-    """Return the CPUs of each local rank as torchrun chooses them; None: those of the agent.
+    """Return the CPUs of each local rank as torchrun chooses them; None means the agent's.
 
-    Raises Refused if torch cannot find them. It asks CUDA, which the agent must not have used when
-    it forks the ranks: a child does it.
+    Raises Refused if torch cannot find them. A child asks torch, because torch uses CUDA for this,
+    and the agent must not have used CUDA when it forks the ranks.
     """
     if not mode:
         return [None] * nproc

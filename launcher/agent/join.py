@@ -17,11 +17,11 @@ from launcher.wire.messages import NodeReport
 
 
 def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
-    """Meet the other nodes' agents: settles the run id, the ranks and the hosts.
+    """Meet the other nodes' agents to settle the run id, the ranks and the hosts.
 
-    If no launcher has started all of them and tested their connections, they test them now, unless
-    the ranks may use another network. What a preflight has compared is not compared again. Raises
-    Refused if the run cannot start.
+    If no launcher has started all agents and tested their connections, the agents test them now,
+    unless the ranks may use another network. Files and versions that a preflight has compared are
+    not compared again. Raises Refused if the run cannot start.
     """
     files: dict[str, str] = {}
     environ = args.environ
@@ -59,7 +59,7 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         min_nodes=args.min_nodes,
         tries_pairs=is_by_hand and is_same and not is_skipped,
     )
-    chosen = network.choose_variables(address, agents, environ)  # not before the name is known
+    chosen = network.choose_variables(address, agents, environ)  # the address resolves by now
     environ.update(chosen)
     if chosen and args.node_rank == 0 and agents > 1:
         say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
@@ -70,12 +70,12 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
 
 
 def versions() -> dict[str, str]:
-    """Return what must be the same on every node."""
+    """Return the versions that must be the same on every node."""
     return {**must_match.versions(), **nccl_version()}
 
 
 def nccl_version() -> dict[str, str]:
-    """Return what a preflight, which does not import torch, cannot compare."""
+    """Return NCCL's version, which a preflight cannot compare without importing torch."""
     if not torch.distributed.is_nccl_available():
         return {}
     nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""The ranks of one node as their agent sees them: alive or not, how far, and why ended (no torch).
+"""The ranks of one node, seen by their agent: state, progress, and why each exited (no torch).
 
-The ranks' own side, what each process does after the fork, is launcher/agent/rank/program.py.
+What each rank's process does after the fork is in launcher/agent/rank/program.py.
 """
 
 from __future__ import annotations
@@ -31,62 +31,62 @@ class Rank:
     rank: int
     local_rank: int
     pid: int
-    streams: tuple[Stream, Stream]  # of stdout and stderr
+    streams: tuple[Stream, Stream]  # stdout and stderr
     error_file: Path
-    code: int | None = None  # as a shell shows it; None while it runs
+    code: int | None = None  # as a shell reports it; None while the rank runs
 
     @property
     def stack_file(self) -> Path:
         return stack_file_of(self.error_file)
 
     def close(self) -> None:
-        """Close the agent's ends of its output."""
+        """Close the agent's ends of the rank's output streams."""
         for stream in self.streams:
             stream.close()
 
 
 class Heartbeats:
-    """Shared memory that the ranks write to: one record for each of the node, by local rank."""
+    """Shared memory that the ranks write to: one record per local rank."""
 
     def __init__(self, ranks: int) -> None:
         self._fd = processes.anonymous_file("heartbeat")
-        os.set_inheritable(self._fd, True)  # also by what a rank executes
+        os.set_inheritable(self._fd, True)  # also for programs that a rank executes
         self._ranks = ranks
         self._reached = (-1, -1)
         self.clear()
 
     def name(self, local_rank: int) -> str:
-        """Return what tells a rank where its record is."""
+        """Return the value of HEARTBEAT_FILE that locates a rank's record."""
         return name_record(self._fd, local_rank)
 
     def clear(self) -> None:
-        """Start over: the ranks that are started next have sent no beat."""
+        """Reset all records before new ranks start."""
         os.pwrite(self._fd, RECORD.pack(*Beat()) * self._ranks, 0)
 
     def read(self, local_rank: int) -> Beat:
-        """Return a rank's newest beat."""
+        """Return a rank's latest beat."""
         return Beat(*RECORD.unpack(os.pread(self._fd, RECORD.size, RECORD.size * local_rank)))
 
     def silence_s(self, local_rank: int) -> float:
-        """Return the seconds since a rank's newest beat, or its start; 0: it is not watched."""
+        """Return the seconds since a rank's latest beat or its start; 0 if it is not watched."""
         beat = self.read(local_rank)
         return own_time.since(beat.time) if beat.time else 0.0
 
     def step(self) -> int:
-        """Return the most steps that any rank has done since the last clear(); -1: none has."""
+        """Return the highest step that any rank has reached since clear(); -1 if none has."""
         return max(self.read(local_rank).step for local_rank in range(self._ranks))
 
     def saved(self) -> int:
-        """Return the step of the newest checkpoint that any rank has reported; -1: none."""
+        """Return the step of the newest checkpoint that any rank has reported; -1 if none has."""
         return max(self.read(local_rank).saved for local_rank in range(self._ranks))
 
     def are_counted(self) -> bool:
-        """Whether a script that does not beat made the steps."""
+        """Whether the optimizer hook counted the steps, because the script sends no heartbeats."""
         beats = map(self.read, range(self._ranks))
         return any(beat.is_counted and beat.step >= 0 for beat in beats)
 
     def reached(self) -> tuple[int, int]:
-        """Return the newest checkpoint, and the most steps done by any rank so far; -1: none."""
+        """Return the newest checkpoint and the highest step so far; -1 if there is none."""
         now = max(self.saved(), self._reached[0]), self.step()
         self._reached = max(self._reached, now)
         return self._reached
@@ -103,7 +103,7 @@ class NodeRanks:
     _memory_kills: int = field(default_factory=failure.count_memory_kills)
 
     def living(self) -> list[Rank]:
-        """Return the ranks that have not ended."""
+        """Return the ranks that are still running."""
         return [each for each in self.all if each.code is None]
 
     def send(self, signum: int) -> None:
@@ -111,9 +111,9 @@ class NodeRanks:
         processes.send([each.pid for each in self.living()], signum)
 
     def ended(self) -> list[Rank]:
-        """Return the ranks that have ended since the last call, with all of their output.
+        """Return the ranks that have exited since the last call, and read all their output.
 
-        The agent adopts what its ranks leave behind, and must not let that stay as zombies.
+        The agent adopts the orphans of its ranks, so it must reap those too.
         """
         statuses = dict(processes.reap())
         ended = [each for each in self.living() if each.pid in statuses]
@@ -129,10 +129,10 @@ class NodeRanks:
         return [stream for each in self.all for stream in each.streams]
 
     def tick(self, now: float, *, is_ending: bool) -> bool:
-        """Show what has waited for long enough; returns whether something waits.
+        """Show output that was held back long enough. Returns whether any is still held back.
 
-        A rank that has written a traceback goes on if it still runs later. While the run is
-        ending, that is not known.
+        A rank that still runs well after its traceback has caught the exception. While the run
+        is ending, this cannot be known.
         """
         is_waiting = False
         for each in self.all:
@@ -159,7 +159,7 @@ class NodeRanks:
         )
 
     def describe_end(self, each: Rank) -> Failure:
-        """Return why a rank has ended, or is about to: from its error file, else its exit code."""
+        """Return why a rank exited or is about to, from its error file, otherwise its exit code."""
         out, err = each.streams
         line = err.traceback_line or err.last_line or out.last_line
         log = failure.short_path(str(out.log.path)) if out.log.path else ""
@@ -178,8 +178,8 @@ class NodeRanks:
     def describe_stuck(self, suspect: int) -> Failure | None:
         """Return the failure of a run that `suspect` holds up, with the stacks of all ranks here.
 
-        If the suspect is a rank of another node, the first rank here has failed as a
-        consequence. None if no rank lives. Blocks while the ranks write their stacks.
+        If the suspect is on another node, the first rank here is reported as failing as a
+        consequence. Returns None if no rank is alive. Blocks while the ranks write their stacks.
         """
         living = self.living()
         if not living:
@@ -192,7 +192,7 @@ class NodeRanks:
         if processes.is_stopped(named.pid):
             cause += f", {stuck.STOPPED}"
         cause += f"; {LIMITS[beat.limit_by]} is {beat.limit_s:.0f} s"
-        unknown = self._unknown_failure(named)  # a rank that is continued may go on
+        unknown = self._unknown_failure(named)  # before stacks() resumes a stopped rank
         stacks = self.stacks(are_ending=True)
         return replace(
             unknown,
@@ -209,11 +209,11 @@ class NodeRanks:
         )
 
     def stacks(self, *, are_ending: bool = False) -> dict[int, list[str]]:
-        """Have the living ranks write their stacks; returns where each is, by rank.
+        """Have the living ranks write their stacks. Returns each rank's stack, by rank.
 
-        Blocks up to STACKS_WRITE_S, twice if ranks that are ending are stopped: those are
-        continued, or they could not write. A rank that would die of the signal is not sent it: it
-        imports torch itself, and its script does not beat.
+        Blocks for up to STACKS_WRITE_S, or twice that if `are_ending` and some ranks are stopped:
+        they are resumed, because they cannot write while stopped. A rank that the signal would
+        kill is skipped: one that imports torch itself, and whose script sends no heartbeats.
         """
         living = self.living()
         stopped = [each for each in living if processes.is_stopped(each.pid)]
@@ -237,9 +237,9 @@ class NodeRanks:
         return {each.rank: [] for each in living} | halted | stacks
 
     def collectives(self) -> dict[int, Calls]:
-        """Return the newest collectives of the living ranks for which torch records them.
+        """Return the latest collectives of each living rank for which torch records them.
 
-        Blocks up to STACKS_WRITE_S.
+        Blocks for up to STACKS_WRITE_S.
         """
         living = self.living()
         asked = [each for each in living if processes.has_signal(each.pid, "SigBlk", DUMP_SIGNAL)]
@@ -250,7 +250,7 @@ class NodeRanks:
         return collectives.read(files, limits.STACKS_WRITE_S)
 
     def _unknown_failure(self, each: Rank) -> Failure:
-        """Return what holds for any failure of a rank here."""
+        """Return the fields that all failures of a rank here share."""
         beat = self.heartbeats.read(each.local_rank)
         return Failure(
             fault="rank-error",

@@ -1,4 +1,4 @@
-"""A notice (SIGUSR1): which ranks get it, and what a user is told if none of them handles it."""
+"""A notice (SIGUSR1): which ranks get it, and the warning if none of them handles it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from launcher.wire import limits
 
 UNHANDLED = (
     "warning: the script does not handle SIGUSR1, which announces the time limit: "
-    "it continues, and the job ends at the limit with nothing saved [time-limit]"
+    "the script continues, and the job ends at the limit without saving [time-limit]"
 )
 
 
 class Notice:
-    """A notice that comes in an attempt, by a signal or in SLURM's jobs by a file (query.py).
+    """A notice that arrives during an attempt, as a signal or, under SLURM, as a file (query.py).
 
-    Only ranks that handle it are sent it: the others would die of it. Those that are still
-    starting get it as soon as they handle it.
+    It is sent only to ranks that handle it, because it would kill the others. Ranks that are
+    still starting get it as soon as they handle it.
     """
 
     def __init__(self, ranks: NodeRanks, facts: Facts, show: Callable[[str], None]) -> None:
         self._ranks, self._facts, self._show = ranks, facts, show
-        self._warn_at = 0.0  # 0: the notice has not come
+        self._warn_at = 0.0  # 0 before the notice has come
 
     def look(self) -> None:
-        """Send it to the ranks that handle it by now; after NOTICE_WARN_S say if none do."""
+        """Send it to the ranks that handle it by now; warn after NOTICE_WARN_S if none does."""
         if NOTICE not in self._facts.signals:
             return
         for each in self._ranks.living():
-            # A rank that was forked just now still has the agent's handlers, and its session.
+            # A newly forked rank still has the agent's handlers and session.
             is_ready = os.getsid(each.pid) == each.pid and processes.handles(each.pid, NOTICE)
             if is_ready and each.rank not in self._facts.noticed:
                 processes.send([each.pid], NOTICE)

@@ -1,8 +1,8 @@
-"""Where all ranks are: asked of every node on SIGQUIT, and when a script falls silent (no torch).
+"""Show the stacks of all ranks on SIGQUIT, or when a script makes no progress (no torch).
 
-Each agent has its ranks write their stacks, and sends them to node rank 0's, which shows them. It
-is also asked by a file, ASKED in the run's folder, and adds what it shows to another one there.
-SLURM's notice of a time limit also comes by such a file.
+Each agent has its ranks write their stacks and sends them to node rank 0's agent, which shows them.
+The file ASKED in the run's folder also requests them, and everything shown is appended to SHOWN
+there. A third file, NOTICED, passes on SLURM's notice of a time limit.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from launcher.wire import limits
 from launcher.wire.messages import NodeStacks, RankStack, StackRequest
 from launcher.wire.node_link import Link
 
-LONGEST = 2000  # characters of a line that is shown
+LONGEST = 2000  # characters shown per line
 
 
 @dataclass
 class Query:
-    """One attempt's requests for the places of all ranks, one at a time."""
+    """The requests for all stacks in one attempt, one request at a time."""
 
     ranks: NodeRanks
     hosts: Sequence[str]  # by node rank
     peers: Mapping[int, Link]
     show: Callable[[str], None]
-    folder: Path | None  # of the run; None: it has none
-    _look: Deadline = field(default_factory=Deadline)  # for the files, on node rank 0
+    folder: Path | None  # of the run, if it has one
+    _look: Deadline = field(default_factory=Deadline)  # when to check for the files, on node rank 0
     _start: Deadline = field(default_factory=Deadline)
-    _end: Deadline = field(default_factory=Deadline)  # no more waiting for other nodes
-    _told: dict[int, NodeStacks] = field(default_factory=dict)  # by node rank
-    _silent: RankState | None = None  # the silence that the request is about
-    _known: Sequence[int] = ()  # the progress at which there was one
+    _end: Deadline = field(default_factory=Deadline)  # when to stop waiting for other nodes
+    _told: dict[int, NodeStacks] = field(default_factory=dict)  # the answers, by node rank
+    _silent: RankState | None = None  # the silent rank that the request is about
+    _known: Sequence[int] = ()  # the progress at the last reported silence
 
     def __post_init__(self) -> None:
         if self.folder is not None and self.ranks.node_rank == 0:
@@ -53,15 +53,15 @@ class Query:
 
     @property
     def next_at(self) -> float:
-        """When on_time() has something to do."""
+        """The time at which on_time() next has something to do."""
         return min(self._look.at, self._start.at, self._end.at)
 
     def ask(self) -> None:
-        """Show soon where all ranks are; a signal's handler may call this."""
+        """Request all stacks soon; a signal handler may call this."""
         self._start.set_within(0.0)
 
     def ask_about(self, suspect: RankState) -> None:
-        """Report a silence, or end the run because of it, once."""
+        """Report a silent rank, or end the run because of it, once per silence."""
         if self._known != suspect.progress:
             self._silent, self._known = suspect, suspect.progress
             self.ask()
@@ -75,15 +75,15 @@ class Query:
             self._send(self._here())
 
     def on_time(self) -> int | None:
-        """Do what is due. Returns a rank that holds up the run, where the run is to end for it."""
+        """Do what is due. Returns the rank that holds up the run, if the run must end."""
         if self._look.take():
             self._look.set_within(limits.ASKED_LOOK_S)
             assert self.folder is not None
             for name, act in (ASKED, self.ask), (NOTICED, partial(signal.raise_signal, NOTICE)):
-                with contextlib.suppress(OSError):  # it is not there: nobody asks
+                with contextlib.suppress(OSError):  # no file means no request
                     (self.folder / name).unlink()
                     act()
-        if self._start.take() and not self._told:  # else it is asking
+        if self._start.take() and not self._told:  # otherwise a request is in progress
             self._send(StackRequest())
             if self.ranks.node_rank == 0:
                 self._end.set_within(limits.STACKS_ANSWER_S)
@@ -104,7 +104,7 @@ class Query:
             self._end.set_within(0.0)
 
     def _conclude(self) -> int | None:
-        """Show what the nodes have reported; for a silence, also which rank is behind."""
+        """Show the nodes' answers, or return the stuck rank if the run must end because of it."""
         everyone = [rank for node in self._told.values() for rank in node.ranks]
         places = {each.rank: each.frames for each in everyone}
         calls = {each.rank: each.calls for each in everyone if each.calls is not None}
@@ -118,7 +118,7 @@ class Query:
                 return silent.rank if odd is None else odd
             step, when = silent.progress[0], "since the start of the ranks"
             if step >= 0:
-                when = f"over 10 times the longest silence, after step {step}"
+                when = f"more than 10 times the longest gap between steps, after step {step}"
             who = "all ranks are in one place" if odd is None else f"rank {odd} is behind"
             again = f"kill -QUIT {os.getppid()} shows it again, HANG_SECONDS would end the run"
             head = f"no step for {silent.silence_s:.0f} s, {when}: {who}; {again}; {head}"

@@ -1,4 +1,4 @@
-"""Whether a run that failed starts its ranks again, and the record of its restarts (no torch)."""
+"""Whether a failed run restarts its ranks, and the record of its restarts (no torch)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from launcher.failure import Failure
 from launcher.record.restart import Restart
 from launcher.record.run_json import LiveRecord
 
-# The next attempt would fail as this one did.
+# Faults with which the next attempt would fail too.
 _INCURABLE = {
     *("config-invalid", "duplicate-gpu", "env-missing", "no-such-interface", "parameters-unused"),
     *("too-few-gpus", "torch-without-gpu", "version-mismatch", "wrong-world"),
 }
 _INCURABLE_ERRORS = ("ImportError", "IndentationError", "ModuleNotFoundError", "SyntaxError")
-# What comes from outside says nothing about the next attempt.
+# Faults that come from outside say nothing about the next attempt.
 _FROM_OUTSIDE = {"agent-killed", "launcher-killed", "link-lost", "node-lost", "rank-killed"}
 
 
@@ -30,19 +30,19 @@ class Restarts:
     most: int
     beats: Heartbeats  # of the ranks here
     record: LiveRecord | None = None  # run.json, on node rank 0
-    has_begun: bool = False  # a step has been done
-    all: list[Restart] = field(default_factory=list)  # under this node rank 0
+    has_begun: bool = False  # a step has been completed
+    all: list[Restart] = field(default_factory=list)  # since this agent became node rank 0
     before: tuple[int, int] = (-1, -1)  # what the ranks had reached when the attempt began
 
     def begin_attempt(self) -> None:
-        """Note what the ranks have reached so far; the next ones have made no beat."""
+        """Note the ranks' progress so far, and reset the heartbeats for the next ranks."""
         self.before = self.beats.reached()
         self.beats.clear()
 
     def why_not(self, first: Failure, held_step: int) -> str:
-        """Return why the run does not start again after a failure; nothing if it does.
+        """Return why the run does not restart after a failure; empty if it does.
 
-        `held_step` is the step of the newest snapshot in memory, -1 if there is none.
+        `held_step` is the step of the newest snapshot in memory, or -1 if there is none.
         """
         if first.fault in _INCURABLE or first.code in (BAD_INPUT, CANNOT_START - 1, CANNOT_START):
             return f"not restarting: it would fail the same way ({first.fault})"
@@ -54,7 +54,7 @@ class Restarts:
         is_same = (first.step, first.fault, first.cause) == (last.step, last.fault, last.cause)
         if is_same and first.step >= 0:
             return f"not restarting: step {first.step} failed twice with the same cause"
-        is_known = not self.beats.are_counted()  # a script may start over, at step 0
+        is_known = not self.beats.are_counted()  # a script may start over at step 0
         is_new = self.before == (-1, -1) or self.beats.reached() != self.before
         if is_known and not is_new and held_step <= last.saved_step:
             return f"not restarting: restart {last.number} made no progress"
@@ -67,16 +67,16 @@ class Restarts:
         number: int,
         *,
         lost: Sequence[str] = (),  # the hosts of lost nodes
-        replaced: Sequence[str] = (),  # who takes their places
+        replaced: Sequence[str] = (),  # which spares replace them
     ) -> str:
-        """Note that the run starts again, for the `number`th time; returns the cost in one line.
+        """Note that the run restarts for the `number`th time. Returns the cost in one line.
 
-        `held_step` is that of the newest snapshot in memory; -1: there is none.
+        `held_step` is the step of the newest snapshot in memory, or -1 if there is none.
         """
         saved_step, step = self.beats.reached()
-        is_known = first.rank < 0 <= max(saved_step, held_step)  # a node was lost, not rank 0's
+        is_known = first.rank < 0 <= max(saved_step, held_step)  # a node was lost, not node rank 0
         last = self.all[-1] if self.all else None
-        if last is not None and not last.lost_s:  # from here on, this loss is the next one's
+        if last is not None and not last.lost_s:  # later losses count for the next restart
             self.all[-1] = replace(last, lost_s=first.time - last.failed)
         restart = Restart(
             number=number,
@@ -96,7 +96,7 @@ class Restarts:
         return restart.describe(self.most)
 
     def look(self) -> None:
-        """Record how far the ranks are, and when what was lost has been done again."""
+        """Record the ranks' progress, and the time when the lost steps have been repeated."""
         step = self.beats.step()
         if self.record is not None:
             self.record.note_progress(*self.beats.reached())
@@ -115,6 +115,6 @@ class Restarts:
             self.record.end(code, *self.beats.reached())
 
     def write(self, **more: Any) -> None:
-        """Write all restarts to the record, and more."""
+        """Write all restarts, and any other given fields, to the record."""
         if self.record is not None:
             self.record.note(restarts=[*self.record.earlier.restarts, *self.all], **more)

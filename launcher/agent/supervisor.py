@@ -2,10 +2,10 @@
 
     python -m distributed.run --nproc-per-node 4 train.py --config config/local3.yaml
 
-Two processes do the work. The supervisor, this one, needs no torch: it passes signals on, and when
-the agent ends, however it ends, it ends whatever is left below it. The agent (agent.py) imports
-torch once and forks the ranks; it does the same when the supervisor ends. A third, the reaper,
-waits for the end of either. It ends what the other, killed or stopped at the same time, leaves.
+Two processes do the work. The supervisor, this one, does not import torch. It forwards signals and,
+when the agent exits for any reason, ends all its leftover processes. The agent (agent.py) imports
+torch once and forks the ranks; it ends them if the supervisor exits. A third process, the reaper,
+waits for either to exit, and ends what is left if the other is killed or stopped at the same time.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ from launcher.text import OwnEnviron, mend_streams
 from launcher.wire import launcher_link, limits
 from launcher.wire.messages import Exit
 
-HAS_TORCH = b"\0"  # begins the file for an agent's last words, after the import
+HAS_TORCH = b"\0"  # the first byte of the file for an agent's last output, once torch is imported
 
 
 @dataclass
 class Agent:
-    """The process that this one guards."""
+    """The agent's process, which this one supervises."""
 
     pid: int
-    notes: socket.socket  # where it notes what it runs
-    words: int  # the file for its last words
-    note: AgentNote  # what is known before the agent notes more
+    notes: socket.socket  # on which it sends its AgentNote
+    words: int  # the file for its last output
+    note: AgentNote  # what is known before the agent sends its own
     control: Control | None = None
     grace_s: float = limits.GRACE_S
-    pausing: Set[signal.Signals] = frozenset()  # a terminal's Ctrl-Z, which stops all that run here
-    folder: Path | None = None  # of the run, where this process is noted as its launcher
-    passed_on: list[int] = field(default_factory=list)  # the signals sent to it
+    pausing: Set[signal.Signals] = frozenset()  # Ctrl-Z on a terminal, which suspends the run
+    folder: Path | None = None  # of the run, if this process is its launcher
+    passed_on: list[int] = field(default_factory=list)  # the signals sent to the agent
 
     def send(self, signum: int) -> None:
         self.passed_on.append(signum)
@@ -73,7 +73,7 @@ class Agent:
         self.send(signal.SIGKILL)
 
     def ask(self) -> None:
-        """Have it show where its ranks are; before they start, say so."""
+        """Have the agent show its ranks' stacks, or print that the ranks have not started yet."""
         if select.select([self.notes], [], [], 0)[0]:
             processes.send([self.pid], QUERY)
         else:
@@ -81,7 +81,7 @@ class Agent:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the agent below a supervisor; returns the exit code. A rank leaves by SystemExit."""
+    """Run the agent as a child, and return its exit code. A rank raises SystemExit instead."""
     arguments = sys.argv[1:] if arguments is None else arguments
     environ = os.environ
     mend_streams()
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started_by, control = environ.pop("LAUNCH_START", ""), None
     if started_by == "step":
         control = Control(None, f"{environ['LAUNCH_TOKEN']}.{environ['SLURM_NODEID']}")
-        launcher_link.tell(control.mark)  # from now on a part that tells no exit was killed
+        launcher_link.tell(control.mark)  # from now on, a missing Exit means a kill
     code = guard(fork_agent(arguments, environ, control, is_launcher=started_by == "local"))
     if control is not None:
         control.tell(Exit(code, 0))
@@ -102,19 +102,19 @@ def fork_agent(
     control: Control | None,
     held: Sequence[int] = (),
     *,
-    is_launcher: bool = False,  # this process
+    is_launcher: bool = False,  # this process is the launcher
 ) -> Agent:
-    """Fork the agent, which never returns; returns what this process supervises.
+    """Fork the agent. Only this process returns, with the agent to supervise.
 
-    The descriptors that this process has `held` open are closed in the agent.
+    The agent closes the `held` descriptors, which belong to this process.
     """
-    client = int(environ.pop("LAUNCH_CLIENT", "0"))  # podman, whose container this is in
+    client = int(environ.pop("LAUNCH_CLIENT", "0"))  # podman's client, if in a container
     added = find_option(arguments, "--signals-to-handle") or environ.get("PET_SIGNALS_TO_HANDLE")
     if added:
         environ[ADDED] = added
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    is_alone = find_option(arguments, "--nnodes") in ("", "1", "1:1")  # no other node waits
+    is_alone = find_option(arguments, "--nnodes") in ("", "1", "1:1")  # the only node
     pausing = {signal.SIGTSTP} - {*handled} if is_alone and control is None else set()
     awaited = {*handled, QUERY, *processes.WAKING, *pausing}
     signal.pthread_sigmask(signal.SIG_SETMASK, awaited)
@@ -126,20 +126,20 @@ def fork_agent(
         ours.close()
         for fd in (reapers[0], control.fd if control else None, *held):
             close(fd)
-        os.setsid()  # a terminal's Ctrl-C reaches the supervisor alone
+        os.setsid()  # Ctrl-C on a terminal reaches only the supervisor
         processes.die_with_parent(me)
         processes.adopt_orphans()
         for signum in handled:
             signal.signal(signum, signal.SIG_DFL)
         if QUERY not in handled:
-            signal.signal(QUERY, lambda *_: None)  # until there are ranks
+            signal.signal(QUERY, lambda *_: None)  # ignored until there are ranks
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
         link = SupervisorLink(theirs, control, reapers[1], words)
         sys.exit(_run_agent(arguments, environ, link, me))
     theirs.close()
     close(reapers[1])
     given = find_option(arguments, "--node-rank") or environ.get("SLURM_NODEID", "")
-    node_rank = int(given) if given.isdecimal() else 0  # as far as it is known by now
+    node_rank = int(given) if given.isdecimal() else 0  # the best guess so far
     logs, run_id = find_option(arguments, "--log-dir"), environ.get("RUN_ID", "")
     folder = Path(logs, run_id) if is_launcher and logs and run_id else None
     note = AgentNote(run_id, node_rank, time.time(), 0)
@@ -155,19 +155,19 @@ def fork_agent(
 def _run_agent(
     arguments: Sequence[str], environ: OwnEnviron, link: SupervisorLink, supervisor: int
 ) -> int:
-    """Import torch and run the agent, in its own process; returns its exit code."""
+    """Import torch and run the agent, in its own process. Returns its exit code."""
     environ["PYTHONPATH"] = importable.search_path(environ)
     sys.path += importable.__path__
     if environ.get("ENGINE") == "torch.distributed.launch":
         with _importing(link.words):
-            from torch.distributed.launch import launch, parse_args  # its ranks, its report
+            from torch.distributed.launch import launch, parse_args  # torch runs and reports
         launch(read_for_torch(parse_args, arguments))  # type: ignore[no-untyped-call]
         return 0
     given = set(environ)
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch alone is enough
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # NumPy is not needed
     with _importing(link.words):
         from launcher.agent.agent import run_agent  # imports torch
-    for name in environ.keys() - given:  # what the import adds is not for the ranks
+    for name in environ.keys() - given:  # added by the import, not meant for the ranks
         del environ[name]
     try:
         return run_agent(list(arguments), environ, link)
@@ -180,8 +180,8 @@ def _run_agent(
 
 @contextlib.contextmanager
 def _importing(file: int) -> Iterator[None]:
-    """Write what an import says on stderr into a file as long as it lasts, for the supervisor."""
-    gc.disable()  # an import makes what stays: a search for the rest takes a quarter of its time
+    """Redirect stderr to a file during an import, so that the supervisor can read it."""
+    gc.disable()  # an import creates little garbage: collecting it takes a quarter of the time
     stderr = os.dup(2)
     os.dup2(file, 2)
     try:
@@ -190,7 +190,7 @@ def _importing(file: int) -> Iterator[None]:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    gc.freeze()  # shared with all ranks: no garbage collector may touch these pages
+    gc.freeze()  # the garbage collector must not write to pages shared with the ranks
     gc.enable()
     sys.stderr.flush()
     os.dup2(stderr, 2)
@@ -201,9 +201,9 @@ def _importing(file: int) -> Iterator[None]:
 
 
 def start_reaper(token: str) -> tuple[int, int]:
-    """Start the reaper, which is not below this process, and knows the run by its token.
+    """Start the reaper, which is no descendant of this process, and finds the run by its token.
 
-    Returns two descriptors, whose ends tell it of the supervisor's end and of the agent's.
+    Returns two descriptors, for the supervisor and the agent; each closes when its holder exits.
     """
     supervisor, agent = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
@@ -221,22 +221,22 @@ def _wait_and_clean(supervisor: int, agent: int, token: str) -> NoReturn:
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     for fd in {*map(int, os.listdir("/proc/self/fd"))} - {supervisor, agent}:
-        with contextlib.suppress(OSError):  # others wait for the ends of these
+        with contextlib.suppress(OSError):  # other processes wait for these to close
             os.close(fd)
     ended, _, _ = select.select([supervisor, agent], [], [])
-    if supervisor not in ended:  # which ends the rest, unless it is killed or stopped, too
+    if supervisor not in ended:  # the supervisor ends the rest, unless killed or stopped too
         ended, _, _ = select.select([supervisor], [], [], limits.STOP_AGENT_S)
     processes.end_marked(token, limits.ORPHANS_S if ended else 0)
     os._exit(0)
 
 
 def guard(agent: Agent) -> int:
-    """Wait for the agent's end, then end what is left below; returns the agent's exit code."""
+    """Wait for the agent to exit, then end leftover processes. Returns the agent's exit code."""
     memory_kills = count_memory_kills()
     status = _await_end(agent)
     left = processes.end_descendants()
     code = processes.exit_code(status)
-    said = os.pread(agent.words, 1 << 16, 0)  # while it imported torch, or about its end
+    said = os.pread(agent.words, 1 << 16, 0)  # while importing torch, or on exit
     has_torch = said.startswith(HAS_TORCH)
     text = said.removeprefix(HAS_TORCH).decode(errors="replace")
     sys.stderr.write(text)
@@ -248,15 +248,15 @@ def guard(agent: Agent) -> int:
         is_asked = os.WTERMSIG(status) in agent.passed_on
         _report_death(agent, code, None if is_asked else why, words, left=len(left))
     agent.notes.close()
-    if agent.folder is not None:  # the run may have ended before it began
+    if agent.folder is not None:  # the agent may have exited before it recorded the run
         run_json.note_end(agent.folder, code)
     return code
 
 
 def _await_end(agent: Agent) -> int:
-    """Pass signals on until the agent has ended; returns its status.
+    """Forward signals until the agent exits. Returns its wait status.
 
-    Signals are blocked and taken one by one: a handler could run within another.
+    Signals are blocked and taken one by one, because a handler could interrupt another.
     """
     kill, handled = Deadline(), handled_signals()
     while (status := dict(processes.reap()).get(agent.pid)) is None:
@@ -270,7 +270,7 @@ def _await_end(agent: Agent) -> int:
             agent.send(came)
             if came != NOTICE:
                 kill.set_within(agent.grace_s + limits.STOP_AGENT_S)
-        elif kill.take():  # it has been stopped (SIGSTOP), or hangs
+        elif kill.take():  # the agent is stopped (SIGSTOP), or hangs
             agent.kill()
     return status
 
@@ -278,15 +278,15 @@ def _await_end(agent: Agent) -> int:
 def _report_death(
     agent: Agent, code: int, why: tuple[str, str] | None, words: Sequence[str], *, left: int
 ) -> None:
-    """Report in the agent's place how the run ended: the agent was killed, failed or left early.
+    """Report how the run ended, because the agent was killed, failed or exited early.
 
-    `why` is the fault and the cause; None: this process ended the agent.
+    `why` is the fault and the cause; None if this process ended the agent.
     """
     failure = None
     agent.notes.setblocking(False)
     try:
         note = typed_json.parse(AgentNote, agent.notes.recv(65536))
-    except (OSError, ValueError):  # the agent ended before the run had begun
+    except (OSError, ValueError):  # the agent exited before the run began
         note = replace(agent.note, started=time.time())
     folder = Path(note.folder) if note.folder else None
     if folder is not None:
@@ -312,9 +312,9 @@ def _report_death(
 def _explain_death(
     code: int, words: Sequence[str], *, has_torch: bool, is_out_of_memory: bool
 ) -> tuple[str, str]:
-    """Return the fault and the cause of an agent's end, if it has not reported them itself.
+    """Return the fault and the cause of an agent's exit that the agent did not report itself.
 
-    `words` are what it said last. With `is_out_of_memory`, the kernel has killed something here.
+    `words` are the last lines it wrote. `is_out_of_memory` means that the kernel killed a process.
     """
     if is_out_of_memory and code == KILLED:
         fault, cause = explain(code, out_of_memory=True)

@@ -28,7 +28,7 @@ _TORCHS_ALONE = (
     *("run_path", "logs_specs", "event_log_handler"),
     *("duplicate_stdout_filters", "duplicate_stderr_filters"),
 )
-_FIRST_TORCH = {  # that has an option of torchrun
+_FIRST_TORCH = {  # the oldest torch whose torchrun has the option
     "--event-log-handler": "2.8",
     "--numa-binding": "2.9",
     "--duplicate-stdout-filters": "2.10",
@@ -42,36 +42,36 @@ _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 @dataclass(frozen=True)
 class Arguments:
-    """What one node's agent does. Times in seconds."""
+    """The settings of one node's agent. Times are in seconds."""
 
     program: Program
     num_nodes: int
-    node_rank: int  # as given: another may follow
+    node_rank: int  # as given; a later attempt may change it
     nproc: int  # ranks on this node
     master_addr: str
-    master_port: int  # 0: any free one
-    run_id: str  # empty: a new one, or node rank 0's
-    command: str  # that was typed: the resume line
-    log_dir: Path | None  # the folder of all runs' folders; None: no logs
+    master_port: int  # 0 means any free port
+    run_id: str  # empty means a new one, or node rank 0's
+    command: str  # as typed, for the resume line
+    log_dir: Path | None  # the parent of all runs' folders; None means no logs
     role: str
     max_restarts: int
-    shown: frozenset[int] | None  # local ranks on the terminal; None: rank 0, or all without logs
+    shown: frozenset[int] | None  # local ranks to show; None means rank 0, or all without logs
     is_in_step: bool  # srun started it, and shares its terminal between all nodes
     join_timeout_s: float
     grace_s: float
-    num_spares: int  # agents beyond `num_nodes`, which wait
-    min_nodes: int  # with which the run continues without a spare; 0: it replaces no node
-    redirected: Mapping[int, Std]  # by local rank: streams that go to files of their own alone
-    teed: Mapping[int, Std]  # streams that do so, too
-    numa_binding: str  # empty: none
-    virtual_gpus: Sequence[str]  # by local rank: the only one it sees, as local rank 0; or all
-    has_labels: bool  # all ranks are shown, each line after its rank
-    is_debug: bool  # LOG_LEVEL=DEBUG: torch's noise is shown, too
+    num_spares: int  # agents beyond `num_nodes`, which wait to replace one
+    min_nodes: int  # the fewest nodes to continue with; 0 means never replace a node
+    redirected: Mapping[int, Std]  # by local rank: streams written only to their own files
+    teed: Mapping[int, Std]  # by local rank: streams also written to their own files
+    numa_binding: str  # empty means none
+    virtual_gpus: Sequence[str]  # by local rank: its only visible GPU; empty means all
+    has_labels: bool  # show all ranks, each line prefixed with its rank
+    is_debug: bool  # LOG_LEVEL=DEBUG: also show torch's noise
     access: Access = field(repr=False)
-    environ: OwnEnviron = field(repr=False)  # the agent's, which the ranks inherit
+    environ: OwnEnviron = field(repr=False)  # the agent's environment, which the ranks inherit
 
     def shown_ranks(self, first_rank: int, *, has_log: bool) -> Sequence[int]:
-        """Return the local ranks that the terminal shows: only rank 0 if there is a log."""
+        """Return the local ranks that the terminal shows: by default rank 0 if there is a log."""
         ranks = range(self.nproc)
         if self.shown is not None:
             return [rank for rank in ranks if rank in self.shown]
@@ -80,10 +80,10 @@ class Arguments:
 
 
 def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str | None]:
-    """Return torchrun's arguments, and the name of one that only torch's own agent can handle.
+    """Return torchrun's arguments, and the name of one that only torch's own agent supports.
 
-    Removes from `environ` what no rank needs. Raises ValueError, one line with cause and cure,
-    where a number is out of range.
+    Removes variables that no rank needs from `environ`. Raises ValueError, with a one-line cause
+    and fix, if an argument is invalid.
     """
     args = _read(arguments, environ.get("PET_MASTER_PORT"))
     spares = int(environ.pop("SPARES", "") or 0)
@@ -96,7 +96,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
         raise ValueError(f"--nnodes {args.nnodes}: a range needs --rdzv-backend c10d")
     if nproc < 1:
         raise ValueError(f"--nproc-per-node {nproc}: no ranks; give at least 1")
-    least = -1 if high + spares > 1 else 0  # -1: it gets the next one free
+    least = -1 if high + spares > 1 else 0  # -1 requests the next free node rank
     if not least <= args.node_rank < high + spares:
         cure = f"give 0 to {high + spares - 1} (--nnodes)"
         raise ValueError(f"--node-rank {args.node_rank}: out of range; {cure}")
@@ -143,7 +143,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
 
 def _read(arguments: Sequence[str], master_port: str | None) -> argparse.Namespace:
     parser = torchrun.get_args_parser()
-    parser.set_defaults(master_port=master_port)  # before torch 2.12: 29500
+    parser.set_defaults(master_port=master_port)  # the default is 29500 before torch 2.12
     options, program = split(arguments)
     args, unknown = parser.parse_known_args([*options, *program[:1]])
     args.training_script_args = program[1:]
@@ -157,9 +157,9 @@ def _read(arguments: Sequence[str], master_port: str | None) -> argparse.Namespa
 
 
 def _place_in_step(args: argparse.Namespace, spares: int, environ: OwnEnviron) -> bool:
-    """In a SLURM step, take the nodes, this node's rank and the master from it, unless given.
+    """In a SLURM step, take the node count, node rank and master from it unless they are given.
 
-    So many of the step's nodes are spares, the last.
+    The last `spares` nodes of the step are spares. Returns whether this was done.
     """
     usual = vars(torchrun.get_args_parser().parse_args(["script"]))
     names = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "standalone")
@@ -173,9 +173,9 @@ def _place_in_step(args: argparse.Namespace, spares: int, environ: OwnEnviron) -
 
 
 def _count_ranks(nproc_per_node: str, environ: OwnEnviron) -> int:
-    """Return the number given, else that of the devices, counted by NVML: CUDA stays unused.
+    """Return the number given, otherwise the number of devices, counted by NVML, not CUDA.
 
-    torch looks for that in `environ`, which the ranks get as it was.
+    torch reads this choice from `environ`, which is restored for the ranks.
     """
     given = environ.get(_BY_NVML)
     environ[_BY_NVML] = "1"
@@ -196,9 +196,9 @@ def _check_signals(args: argparse.Namespace) -> None:
 
 
 def _virtual_gpus(args: argparse.Namespace, nproc: int, visible: str | None) -> list[str]:
-    """Return each rank's only GPU, as --virtual-local-rank asks; empty without it.
+    """Return the only GPU of each rank for --virtual-local-rank; empty without that option.
 
-    `visible` are those that the node shows; None: all. Raises ValueError if ranks lack one.
+    `visible` is CUDA_VISIBLE_DEVICES; None means all GPUs. Raises ValueError if it has too few.
     """
     if not vars(args).get("virtual_local_rank"):
         return []

@@ -1,7 +1,7 @@
 """Read the command line of an entry script: one grammar for all of them.
 
-Positional arguments, key=value settings anywhere, --options, and after `--` what goes to the
-training script untouched. launcher/cli/options.py says what each command accepts.
+Positional arguments, --options, key=value settings anywhere, and after `--` the training script's
+own arguments, unchanged. launcher/cli/options.py defines what each command accepts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from launcher.text import Environ, PlanError, did_you_mean
 
 ROOT = Path(__file__).parents[2]
 _SETTING = re.compile(r"[A-Za-z_+~][A-Za-z0-9_.+-]*=")
-_COPIES = ("slurm_script", ".SC")  # of a batch script: how SLURM and PBS name theirs
+_COPIES = ("slurm_script", ".SC")  # how SLURM and PBS name their copies of a batch script
 
 
 class Call(NamedTuple):
@@ -29,16 +29,16 @@ class Call(NamedTuple):
     program: str  # the script's name, for messages
     file: str  # the script as it was submitted or started
     directory: str  # where it was typed
-    python: str  # for the nodes; in the container, where there is one
+    python: str  # for the nodes; inside the container, if there is one
     site: str
-    activated: str  # names with spaces between them
+    activated: str  # names, separated by spaces
     script: str  # as it was typed
 
 
 def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
     """Return what was typed, by name.
 
-    In a task of a job array, its number takes the place of {task} in settings. Raises PlanError.
+    In a task of a job array, its number replaces {task} in settings. Raises PlanError.
     """
     command = COMMANDS[call.command]
     start: Values = {
@@ -74,22 +74,22 @@ def read_usage(file: str) -> str:
 
 
 def _name_batch_script(values: Values, file: str) -> None:
-    """Name the batch script that a resume line submits: ours, or the user's edited copy of it."""
+    """Set the batch script that a resume line submits: ours, or the user's edited copy of it."""
     ours, is_copy = values.get("batch_script"), file.endswith(_COPIES)
     if values.get("like_torchrun") and not is_copy:
-        del values["batch_script"]  # launch.sh, when it is none
+        del values["batch_script"]  # launch.sh, run directly
     elif ours and not is_copy and not is_same(Path(file), ROOT / ours):
         values["batch_script"] = os.path.abspath(file)
 
 
 class _Reader:
-    """Reads the words of one command line into values by field."""
+    """Reads the words of one command line into values, by field."""
 
     def __init__(self, command: Command, values: Values, *, is_scheduled: bool) -> None:
         self.command, self.values, self.is_scheduled = command, values, is_scheduled
         self.options = {**COMMON, **command.options}
-        self.arguments = [*command.arguments]  # that have not come yet
-        self.words: Iterator[str] = iter(())  # that are not read yet
+        self.arguments = [*command.arguments]  # still missing
+        self.words: Iterator[str] = iter(())  # still unread
         self.see = f"see {values['program']} --help"
 
     def read(self, words: Iterable[str]) -> Values:
@@ -114,7 +114,7 @@ class _Reader:
         if _SETTING.match(word) and not os.path.exists(word):
             self._append("setting", word)
         elif not self.arguments:
-            raise PlanError(f"one argument too many, {word!r}; {self.see}")
+            raise PlanError(f"unexpected argument {word!r}; {self.see}")
         elif self.arguments[0] == "node":
             self._append("node", word)
         else:
@@ -142,7 +142,7 @@ class _Reader:
             self.values[option.field] = True if value is None else value
 
     def _find(self, word: str) -> tuple[str, str | None]:
-        """Return the option that a word stands for, and the value that the word has."""
+        """Return the option that a word stands for, and the value that the word contains."""
         if word.startswith("--"):
             name, equals, text = word.partition("=")
             value = text if equals else None
@@ -156,18 +156,18 @@ class _Reader:
         return meant[0], value
 
     def _unknown(self, word: str, longer: Sequence[str]) -> str:
-        """Return the message for an option that there is not, or that several begin with."""
+        """Return the message for an unknown option, or for an ambiguous abbreviation."""
         hint = did_you_mean(word, (*self.options, *TASKS))
         if 0 < len(longer) < 4:
             hint = f"did you mean {' or '.join(longer)}? "
         own = "its name" if "program" in self.command.arguments else "--"
-        cure = f"{hint}{self.see}, and put the training script's own after {own}"
+        cure = f"{hint}{self.see}, and put the training script's own options after {own}"
         return f"unknown option {word!r}; {cure}"
 
-    # --- questions about runs, and their ends ---
+    # --- options that replace a run ---
 
     def _take_task(self, option: str, words: Iterable[str]) -> None:
-        """Take --status, --stop or --stacks with the names of runs; --help and --version alone."""
+        """Read --status, --stop or --stacks with the names of runs, or --help or --version."""
         task, words = TASKS[option], [*words, *self.words]
         is_about_runs = task not in ("help", "version")
         if task in ("status", "stop"):
@@ -175,7 +175,7 @@ class _Reader:
         others = [flag for flag in ("--strict", "--detach") if self.values.get(COMMON[flag].field)]
         others += [word for word in words if word.startswith("-") and word != "--dry-run"]
         if is_about_runs and others:
-            raise PlanError(f"{others[0]} cannot be used with {option}; give the names of runs")
+            raise PlanError(f"{others[0]} cannot be used with {option}; give only names of runs")
         self.values = {
             "program": self.values["program"],
             "fanout": task,

@@ -1,6 +1,6 @@
 """Every command that launches: its arguments, its options, and how it reaches the nodes.
 
-A script of scripts/ names its command here. Options are read as torchrun's are: in full or
+Each script of scripts/ names a command of this table. Options are read like torchrun's: in full or
 shortened, with `-` or `_`, as `--name value` or `--name=value`.
 """
 
@@ -19,23 +19,23 @@ Values = dict[str, Any]  # by the names of Typed's fields
 
 
 class Option(NamedTuple):
-    """Where its value goes; without one, it is a flag."""
+    """Where an option's value goes. An option without a value is a flag."""
 
-    field: str  # of Typed, or what `finish` takes; "passed": the option goes on as it is
+    field: str  # of Typed, or for `finish`; "passed": the option is passed on unchanged
     has_value: bool = True
 
 
 @dataclass(frozen=True)
 class Command:
-    """What one command accepts, and what follows from its name alone."""
+    """What one command accepts, and what its name implies."""
 
-    fanout: str  # as Typed has it
-    arguments: Sequence[str] = ()  # fields; the last may be `node`, which takes all that is left,
-    # or `program`: the training script, after which everything is its own
+    fanout: str  # as in Typed
+    arguments: Sequence[str] = ()  # fields; the last may be `node`, which takes all remaining
+    # words, or `program`, the training script, which gets all words after it
     options: Mapping[str, Option] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)  # more fields of Typed
-    finish: Callable[[Values, Environ], None] | None = None  # from what was typed
-    is_batch: bool = False  # a scheduler holds its runs
+    finish: Callable[[Values, Environ], None] | None = None  # completes the values
+    is_batch: bool = False  # a scheduler runs it
 
 
 def _options(names: str, target: str = "", *, has_value: bool = True) -> dict[str, Option]:
@@ -46,11 +46,11 @@ def _options(names: str, target: str = "", *, has_value: bool = True) -> dict[st
     return options
 
 
-# --- what a command makes of its own arguments --------------------------------------------------
+# --- functions that complete the values ---------------------------------------------------------
 
 
 def _complete_launch(values: Values, environ: Environ) -> None:
-    """Take what was not typed from PET_NNODES and the like, as torchrun does."""
+    """Read options that were not typed from PET_NNODES and the like, as torchrun does."""
     for name, option in _TORCHRUN.items():
         value = environ.get(f"PET_{name[2:].replace('-', '_').upper()}")
         if value and option.has_value and option.field != "passed":
@@ -64,7 +64,7 @@ def _need_master(values: Values, _environ: Environ) -> None:
 
 
 def _join_config(values: Values, environ: Environ) -> None:
-    """Make one config of --config-path and --config-name, or pass both to a script of Hydra's."""
+    """Combine --config-path and --config-name into one config, or pass both to a Hydra script."""
     folder, name = values.pop("config_path", ""), values.pop("config_name", "")
     if not folder and not name:
         return
@@ -81,12 +81,12 @@ def _join_config(values: Values, environ: Environ) -> None:
 
 
 def _take_config(values: Values, environ: Environ) -> None:
-    if environ.get("CONFIG"):  # of qsub -v
+    if environ.get("CONFIG"):  # from qsub -v
         values.setdefault("config", environ["CONFIG"])
 
 
 def _pass_to_test(values: Values, _environ: Environ) -> None:
-    """Put the self-test's own options after its name. It runs in the project's folder."""
+    """Pass the self-test its own options. It runs in the project's folder."""
     if settings := values.get("setting"):
         raise PlanError(f"{settings[0]!r}: settings have no effect here; omit them")
     test, file = values.pop("test", ""), values.pop("json", "")
@@ -103,7 +103,7 @@ COMMON = {
     **_options("--dry-run=is_dry_run --strict=is_strict --detach=is_detached", has_value=False),
     **_options("--show"),
 }
-TASKS = {  # in place of a run
+TASKS = {  # instead of a run
     **{"-h": "help", "--help": "help", "--version": "version"},
     **{"--status": "status", "--stop": "stop", "--stacks": "stacks"},
 }

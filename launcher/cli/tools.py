@@ -1,4 +1,4 @@
-"""The scripts that start no run: read what was typed for them, then do it.
+"""The scripts that start no run: read their command line, and execute it.
 
 python scripts/lib/start.py launcher.cli.tools SCRIPT WORDS      (run_tool in scripts/lib/launch.sh)
 """
@@ -18,7 +18,7 @@ CHECKPOINT = {"ls": "DIR", "verify": "DIR", "export": "DIR FILE", "hash": "DIR"}
 
 
 def main(arguments: Sequence[str], environ: Environ) -> int:
-    """Do what was typed; returns the exit code."""
+    """Run the command that was typed; returns the exit code."""
     program, words = Path(arguments[0]).name, arguments[1:]
     try:
         if "explain" in program:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str], environ: Environ) -> int:
 
 
 def refuse(words: Sequence[str]) -> str:
-    """Return why these are no words for scripts/checkpoint.sh; empty if they are."""
+    """Return why scripts/checkpoint.sh rejects these words; empty if it accepts them."""
     commands = ", ".join(map(" ".join, CHECKPOINT.items()))
     name, *given = words or [""]
     if name not in CHECKPOINT:

@@ -1,4 +1,4 @@
-"""What launch.sh makes of torchrun's options: the number of ranks and of nodes, and the master."""
+"""Derives the number of ranks, the number of nodes and the master from torchrun's options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from launcher.text import Environ, PlanError
 
 
 def read_like_torchrun(values: dict[str, Any], environ: Environ) -> None:
-    """Complete what was typed, by the names of Typed's fields. Raises PlanError."""
+    """Complete the values that were typed, by field of Typed. Raises PlanError."""
     if not (rest := values.get("rest")) or not rest[0]:
         cause = "SCRIPT is an empty word" if rest else "no SCRIPT"
         raise PlanError(f"{cause}; usage: {values['usage']}")
@@ -33,7 +33,7 @@ def read_like_torchrun(values: dict[str, Any], environ: Environ) -> None:
 def find_master(
     values: dict[str, Any], nodes: str, *, backend: str, endpoint: str, in_step: bool
 ) -> None:
-    """Read from torchrun's rendezvous the number of nodes, this one's rank and the master."""
+    """Read the number of nodes, this node's rank and the master from torchrun's rendezvous."""
     least, is_range, most = nodes.partition(":")
     if is_range and least != most:
         raise PlanError(

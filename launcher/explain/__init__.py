@@ -1,1 +1,1 @@
-"""What a training log tells: the first real cause among the tracebacks, by name."""
+"""Finds the first real cause in a training log, and names its fault."""

@@ -1,14 +1,14 @@
-"""Find the first real cause in a training log, whoever wrote it:
+"""Find the first real cause in a training log of any launcher:
 
     scripts/explain.sh             what ended the newest run of LOG_DIR (default: logs)
     scripts/explain.sh RUN         what ended a run of LOG_DIR, by its id
-    scripts/explain.sh LOG...      files, of any launcher
+    scripts/explain.sh LOG...      log files, of any launcher
     scripts/explain.sh FAULT       a fault's section of TROUBLESHOOTING.md
 
-Prints the fault's name, the rank, the line and the section of TROUBLESHOOTING.md; or, if the log or
-the run ends with this project's own block, that block; or, if this project refused the start, its
-lines and their sections. Ends with 0 if it found a cause, with 1 if there is none, and with 2 if a
-file cannot be read.
+Prints the fault's name, the rank, the line and the section of TROUBLESHOOTING.md. If the log or the
+run ends with this project's own block, prints that block; if this project refused the start, prints
+its lines and their sections. Exits with 0 if it found a cause, with 1 if there is none, and with 2
+if a file cannot be read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     names = arguments or [str(log_dir / "latest")]
     try:
-        # An earlier start of it may have failed.
+        # An earlier start of the same run may have failed.
         if all(has_ended_well(name, log_dir) for name in names):
             print(f"no failure: {', '.join(names)} ended with code 0")
             return 1
@@ -57,11 +57,11 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
         refusals = {line: name for file in files for line, name in find_refusals(file).items()}
         seen = [sighting for file in files for sighting in read(file)]
     except OSError as error:
-        if error.filename is None:  # it is the output's
+        if error.filename is None:  # it is about the output
             raise
         runs = find_all(log_dir)
         if starting := [run for run in runs if run.id == str(error.filename)]:
-            print(describe(starting))  # it has no log yet
+            print(describe(starting))  # the run has no log yet
             return 1
         known = [*sections(), *(run.id for run in runs)]
         cure = f"{did_you_mean(str(error.filename), known)}give a RUN, a FILE or a FAULT"
@@ -77,20 +77,20 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
         print(f"no failure found in {count(len(files), 'file')}")
         folders = {file.resolve().parent for file in files}
         if runs := [run for run in find_all(log_dir) if run.folder.resolve() in folders]:
-            print(describe(runs))  # it runs, or was killed with its launcher
+            print(describe(runs))  # the run is live, or was killed with its launcher
         return 1
     print_cause(cause, sightings, find_ranks(cause, files))
     return 0
 
 
 def has_ended_well(name: str, log_dir: Path) -> bool:
-    """Return whether a word of the command line means a run that ended with code 0."""
+    """Return whether a word of the command line names a run that ended with code 0."""
     records = [record for place in (Path(name), log_dir / name) if (record := read_record(place))]
     return bool(records) and records[0].exit_code == 0
 
 
 def find_logs(name: str, log_dir: Path) -> list[Path]:
-    """Return the logs that a word of the command line means."""
+    """Return the logs that a word of the command line names."""
     for place in (Path(name), log_dir / name):
         if (place / KEPT).exists():
             return [place / KEPT]
@@ -100,13 +100,13 @@ def find_logs(name: str, log_dir: Path) -> list[Path]:
 
 
 def find_cause(sightings: Sequence[Sighting]) -> Sighting | None:
-    """Return the sighting that states the cause best, and of several the first."""
+    """Return the sighting that states the cause best; the first, if there are several."""
     causes = [sighting for sighting in sightings if sighting.kind != Kind.CONSEQUENCE]
     return min(causes, key=lambda sighting: sighting.kind, default=None)
 
 
 def print_cause(cause: Sighting, sightings: Sequence[Sighting], ranks: Sequence[int]) -> None:
-    """Print a cause in the shape of the failure block; `ranks` say the same."""
+    """Print a cause in the form of the failure block; `ranks` printed the same error."""
     where = f" ({cause.host})" if cause.host else ""
     others = sum(shape_of(sighting.text) != shape_of(cause.text) for sighting in sightings)
     lines = count(others, "other line mentions", "other lines mention")

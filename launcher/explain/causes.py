@@ -1,4 +1,4 @@
-"""The lines that name a cause, and those that only look like one.
+"""Rules for the lines that name a cause, and for lines that only look like one.
 
 They are tried in this order, before those of signs.py: the first rule that matches a line wins.
 """
@@ -165,7 +165,7 @@ CAUSES = (
         """,
     ),
     cause(
-        "rank-error",  # of a module of the user's own
+        "rank-error",  # in the user's own module
         r"""
         cannot import name '(?!.*(/(site|dist)-packages/|/lib/python3)).*\(/.*\.py\)
         attempted relative import

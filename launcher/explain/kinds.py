@@ -1,4 +1,4 @@
-"""What a rule of explain is, and how much the lines that it matches say about the cause."""
+"""The rules of explain, and how much the lines that a rule matches say about the cause."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """How much a line says of the cause: the first of the lowest kind is it."""
+    """How much a line says about the cause: the first line of the lowest kind is the cause."""
 
     CAUSE = 1
-    EXCEPTION = 2  # of any program; no rule says more of it
-    WARNING = 3  # that a program may have lived on with
+    EXCEPTION = 2  # of any program; no other rule matches
+    WARNING = 3  # the program may have continued after it
     END = 4  # how a process ended, or that its wait timed out; the cause may be elsewhere
-    LOST = 5  # that another process is gone
-    CODE = 6  # the code of one that failed, and nothing else of it
+    LOST = 5  # another process is gone
+    CODE = 6  # only the exit code of a failed process
     CONSEQUENCE = 7  # never a cause
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One fault by the texts that show it."""
+    """A fault, and the texts that show it."""
 
     kind: Kind
     fault: str
@@ -30,7 +30,7 @@ class Rule:
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
-        """All of them, compiled when the first line is looked at: most runs do not fail."""
+        """All expressions, compiled on first use: most runs do not fail."""
         return re.compile("|".join(map(str.strip, self.find.strip().splitlines())))
 
 

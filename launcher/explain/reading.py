@@ -1,4 +1,4 @@
-"""The lines of a log that say something of a failure, with the rank and host that wrote them."""
+"""The lines of a log that say something about a failure, with the rank and host that wrote them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from launcher.explain.rules import RULES, UNKNOWN, match
 from launcher.failure import user_frames
 from launcher.failure_block import FIRST_ROW
 
-LONGEST = 4096  # bytes of a line that are looked at
+LONGEST = 4096  # bytes of a line that are read
 ABOVE = 200  # lines above an exception that may be its traceback
-# One of these is in every line that a rule knows; a test sees to it.
+# Every line that a rule matches contains one of these; a test checks that.
 HINT = re.compile(
     rb"rror|xception|nterrupt|ailed|ailure|illed|illing|efused|imed out|imeout|CANCELLED|ignal|WARN"
     rb"|fault|exceed|esolve| found|No such|No module|No space|xitcode|xit code|xit status"
@@ -26,7 +26,7 @@ HINT = re.compile(
 _DIGITS = b"0123456789"
 # What launchers and torch put before a line: [rank3]: (torch), [default3]: (its launcher), stderr:
 # (accelerate), ERROR 12-31 01:06:23 [core.py:603] (vLLM), 3: (srun --label), (node-1 pid=9) (Ray),
-# [1,3]<stderr>: (mpirun), node1: (pdsh), [3] and [rank0-2,5] (this one), [3]: (torchx), a time.
+# [1,3]<stderr>: (mpirun), node1: (pdsh), [3] and [rank0-2,5] (ours), [3]: (torchx), a timestamp.
 _PREFIX = re.compile(
     r"(?:\[(?:rank|default|trainer|worker)(?P<torch>\d+)(?P<more>(?:[-,]\d{1,5})*)\]:?"
     r"|\[?stderr(?:\]|: )"
@@ -39,21 +39,21 @@ _PREFIX = re.compile(
     r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?:?"
     r") ?"
 )
-_RANKS = ("torch", "mpi", "srun", "ours")  # groups of it that name a rank
+_RANKS = ("torch", "mpi", "srun", "ours")  # groups of _PREFIX that name a rank
 _EXCEPTION = re.compile(
     r"(?:|.{0,80}(?:[\]):>|] ?| - |E {3,}|: \*\*|\"))"
     r"(?:(?:[a-z_]\w*\.)+(?:errors|exceptions)\.[A-Z]\w+"
     r"|[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|TimeoutExpired))(?:\(\w+\))?(?:: |:?$)"
 )
 _RANK = re.compile(r"(?<!local_)(?<!local )\b[Rr]ank ?:? ?(\d+)|: task (\d+): Exited")
-_NAMED = re.compile(r" \[([a-z-]+)\]$")  # as our own lines name a fault
-_PROGRAM = re.compile(r"(?:node agent|[\w.-]+): ")  # before those with which one refuses a start
-# In a log that several starts have written to: the row that begins one, or the one that ends it.
+_NAMED = re.compile(r" \[([a-z-]+)\]$")  # how our own lines name a fault
+_PROGRAM = re.compile(r"(?:node agent|[\w.-]+): ")  # begins a line that refuses a start
+# In a log of several starts: the row that begins a start, or the row that ends it.
 _BEFORE = re.compile(
     f"{FIRST_ROW}|see {{6}}TROUBLESHOOTING|stopped  .*; nothing is left running".encode()
 )
-# Where launchers tell which process was the first to fail: torch's two tables and its one line, its
-# spawn, DeepSpeed's, DDP's of parameters, and srun's.
+# Where launchers report which process failed first: torch's two tables and its single line, its
+# spawn, DeepSpeed, DDP's message about parameters, and srun.
 _FIRST = re.compile(
     r"Root Cause(?s:.{0,300}?)(?:host *: (?P<host>\S+)\s+)?\brank *: (?P<rank>\d+)"
     r"|failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)"
@@ -73,19 +73,19 @@ def sections() -> Mapping[str, str]:
 
 
 def own_fault(line: str) -> str:
-    """Return the fault that a line of ours names at its end; "" of a warning, and of others."""
+    """Return the fault that one of our lines names at its end; "" for a warning or another line."""
     named = _NAMED.search(line.rstrip())
     return named[1] if named and named[1] in sections() and "warning: " not in line else ""
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """A line that says something of a failure."""
+    """A line that says something about a failure."""
 
     kind: Kind
     fault: str
     text: str  # without what launchers put before it
-    rank: str = ""  # "rank 3", or "local rank 3" where that is all that is known
+    rank: str = ""  # "rank 3", or "local rank 3" if only that is known
     host: str = ""
     file: Path = Path()
     line: int = 0  # from 1
@@ -93,12 +93,12 @@ class Sighting:
 
 
 def read(file: Path) -> list[Sighting]:
-    """Return what a log says of a failure: of lines that differ in numbers alone, the first.
+    """Return a log's lines about a failure: the first of those that differ only in numbers.
 
     Raises OSError.
     """
     rows = _rows_of_last_start(file)
-    lines = [(row, line) for row, text in rows for line in text.split(b"\r")]  # a bar's states
+    lines = [(row, line) for row, text in rows for line in text.split(b"\r")]  # progress bars
     shapes: set[bytes] = set()
     sightings: list[Sighting] = []
     first_seen = None
@@ -119,7 +119,7 @@ def read(file: Path) -> list[Sighting]:
 
 
 def look(line: str) -> Sighting | None:
-    """Return what one line says; None if that is nothing of a failure."""
+    """Return what one line says about a failure; None if it says nothing."""
     prefix, text = split(line)
     rule, is_exception = match(text), _EXCEPTION.match(text)
     fault = own_fault(text)
@@ -136,9 +136,7 @@ def look(line: str) -> Sighting | None:
 
 
 def find_refusals(file: Path) -> dict[str, str]:
-    """Return the lines of a log with which our programs refused a start, each with its fault's
-    name. Raises OSError.
-    """
+    """Return the lines that refused a start, each with its fault. Raises OSError."""
     rows = (row.rstrip() for _, row in _rows_of_last_start(file))
     lines = (split(row.decode(errors="replace"))[1] for row in rows if row.endswith(b"]"))
     lines = (line for line in lines if _PROGRAM.match(line) and not _EXCEPTION.match(line))
@@ -152,7 +150,7 @@ def _rows_of_last_start(file: Path) -> list[tuple[int, bytes]]:
 
 
 def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
-    """Return the ranks that say the same as the cause, numbers aside. Raises OSError."""
+    """Return the ranks that printed the cause's line, apart from digits. Raises OSError."""
     shape = shape_of(cause.text)
     ranks: set[int] = set()
     for file in files:
@@ -173,7 +171,7 @@ def shape_of(text: str) -> str:
 
 
 def split(line: str) -> tuple[dict[str, str], str]:
-    """Return what launchers have put before a line, and the rest."""
+    """Return the prefixes that launchers have put before a line, and the rest of it."""
     named: dict[str, str] = {}
     while at := _PREFIX.match(line):
         named |= {name: value for name, value in at.groupdict().items() if value is not None}
@@ -190,7 +188,7 @@ def _frames(above: str, line: str) -> list[str]:
 
 
 def _with_first(sightings: Sequence[Sighting], first: re.Match[str]) -> list[Sighting]:
-    """Add the rank that a launcher saw first to the lines that do not name their own."""
+    """Set the rank that a launcher saw fail first, in the lines that do not name a rank."""
     local = first["torch"] or first["spawn"] or first["deepspeed"]
     number = local or first["rank"] or first["reducer"] or first["task"]
     rank, host = f"{'local ' if local else ''}rank {number}", first["host"] or first["node"] or ""

@@ -1,4 +1,4 @@
-"""Which rule matches a line: of a log, or of an error's message."""
+"""Which rule matches a line of a log, or of an error's message."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def match(line: str) -> Rule | None:
 
 
 def find_rule(message: str) -> Rule | None:
-    """Return the rule that says most about the cause, of those that match a line of an error."""
+    """Of the rules that match a line of an error, return the one that says most about the cause."""
     known = [rule for line in message.splitlines() if (rule := match(line))]
     return min(known, key=lambda rule: rule.kind, default=None)

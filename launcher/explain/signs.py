@@ -1,4 +1,4 @@
-"""The lines that show a failure and not its cause: warnings, how processes ended, what followed.
+"""Rules for the lines that show a failure but not its cause: warnings, exits, consequences.
 
 They are tried in this order, after those of causes.py: the first rule that matches a line wins.
 """

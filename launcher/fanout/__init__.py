@@ -1,1 +1,1 @@
-"""The ways to start the node agents: here, by srun, over ssh, through pdsh."""
+"""The ways to start the node agents: on this machine, with srun, over ssh, with pdsh."""

@@ -1,4 +1,4 @@
-"""One ssh connection to a node: what the node says, and why there is no connection."""
+"""One ssh connection to a node: the node's messages, and why a connection failed."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ from launcher.wire.launcher_link import Answers
 from launcher.wire.messages import Fault, Hello, Membership, Request, Start, StopRequest, Sweep
 
 FAR_SIDE = "launcher.fanout.far_side"
-AT_ONCE = 8  # new connections: sshd drops some from 10 that have not logged in yet
+AT_ONCE = 8  # new connections: sshd drops some once 10 have not logged in yet
 TRIES = 4
-SSH_FAILED = 255  # ssh's exit code where it failed itself
+SSH_FAILED = 255  # ssh's exit code if ssh itself failed
 CURES = {
-    "env-missing": "let this folder, the project and its Python be there as they are here",
-    "host-unreachable": "see that the machine is up",
+    "env-missing": "make this folder, the project and its Python available there at the same paths",
+    "host-unreachable": "check that the machine is up",
     "name-unresolved": "correct the name, or ~/.ssh/config",
-    "ssh-refused": "see that 'ssh {node} true' works without a question",
+    "ssh-refused": "make sure that 'ssh {node} true' works without a prompt",
 }
 T = TypeVar("T")
 
 
 class Connection(Child):
-    """ssh to one node. Nothing but paths shows in anyone's list of processes."""
+    """ssh to one node. In lists of processes, only paths are visible."""
 
     def __init__(
         self,
         loop: Loop,
-        node: str,  # as ssh calls it
+        node: str,  # its name for ssh
         *,
         connect_s: int,
         token: str,  # `<token>.<node>` begins the node's messages, and marks its processes
         show: Show,
     ) -> None:
-        """Connect to a bash on the node; `show` is given what is no message."""
+        """Connect to bash on the node; `show` gets all output that is not a message."""
         self.name = node
         self.token = token
-        self.is_started = False  # from then on, what comes on stderr is the run's
-        self.lost = ""  # why the node's part of the run ended before its time
-        self.is_silent = False  # then
-        self.is_left = False  # the run goes on without it
+        self.is_started = False  # from then on, stderr is output of the run
+        self.lost = ""  # why the node's part of the run ended early
+        self.is_silent = False  # when it was lost
+        self.is_left = False  # the run continues without it
         self.heard = time.monotonic()
-        self.gap = 0.0, 0.0  # end and length of the last gap that was long enough to end the run
-        self._fault = "ssh-refused"  # why there is no connection, once it has ended
+        self.gap = 0.0, 0.0  # end and length of the last silence that could have ended the run
+        self._fault = "ssh-refused"  # why there was no connection, once ssh has ended
         self._probe: threading.Thread | None = None
         self._show = show
         self._messages = Answers(token.rpartition(".")[0])
         self._answers: dict[type, Any] = {}
-        self._words = b""  # on stderr before the start: of start-up files, or Python
-        self._log = processes.anonymous_file("ssh")  # what ssh itself says
+        self._words = b""  # stderr before the start: of start-up files, or Python
+        self._log = processes.anonymous_file("ssh")  # ssh's own messages
         log = f"/proc/{os.getpid()}/fd/{self._log}"
         super().__init__(loop, ssh_command(node, loop.environ, connect_s, log), self._take)
 
@@ -79,12 +79,12 @@ class Connection(Child):
         self.send_line(messages.write(request))
 
     def answer(self, kind: type[T]) -> T | None:
-        """Return what the node has said of this kind."""
+        """Return the node's message of this kind; None if it has sent none."""
         return self._answers.get(kind)
 
     @property
     def last_words(self) -> str:
-        """The last line that ssh, or else the node before the start, has said."""
+        """The last line that ssh printed, or that the node printed before the start."""
         size = os.fstat(self._log).st_size
         said = self._words + b"\n" + os.pread(self._log, 4096, max(0, size - 4096))
         lines = [line.strip() for line in said.decode(errors="replace").split("\n")]
@@ -110,23 +110,23 @@ class Connection(Child):
         if not data:
             self._show(b"", is_error)
 
-    # --- why it is not there ------------------------------------------------------------------
+    # --- why there is no connection -----------------------------------------------------------
 
     def look_for_fault(self) -> None:
-        """See why ssh has not reached the node, meanwhile."""
+        """Find out in the background why ssh has not reached the node."""
         if self._probe is None and self.code == SSH_FAILED and self.answer(Hello) is None:
             self._probe = threading.Thread(target=self._find_fault, daemon=True)
             self._probe.start()
 
     @property
     def may_come(self) -> bool:
-        """Whether the node may yet say hello, or why it did not is not known yet."""
+        """Whether the node may still say hello, or the reason why it did not is still unknown."""
         is_told = self._probe is not None and not self._probe.is_alive()
         return self.answer(Hello) is None and (self.code in (None, SSH_FAILED) and not is_told)
 
     @property
     def is_dropped(self) -> bool:
-        """Whether an sshd on the way has ended the connection, as it does with one of many."""
+        """Whether an sshd on the way has dropped the connection, as it does if there are many."""
         is_silent = self.answer(Hello) is None and not self.may_come
         return is_silent and self.code == SSH_FAILED and self._fault == "ssh-refused"
 
@@ -141,13 +141,13 @@ class Connection(Child):
         is_there = self.answer(Hello) is not None
         if self.code is None:
             cause, cure = (
-                "its checks take longer than the preflight's time",
-                "see what hangs there, or raise PREFLIGHT_SECONDS",
+                "its checks exceed the preflight's time limit",
+                "find out what hangs there, or raise PREFLIGHT_SECONDS",
             )
             if not is_there:
                 cause = f"no answer within {waited_s:g} s"
-                cure = "see that the machine is up, and a login there asks nothing, or give it"
-                cure += " more time with PREFLIGHT_SECONDS"
+                cure = "check that the machine is up and that ssh logs in without a prompt, or"
+                cure += " raise PREFLIGHT_SECONDS"
             return Fault("host-unreachable", cause, cure)
         fault = self._fault
         if is_there:
@@ -158,14 +158,14 @@ class Connection(Child):
 
 def greet(
     connections: list[Connection],
-    connect: Callable[[int], Connection],  # to the node of that place again
-    turn: Callable[[float], None],  # handle what happens until then
+    connect: Callable[[int], Connection],  # connects again to the node with this index
+    turn: Callable[[float], None],  # handles events until this time
     until: float,
 ) -> None:
-    """Wait until every node has said hello, or is not there.
+    """Wait until every node has said hello, or has failed.
 
     An sshd, especially a bastion's, drops some of many new connections (MaxStartups): if others
-    succeed, the dropped ones retry.
+    succeed, the dropped ones are tried again.
     """
     tries = [1] * len(connections)
     while (now := time.monotonic()) < until:
@@ -186,7 +186,7 @@ def greet(
 
 
 def find_fault(node: str, environ: Environ) -> str:
-    """Return the fault of a node that ssh does not reach: its name, the way there, or its sshd."""
+    """Return the fault of a node that ssh cannot reach: its name, the network, or its sshd."""
     command = ["ssh", *given_options(environ), "-T", "-G", "--", node]
     result = subprocess.run(command, capture_output=True, timeout=limits.PROBE_S)
     lines = (line.partition(" ") for line in os.fsdecode(result.stdout).splitlines())
@@ -201,14 +201,14 @@ def find_fault(node: str, environ: Environ) -> str:
             pass
         except OSError:
             return "host-unreachable"
-    return "ssh-refused"  # and ssh says why
+    return "ssh-refused"  # ssh prints why
 
 
 # --- what is sent first -------------------------------------------------------------------------
 
 
 def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
-    """Return the names of the variables that go to the nodes, without those of this node alone.
+    """Return the names of the variables to send to the nodes, without those of this node only.
 
     Raises PlanError if FORWARD_ENV names one that is not set.
     """
@@ -224,16 +224,16 @@ def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
 
 
 def write_opening(plan: Plan, added: Environ) -> str:
-    """Return what a node's bash runs: say hello, become the far side where the launch was typed.
+    """Return the commands for a node's bash: say hello, then run the far side in this directory.
 
-    `added` are variables beyond those that are forwarded.
+    `added` are variables in addition to the forwarded ones.
     """
     names, environ = (*plan.forwarded, "LAUNCH_JOB"), plan.environ
     kept = {name: environ[name] for name in names if name in environ}
     token = shlex.quote(added["LAUNCH_TOKEN"])
     exports = shlex.join(f"{name}={value}" for name, value in {**kept, **added}.items())
     script = [word for word in plan.words if word[:1] != "-"][:1]
-    shown = ["--rdzv-id", plan.run_id, *script]  # by ps
+    shown = ["--rdzv-id", plan.run_id, *script]  # for readers of ps
     far_side = shlex.join(plan.inside([*plan.module_command(FAR_SIDE), *shown]))
     return f"""\
 set -- ${{SSH_CONNECTION:-}}

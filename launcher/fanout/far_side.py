@@ -3,10 +3,10 @@
     python scripts/lib/start.py launcher.fanout.far_side [--rdzv-id RUN_ID SCRIPT]
     python scripts/lib/start.py launcher.fanout.far_side --pdsh SOCKET
 
-The first is told on stdin what to do: check the node, start its agent, whose supervisor it becomes,
-with its stdin as the control stream. At the end it looks for what is left of the run. RUN_ID and
-SCRIPT are for whoever looks at ps. The second is pdsh's: when it comes, the first starts the agent,
-and when pdsh's connection ends, so does the agent.
+The first form gets requests on stdin: it checks the node, and starts the agent, whose supervisor it
+becomes, with its stdin as the control stream. At the end it kills processes that the run has left.
+RUN_ID and SCRIPT are for readers of ps. pdsh starts the second form: when that connects, the first
+starts the agent; when pdsh's connection ends, the agent ends too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(arguments: list[str], environ: OwnEnviron) -> int:
 
 
 def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -> int:
-    """Run the node's agent below this process; returns its exit code. The agent never returns."""
+    """Run the node's agent in a child process; returns its exit code. The child never returns."""
     mend_streams()
     environ.update(start.variables)
     try:
@@ -75,10 +75,10 @@ def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -
     def await_cut(fd: int) -> None:
         while os.read(fd, 4096):
             pass
-        if processes.start_ticks(agent.pid) is not None:  # else it is over
+        if processes.start_ticks(agent.pid) is not None:  # otherwise it has ended
             tell(token, Cut())
 
-    threading.Thread(target=beat, daemon=True).start()  # a fork has one thread
+    threading.Thread(target=beat, daemon=True).start()  # only after the fork
     if pdsh is not None:
         end_after(await_cut, pdsh, agent.kill)
     return guard(agent)
@@ -88,10 +88,10 @@ def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -
 
 
 def await_pdsh(name: str, token: str) -> int | None:
-    """Wait for pdsh's process at a socket; returns their connection, None if it does not come.
+    """Wait for pdsh's process at a socket; returns the connection, or None if it does not connect.
 
-    Only this user's processes are listened to. The name cannot be known before it is taken: the
-    launcher made it up, and pdsh's command names it when every node is ready.
+    Only this user's processes are accepted. No one can take the name first: the launcher made it
+    up, and pdsh's command shows it only once every node listens.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{name}")
@@ -99,7 +99,7 @@ def await_pdsh(name: str, token: str) -> int | None:
         tell(token, Ready())
         ready = select.poll()
         ready.register(listener, select.POLLIN)
-        ready.register(0, select.POLLRDHUP)  # beats are the agent's, and stay unread
+        ready.register(0, select.POLLRDHUP)  # heartbeats are for the agent, and stay unread
         deadline = time.monotonic() + limits.PDSH_FETCH_S
         while time.monotonic() < deadline:
             tell(token)
@@ -123,11 +123,11 @@ def is_ours(connection: socket.socket) -> bool:
 
 
 def hold_agent(name: str) -> int:
-    """As pdsh's process, hold the node's agent until its end; returns its exit code."""
+    """In pdsh's process, wait until the node's agent ends; returns its exit code."""
     with socket.socket(socket.AF_UNIX) as far_side:
         far_side.connect(f"\0{name}")
         if not is_ours(far_side):
-            raise SystemExit("the socket is another user's")
+            raise SystemExit("the socket belongs to another user")
         while True:
             ready, _, _ = select.select([0, far_side.fileno()], [], [])
             if far_side.fileno() in ready:

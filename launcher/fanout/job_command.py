@@ -1,4 +1,4 @@
-"""Fan-out of a batch script with --dry-run outside a job: show the command that submits it."""
+"""A dry run of a batch script outside a job: show the command that submits the script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GPUS = re.compile(r"(?:--gpus-per-node=|--gres=gpu:|n?gpus=)(?:[a-z]\w*:)?(\d+)
 
 
 def run(plan: Plan, _be_ready: Callable[[], None]) -> int:
-    """Print what is known of the job before it starts, and the command that submits it."""
+    """Print what is known about the job before it starts, and the command that submits it."""
     counts = plan.rank_counts(plan.nproc) if plan.nproc else []
     backend = plan.backend.replace("auto", "nccl with GPUs, else gloo")
     plan = replace(plan, run_id=plan.run_id or "<job id>", backend=backend)
@@ -30,7 +30,7 @@ def run(plan: Plan, _be_ready: Callable[[], None]) -> int:
 def read_script(file: Path, nproc: int | None) -> World:
     """Return the nodes and ranks that the #SBATCH or #PBS lines of a batch script ask for.
 
-    `nproc` are the ranks per node that the user asked for.
+    `nproc` is the number of ranks per node that the user asked for.
     """
     lines = re.findall(r"^#(?:SBATCH|PBS) (.*?)(?: #.*)?$", file.read_text(), re.MULTILINE)
     nodes, tasks, gpus = (_last(pattern, lines) for pattern in (_NODES, _TASKS, _GPUS))

@@ -1,6 +1,6 @@
-"""Fan-out to this machine alone: check it, and become its node agent.
+"""Fan-out to this machine only: check it, and become its node agent.
 
-If every node is started separately, by hand or by srun, each is such a machine.
+If the nodes are started separately, by hand or by srun, each of them runs this.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
         return 0
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, nproc):
         return REFUSED
-    if not plan.container:  # a stop meanwhile waits for the agent's supervisor
+    if not plan.container:  # a stop that arrives now is left to the agent's supervisor
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     be_ready()
     added = {"LAUNCH_START": "local", "LAUNCH_TOKEN": os.urandom(16).hex()}
@@ -55,9 +55,9 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
 
 
 def check_here(plan: Plan) -> Report:
-    """Return what the preflight finds on this machine, in the run's container.
+    """Return what the preflight finds on this machine, in the run's container if it has one.
 
-    Raises Refused if that does not start.
+    Raises Refused if the preflight does not start there.
     """
     if plan.is_dry_run or not plan.container:
         return check_node(plan.request(), plan.environ)
@@ -73,9 +73,9 @@ def check_here(plan: Plan) -> Report:
 
 
 def is_healthy(plan: Plan, nproc: int) -> bool:
-    """Try whether the ranks of this node can work together, and print how it went.
+    """Test whether the ranks of this node can work together, and print the result.
 
-    `--standalone` keeps it to this node, and to a free port, in a step of a SLURM job too.
+    `--standalone` limits the test to this node and a free port, even in a step of a SLURM job.
     """
     start = time.monotonic()
     agent = [plan.python, str(plan.root / AGENT), "--standalone", "--nproc-per-node", str(nproc)]

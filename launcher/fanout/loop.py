@@ -21,10 +21,10 @@ from distributed.stop_signals import QUERY, handled_signals, stop_signals
 from launcher.text import Environ
 from launcher.wire import limits
 
-Show = Callable[[bytes, bool], None]  # is given output, nothing at the end; whether from stderr
+Show = Callable[[bytes, bool], None]  # gets output (empty at the end); whether it is stderr's
 _CHUNK = 65536
-# What the user's configuration must not change. The keep-alives are late enough for the launcher to
-# notice first that a node is silent.
+# Options that the user's configuration must not change. The keep-alives are late enough that the
+# launcher is the first to notice a silent node.
 FIXED = (
     *("BatchMode=yes", "RemoteCommand=none"),
     *(f"ServerAliveInterval={limits.SILENCE_S:.0f}", "ServerAliveCountMax=2"),
@@ -32,13 +32,13 @@ FIXED = (
 
 
 class Loop:
-    """Waits for children, signals and time together. Make it in the main thread, once."""
+    """Waits for children, signals and time together. Create it once, in the main thread."""
 
     def __init__(self, environ: Environ, most_children: int) -> None:
         self.environ = environ  # the children's
         needed = 8 * most_children + 64  # open files
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if 0 <= soft < needed:  # raise the limit, as far as that may be
+        if 0 <= soft < needed:  # raise the limit as far as allowed
             needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
         self.selector = selectors.DefaultSelector()
@@ -50,11 +50,11 @@ class Loop:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         for signum in (*handled_signals(), QUERY, signal.SIGCHLD):
             signal.signal(signum, lambda *_: None)  # its number arrives at `_wake`
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # of a terminal after `stty tostop`
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # from a terminal after `stty tostop`
         self.selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
 
     def wait(self, seconds: float) -> list[signal.Signals]:
-        """Handle what happens, up to a limit; returns the signals that came, except SIGCHLD."""
+        """Handle events, up to a time limit; returns the signals that arrived, except SIGCHLD."""
         for key, _ in self.selector.select(max(0.0, seconds)):
             if self.selector.get_map().get(key.fd) is key:  # no other event has closed it
                 key.data()
@@ -69,15 +69,15 @@ class Loop:
             child.reap()
 
     def close(self) -> None:
-        """End what is left of the children."""
-        signal.set_wakeup_fd(-1)  # one that ends later would be told to a socket that is gone
+        """End the remaining children."""
+        signal.set_wakeup_fd(-1)  # a later signal would be written to a closed socket
         for child in self.children:
             child.close_input()
             child.terminate()
 
 
 def ssh_command(node: str, environ: Environ, connect_s: int, log: str) -> list[str]:
-    """Return ssh's command. SSH_OPTS come first: of two options that differ the first counts."""
+    """Return the ssh command. SSH_OPTS come first: ssh uses the first value of each option."""
     options = [
         *(*FIXED, f"ConnectTimeout={connect_s}"),
         *("ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes"),
@@ -94,7 +94,7 @@ def given_options(environ: Environ) -> list[str]:
 class Child:
     """One program, whose output goes to a function.
 
-    It has a session of its own: PBS signals every process of a job's, and an ssh would die before
+    It runs in a new session: PBS signals every process of a job's session, and ssh would die before
     the ranks can save.
     """
 
@@ -103,9 +103,9 @@ class Child:
         loop: Loop,
         command: list[str],
         on_output: Show,
-        environ: Environ | None = None,  # None: as all children
+        environ: Environ | None = None,  # None: the loop's
     ) -> None:
-        """Start it."""
+        """Start the program."""
         self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
         self._loop = loop
         self._on_output = on_output
@@ -130,13 +130,13 @@ class Child:
         loop.children.append(self)
 
     def send(self, data: bytes) -> None:
-        """Write to its stdin as soon as it takes it; nothing if that is closed."""
+        """Write to the program's stdin, as soon as possible; do nothing if that is closed."""
         if self._stdin >= 0:
             self._unsent += data
             self._write()
 
     def close_input(self) -> None:
-        """Let it see the end of its stdin, now."""
+        """Close the program's stdin now, and drop unsent data."""
         if self._stdin >= 0:
             self._want_write(False)
             os.close(self._stdin)
@@ -147,13 +147,13 @@ class Child:
             self._process.terminate()
 
     def reap(self) -> None:
-        """Note its end, after its last output."""
+        """Record the program's end, after its last output."""
         if self.code is not None or (code := self._process.poll()) is None:
             return
         for fd in list(self._open):
             while self._read(fd):
                 pass
-            if fd in self._open:  # a child of its own keeps it open
+            if fd in self._open:  # one of its children keeps it open
                 self._end(fd)
         self.close_input()
         self.code = code
@@ -163,7 +163,7 @@ class Child:
             del self._unsent[: os.write(self._stdin, self._unsent[:_CHUNK])]
         except BlockingIOError:
             pass
-        except OSError:  # it reads no more
+        except OSError:  # it has closed its stdin
             self.close_input()
             return
         self._want_write(bool(self._unsent))
@@ -176,7 +176,7 @@ class Child:
             self._loop.selector.unregister(self._stdin)
 
     def _read(self, fd: int) -> bool:
-        """Take what is there; False if that is nothing."""
+        """Read what is available; returns False if there is nothing."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:

@@ -1,6 +1,6 @@
-"""The nodes of a run: who takes part, who is silent, and what is left on those that were lost.
+"""The nodes of a run: which take part, which are silent, and what is left on lost ones.
 
-The silence may be the launcher's own: it was stopped, or its machine asleep.
+The launcher may have caused the silence itself: it was stopped, or its machine was asleep.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Connect = Callable[[str, str, Show], Connection]
 
 
 class Nodes:
-    """Which nodes take part; if the run can lose nodes, the agents report it to the launcher.
+    """Which nodes take part. If the run can continue without a node, the agents report changes.
 
-    It connects again to nodes that were lost, to end what is left there.
+    Connects again to lost nodes, to end the processes that are left there.
     """
 
     def __init__(
         self, connections: Sequence[Connection], connect: Connect, *, can_change: bool
     ) -> None:
-        self.connections = connections  # by the node rank with which each was started
+        self.connections = connections  # by the node rank that each started with
         self.can_change = can_change
         self._connect = connect
         self._membership: Membership | None = None  # the newest
@@ -36,7 +36,7 @@ class Nodes:
         self._looks: dict[Connection, Connection] = {}  # the newest second connection to each
 
     def find_left_behind(self) -> list[Connection]:
-        """Return the nodes that the run has left behind since the last look."""
+        """Return the nodes that the run has left behind since the last call."""
         known = filter(None, (node.answer(Membership) for node in self.connections))
         newest = max(known, key=lambda membership: membership.attempt, default=None)
         if newest is None or newest == self._membership:
@@ -50,7 +50,7 @@ class Nodes:
 
     @property
     def current(self) -> list[Connection]:
-        """The nodes that take part, by node rank, and after them the spares."""
+        """The nodes that take part, by node rank, followed by the spares."""
         if self._membership is None:
             return list(self.connections)
         places = self._membership.nodes
@@ -64,14 +64,14 @@ class Nodes:
         return self.can_change and time.monotonic() > self._until
 
     def sweep(self, node: Connection) -> None:
-        """Connect to a node that was lost, to end what is left there."""
+        """Connect again to a lost node, to end the processes that are left there."""
         token = f"{os.urandom(16).hex()}.0"
         look = self._connect(node.name, token, lambda line, is_error: None)
         look.ask(Sweep(node.token))
         self._looks[node] = look
 
     def find_unreachable(self, loop: Loop, within_s: float) -> dict[Connection, str]:
-        """See that nothing is left on nodes that were lost; returns those out of reach, and why."""
+        """Check that nothing is left on lost nodes; returns the unreachable ones, and why."""
         for node in self.connections:
             look = self._looks.get(node)
             has_failed = look is not None and look.code is not None and look.answer(Exit) is None
@@ -83,7 +83,7 @@ class Nodes:
             for look in looks:
                 if look.answer(Exit) is not None:
                     look.close_input()
-            loop.wait(until - time.monotonic())  # signals change nothing any more
+            loop.wait(until - time.monotonic())  # signals have no effect any more
         return {
             node: look.last_words for node, look in self._looks.items() if not look.answer(Exit)
         }
@@ -104,12 +104,12 @@ class Nodes:
 
 
 class Silence:
-    """What the launcher knows of silences, its own among them."""
+    """What the launcher knows about silences, including its own."""
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self.connections = connections
-        self.still_s = 0.0  # for so long this process has just stood still
-        self._turned_at = self._recall_until = 0.0  # since the machine's start, its sleep included
+        self.still_s = 0.0  # how long this process has just been suspended
+        self._turned_at = self._recall_until = 0.0  # since the boot, including sleep
 
     @property
     def awaited(self) -> list[Connection]:
@@ -118,7 +118,7 @@ class Silence:
         return [node for node in there if node.answer(Exit) is None]
 
     def note_turn(self, *, is_ending: bool) -> None:
-        """Notice that this process was stopped, or the machine asleep: no node was silent then."""
+        """Detect that this process was stopped, or the machine asleep: no node was silent then."""
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         slept_s, self._turned_at = now - (self._turned_at or now), now
         if slept_s > limits.SILENCE_S / 2:
@@ -126,17 +126,17 @@ class Silence:
             for node in self.connections:
                 node.heard, node.gap = time.monotonic(), (0.0, 0.0)
         elif now > self._recall_until and not is_ending:
-            self.still_s = 0.0  # the run has outlived it
+            self.still_s = 0.0  # the run has survived it
 
     def find(self) -> list[Connection]:
-        """Return the nodes to give up: if one was silent for too long, all that are silent."""
+        """Return the nodes to give up: all silent ones, once one has been silent for too long."""
         now, awaited = time.monotonic(), self.awaited
         if all(now - node.heard < limits.SILENCE_S for node in awaited):
             return []
         return [node for node in awaited if now - node.heard > limits.SILENCE_S / 2]
 
     def recall(self) -> list[Connection]:
-        """At the first end, return the nodes that are silent, or were: they may have left us."""
+        """At the first node's end, return those that are or were silent: they may have left us."""
         now, blamed = time.monotonic(), []
         for node in self.connections:
             lasts_s = now - node.heard

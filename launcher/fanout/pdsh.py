@@ -1,8 +1,8 @@
-"""Fan-out through pdsh, which has the agents started and does nothing else.
+"""Fan-out through pdsh, which only triggers the start of the agents.
 
-pdsh passes on no stdin, and its command shows in the list of processes. So the launcher's own ssh
-connections carry all the rest: on each, far_side.py waits for pdsh's process, and starts the agent
-when it comes.
+pdsh does not forward stdin, and ps shows its command. So the launcher's own ssh connections carry
+everything else: on each node, far_side.py waits for pdsh's process, and starts the agent when it
+connects.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class PdshFanout(Fanout):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self.socket = os.urandom(16).hex()  # of each node's socket, before its rank
+        self.socket = os.urandom(16).hex()  # the name of each node's socket, before the node rank
         self.pdsh: Child | None = None
 
     def require_tools(self) -> None:
         if shutil.which("pdsh") is None:
             cure = "install it, or use launch_torchrun_auto.sh"
-            raise Refused("env-missing", f"there is no pdsh here; {cure}")
+            raise Refused("env-missing", f"pdsh is not installed here; {cure}")
         super().require_tools()
 
     def start_nodes(self, reports: Sequence[Report]) -> None:
@@ -50,7 +50,7 @@ class PdshFanout(Fanout):
         options = " ".join([*given, *(f"-o {option}" for option in FIXED)])
         names = [node.name for node in self.plan.nodes]
         words = self.plan.inside(self.plan.module_command(FAR_SIDE))
-        if "LD_LIBRARY_PATH" in self.plan.forwarded:  # some Python's own library is there
+        if "LD_LIBRARY_PATH" in self.plan.forwarded:  # may contain Python's own library
             words = ["env", f"LD_LIBRARY_PATH={environ['LD_LIBRARY_PATH']}", *words]
         # On every node, pdsh replaces %n with the node's rank.
         remote = f"exec {shlex.join(words).replace('%', '%%')} --pdsh {self.socket}.%n"

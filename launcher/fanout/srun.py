@@ -33,7 +33,7 @@ from launcher.wire.messages import Report
 
 LONGEST = 100_000  # characters of an argument; Linux allows 128 KiB
 KILL_ALL = "--kill-on-bad-exit=1"
-_CANNOT_START = (REFUSED, *range(125, 128))  # of a broken Python; of env
+_CANNOT_START = (REFUSED, *range(125, 128))  # the exit codes of a broken Python, and of env
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
@@ -70,15 +70,15 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
 
 
 def _leave(signum: int, frame: object = None) -> NoReturn:
-    """Act on a stop during the preflight, whose step ends with this process."""
+    """Exit after a stop during the preflight, whose step ends with this process."""
     print(f"stopped  by {signal.Signals(signum).name}; nothing was started", file=sys.stderr)
     raise SystemExit(128 + signum)
 
 
 def secret_variables(plan: Plan) -> dict[str, str]:
-    """Return the run's secret, how agents tell the run's end, and what has srun forward them.
+    """Return variables for the agents: the run's secret, and how to report the run's end.
 
-    After sbatch --export=NONE or a list, srun forwards what that names, and finds no program.
+    After sbatch --export with NONE or a list, srun forwards only what is named, so we add names.
     """
     variables = {"RUN_SECRET": handshake.new_secret()}
     if not plan.engine:
@@ -94,10 +94,10 @@ def secret_variables(plan: Plan) -> dict[str, str]:
 
 
 def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
-    """Check every node; repeat without faulty ones as long as there are spares.
+    """Check every node; replace faulty ones and repeat, while there are spares.
 
-    Returns the plan, node rank 0's report, and the comparison of all; None if that rejects the
-    start. Raises Refused if a node does not answer.
+    Returns the plan, node rank 0's report, and the comparison of all reports; None if the start
+    is refused. Raises Refused if a node does not answer.
     """
     reports = ask_nodes(plan)
     outcome = compare.judge(reports)
@@ -119,7 +119,7 @@ def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
 def ask_nodes(plan: Plan) -> list[Report]:
     """Run the preflight on every node; returns the reports by node rank.
 
-    Raises Refused if more nodes than there are spares did not answer.
+    Raises Refused if more nodes are silent than there are spares.
     """
     pieces = in_pieces(encode(plan.request(meeting_size=plan.num_agents)), LONGEST)
     check = plan.inside([*plan.module_command("launcher.preflight.check_node"), *pieces])
@@ -129,7 +129,7 @@ def ask_nodes(plan: Plan) -> list[Report]:
     answers = receive(srun, plan)
     code = processes.shell_code(srun.returncode)
     if code == 128 + signal.SIGTERM and has_ended(plan.job):
-        _leave(signal.SIGTERM)  # scancel ends the step before it tells the batch script
+        _leave(signal.SIGTERM)  # scancel ends the step before it signals the batch script
     reports = read_reports(answers)
     silent = silent_hosts(plan, {report.node_rank for report in reports})
     if reports and len(silent) <= plan.num_spares:
@@ -148,9 +148,9 @@ def ask_nodes(plan: Plan) -> list[Report]:
 
 
 def receive(srun: Srun, plan: Plan) -> bytes:
-    """Return what the step of the preflight printed; warns of nodes that keep the others waiting.
+    """Return what the preflight's step printed; warns about nodes that keep the others waiting.
 
-    srun itself gives up a node that does not answer only after several of SLURM's time limits.
+    srun itself gives up on a silent node only after several of SLURM's timeouts.
     """
     limit_s = limits.STEP_IMAGE_S if plan.step_options() else limits.STEP_PREFLIGHT_S
     try:
@@ -183,7 +183,7 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
     """Return the command that starts the ranks of all nodes.
 
     The run's variables are set on the nodes: srun forwards none under sbatch --export=NONE.
-    Raises PlanError if the job has another number of tasks, with LAUNCHER=srun.
+    With LAUNCHER=srun, raises PlanError if the job has another number of tasks.
     """
     if not plan.engine:
         agent = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=None))
@@ -201,7 +201,7 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
         step.append(f"--cpus-per-task={cpus}")
     if environ.get("SLURM_GPUS_PER_NODE"):  # the script's value; sbatch's options may differ
         step = ["env", f"SLURM_GPUS_PER_NODE={environ.get('SLURM_GPUS_ON_NODE', '')}", *step]
-    if not environ.get("SLURM_GPUS_ON_NODE"):  # the script's --cpus-per-gpu means nothing then
+    if not environ.get("SLURM_GPUS_ON_NODE"):  # the script's --cpus-per-gpu has no meaning then
         step = ["env", "--unset=SLURM_CPUS_PER_GPU", *step]
     step += plan.step_options()
     variables = [f"MASTER_ADDR={plan.master_addr}"] if plan.has_named_master else []
@@ -214,8 +214,8 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
 def node_step(plan: Plan, options: Sequence[str], command: Sequence[str]) -> list[str]:
     """Return the srun command that runs `command` once per node, with all resources of the job.
 
-    srun does not inherit the processors, nor the GPUs where sbatch's options differ from the
-    script's. The job name belongs to the step: stop_step() finds the step by it.
+    srun does not inherit the CPUs, nor the GPUs if sbatch's options differ from the script's. The
+    job name is the step's: stop_step() finds the step by it.
     """
     job_wide = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_CPUS_PER_GPU")
     step = ["env", *(f"--unset={name}" for name in job_wide)]

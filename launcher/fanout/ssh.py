@@ -1,7 +1,7 @@
-"""Fan-out over ssh: check every node, start its agent, pass on signals, wait for the end of all.
+"""Fan-out over ssh: check every node, start its agent, forward signals, wait for all to end.
 
-One connection to each node carries everything (connection.py): requests and the control stream one
-way, messages and output the other. far_side.py is at the far end.
+One connection to each node carries everything (connection.py): requests and the control stream in
+one direction, messages and output in the other. far_side.py is the program at the other end.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Fanout:
         self.own = find_own(plan, read_begun())
         self.plan = replace(plan, forwarded=forwarded_names(plan, self.own.names))
         self.token = os.urandom(16).hex()
-        self.saving_s = 0 if plan.engine else plan.grace_s  # for agents, after their ranks' ends
+        self.saving_s = 0 if plan.engine else plan.grace_s  # for agents, after their ranks ended
         self.secret = handshake.new_secret()
-        self.slack_s = len(plan.nodes) // 10  # each key exchange takes some of our time
+        self.slack_s = len(plan.nodes) // 10  # each key exchange takes time here
         self.connections: list[Connection] = []
         self.silence = Silence(self.connections)
         self.nodes = Nodes(self.connections, self.connect, can_change=plan.min_nodes > 0)
         self.started: float | None = None  # seconds since the epoch
         self.stopped_by: Signals | None = None
-        self.close_at = math.inf  # when the control streams end
+        self.close_at = math.inf  # when to close the control streams
         self.beat_at = 0.0
 
     def run(self, be_ready: Callable[[], None]) -> int:
@@ -85,7 +85,7 @@ class Fanout:
 
     def require_tools(self) -> None:
         if shutil.which("ssh") is None:
-            raise Refused("env-missing", "there is no ssh here; install OpenSSH's client")
+            raise Refused("env-missing", "ssh is not installed here; install OpenSSH's client")
 
     def say(self, text: str) -> None:
         print(f"{self.plan.program}: {text}", file=self.err.text)
@@ -93,10 +93,10 @@ class Fanout:
     # --- the preflight ------------------------------------------------------------------------
 
     def check_nodes(self) -> list[Report] | None:
-        """Connect to all nodes, check them and print the plan; None if it is refused."""
+        """Connect to all nodes, check them and print the plan; None if the start is refused."""
         began, plan = time.monotonic(), self.plan
         within_s = self.slack_s + plan.preflight_s
-        if not plan.has_checks:  # whoever skips them wants to start, and a login may take long
+        if not plan.has_checks:  # the user wants to start anyway, and a login may be slow
             within_s = max(within_s, int(plan.join_timeout_s))
         waited_s, answer_by = within_s - limits.CHECKS_S, began + within_s
         for number in range(len(plan.nodes)):
@@ -107,9 +107,9 @@ class Fanout:
         hellos = [node.answer(Hello) for node in self.connections]
         left_s = answer_by - time.monotonic()
         self.plan = choose_master(self.plan, hellos)
-        request = self.plan.request(  # where one is missing, nobody waits for the others
+        request = self.plan.request(  # if one is missing, no node waits for the others
             meeting_size=self.plan.num_agents if all(hellos) else 0,
-            within_s=max(1.0, min(left_s - 2, 0.75 * left_s)),  # the rest: to begin, and to answer
+            within_s=max(1.0, min(left_s - 2, 0.75 * left_s)),  # the rest: to start, and to answer
         )
         for number, node in enumerate(self.plan.nodes):
             self.connections[number].ask(replace(request, node_rank=number, nproc=node.nproc))
@@ -138,7 +138,7 @@ class Fanout:
 
     def connect_node(self, number: int) -> Connection:
         node, show = self.plan.nodes[number], self.terminals.show_behind(b"[%d] " % number)
-        return self.connect(node.name, f"{self.token}.{number}", show)  # two may be one machine
+        return self.connect(node.name, f"{self.token}.{number}", show)  # two may share a machine
 
     def connect(self, node: str, token: str, show: Show) -> Connection:
         at_start_s = max(limits.SSH_CONNECT_S, self.plan.preflight_s - limits.CHECKS_S - 1)
@@ -149,7 +149,7 @@ class Fanout:
         return connection
 
     def wait_for(self, kind: type, until: float) -> None:
-        """Wait until every node has given such an answer, or has gone."""
+        """Wait until every node has sent an answer of this kind, or its connection has ended."""
         while time.monotonic() < until and any(
             node.code is None and node.answer(kind) is None for node in self.connections
         ):
@@ -169,7 +169,7 @@ class Fanout:
         return Start(command, variables, plan.directory)
 
     def watch(self) -> None:
-        """Wait for the end of every node's part, and see to it once one has ended."""
+        """Wait until every node's part has ended; at `close_at`, close the control streams."""
         while any(node.code is None and not node.is_left for node in self.connections):
             until = self.close_at
             if (now := time.monotonic()) >= until:
@@ -181,7 +181,7 @@ class Fanout:
             self.turn(until)
 
     def turn(self, until: float) -> None:
-        """Handle what happens, until then or the next beat."""
+        """Handle events until this time or the next heartbeat."""
         now = time.monotonic()
         if now >= self.beat_at:
             self.beat_at = now + limits.BEAT_S
@@ -208,18 +208,21 @@ class Fanout:
             self.close_within(0)
 
     def lose(self, node: Connection, why: str) -> None:
-        """Note that a node's part of the run has ended before its time.
+        """Record that a node's part of the run has ended early.
 
         That ends the run, unless others continue. If it is silent, the other agents may save first.
         """
         node.lost, node.is_silent = why, time.monotonic() - node.heard > limits.SILENCE_S / 2
-        self.say(f"{node.name}: {why}{' [link-lost]' if node.is_silent else ''}")
+        self.say_lost(node)
         if not self.nodes.can_change:
             self.close_within(self.saving_s if node.is_silent else 0)
         self.nodes.sweep(node)
 
+    def say_lost(self, node: Connection) -> None:
+        self.say(f"{node.name}: {node.lost}{' [link-lost]' if node.is_silent else ''}")
+
     def pass_on(self, signum: Signals) -> None:
-        """Pass a signal to every node; the agents decide what it means there."""
+        """Forward a signal to every node; the agents decide how to act on it."""
         is_query = signum == QUERY and QUERY not in stop_signals()
         if self.started is None and not is_query:
             self.say(f"stopped by {signum.name}; nothing was started")
@@ -229,10 +232,10 @@ class Fanout:
             self.close_within(self.plan.grace_s + limits.STOP_CLOSE_S)
         for node in self.nodes.current[:1] if is_query else self.connections:
             if node.is_started:
-                node.ask(StopRequest(signum))  # where all ranks are, node rank 0 asks the others
+                node.ask(StopRequest(signum))  # for stacks, node rank 0 asks the others
 
     def note(self, node: Connection) -> None:
-        """See whether a node's part of the run has ended, and how."""
+        """Check whether and how a node's part of the run has ended."""
         is_cut = node.answer(Cut) is not None
         has_ended = node.answer(Exit) is not None and not is_cut
         if self.started is None:
@@ -242,7 +245,7 @@ class Fanout:
         elif has_ended:
             if self.close_at == math.inf:
                 for silent in self.silence.recall():
-                    self.say(f"{silent.name}: {silent.lost}")
+                    self.say_lost(silent)
             may_save = any(other.is_silent for other in self.connections)
             self.close_within(limits.OTHERS_S + (self.saving_s if may_save else 0))
         elif (node.code is not None or is_cut) and not node.lost and self.is_open:
@@ -286,7 +289,7 @@ class Fanout:
         return outcome.code
 
     def paste_line(self, node: str, line: str) -> str:
-        """Return what a user can type to run a line of a shell on a node; Ctrl-C ends it there."""
+        """Return a command line that runs a shell line on a node; Ctrl-C ends it there."""
         command = ["ssh", "-t", *given_options(self.plan.environ), "--", node]
         return f"{shlex.join(command)} {quote_line(line)}"
 
@@ -297,11 +300,11 @@ class Terminals:
     def __init__(self) -> None:
         self.out = Terminal(1)
         self.err = self.out if are_one_file(1, 2) else Terminal(2)
-        self.is_waiting = False  # a line has begun, and is not shown yet
+        self.is_waiting = False  # an unfinished line is not shown yet
         self._views: list[View] = []
 
     def show_behind(self, prefix: bytes) -> Show:
-        """Return a function that shows one program's output; nothing means the end of a stream."""
+        """Return a function that shows one program's output; no data means the end of a stream."""
         screens = self.out, self.err
         views = [View(screen, is_alone=False, prefix=prefix) for screen in screens]
         self._views += views
@@ -318,7 +321,7 @@ class Terminals:
         return show
 
     def tick(self, now: float) -> None:
-        """Show the lines that have begun and do not end.
+        """Show lines that have stayed unfinished.
 
         `now` is a time before the nodes were last read.
         """
@@ -326,6 +329,6 @@ class Terminals:
 
 
 def quote_line(line: str) -> str:
-    """Quote a line of a shell for another one; it can still be read where that is possible."""
+    """Quote a shell line for another shell, in a readable form if possible."""
     is_plain = "'" in line and not {*line} & {*'"$`\\!'}
     return f'"{line}"' if is_plain else shlex.quote(line)

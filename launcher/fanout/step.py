@@ -1,8 +1,8 @@
-"""The step of a SLURM job that runs the agents: start srun, act on signals, end it.
+"""The step of a SLURM job that runs the agents: start srun, handle signals, end the step.
 
 The agents report how the run ended through srun's stdout, in lines that begin with a token; the
-launcher prints the failure block once srun has ended. srun waits without limit for a node that it
-has lost, so the launcher ends it.
+launcher prints the failure block once srun has ended. srun waits without limit for a lost node, so
+the launcher ends srun.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from launcher.wire.launcher_link import Answers
 from launcher.wire.messages import Exit, Membership
 
 LIMIT = "TimeLimit"  # squeue's reason
-MOST_RESTARTS = 3  # in a row that gain no checkpoint
+MOST_RESTARTS = 3  # in a row without a new checkpoint
 Srun = subprocess.Popen[bytes]
 
 
 def start(plan: Plan, command: Sequence[str], stdout: int | None) -> Srun:
-    """Start a command in a session of its own; it gets SIGTERM when this process ends.
+    """Start a command in a new session; it gets SIGTERM when this process ends.
 
-    A terminal's Ctrl-C would make srun kill the step, with nothing saved.
+    In this session, Ctrl-C would make srun kill the step before anything is saved.
     """
     parent = os.getpid()
 
@@ -52,7 +52,7 @@ def start(plan: Plan, command: Sequence[str], stdout: int | None) -> Srun:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, QUERY, *processes.WAKING})
         processes.die_with_parent(parent, signal.SIGTERM)
 
-    return subprocess.Popen(  # this process has one thread
+    return subprocess.Popen(  # preexec_fn is safe: this process has one thread
         command,
         cwd=plan.directory,
         env=plan.environ,
@@ -64,12 +64,12 @@ def start(plan: Plan, command: Sequence[str], stdout: int | None) -> Srun:
 
 
 class Output:
-    """What comes on srun's stdout: the agents' messages are taken out of the ranks' output."""
+    """Reads srun's stdout, and separates the agents' messages from the ranks' output."""
 
     def __init__(self, srun: Srun, token: str) -> None:
-        self.outcomes: dict[int, Outcome] = {}  # by the node rank with which each was started
+        self.outcomes: dict[int, Outcome] = {}  # by the node rank that each started with
         self.exits: dict[int, int] = {}
-        self.membership: Membership | None = None  # the nodes that the run goes on with; None: all
+        self.membership: Membership | None = None  # the nodes that the run still has; None: all
         self.begun: set[int] = set()
         self._answers = Answers(token)
         self._screen = Terminal(1)
@@ -80,16 +80,16 @@ class Output:
 
     @property
     def has_outcome(self) -> bool:
-        """Whether a node has told how the run ended."""
+        """Whether a node has reported how the run ended."""
         return any(map(self._takes_part, self.outcomes))
 
     @property
     def unreported(self) -> set[int]:
-        """The nodes whose part began and told no exit."""
+        """The nodes that started and have not reported an exit."""
         return {*filter(self._takes_part, self.begun)} - self.exits.keys()
 
     def parts(self, hosts: str, code: int) -> list[NodePart]:
-        """Return how each node's part ended; `code` is that of a part that told no exit."""
+        """Return how each node's part ended; `code` is for parts without a reported exit."""
         ends = self.exits | dict.fromkeys(self.unreported, code)
         names = hostlist.expand(hosts)
         ranks = range(len(names)) if self.membership is None else self.membership.nodes
@@ -99,7 +99,7 @@ class Output:
         return self.membership is None or rank in self.membership.nodes
 
     def close(self) -> None:
-        """Show what has come, up to the end of a line."""
+        """Show the remaining output, and end an unfinished line."""
         self._thread.join(limits.DRAIN_S)
         self._screen.drain(limits.DRAIN_S)
         if self._screen.open_by is self:
@@ -127,7 +127,7 @@ class Output:
 
 
 def run_step(plan: Plan, command: Sequence[str]) -> int:
-    """Run the step to its end, and act on signals; returns the run's exit code."""
+    """Run the step to its end, and handle signals; returns the run's exit code."""
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, *processes.WAKING})
@@ -146,11 +146,11 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     if outcome is not None:
         outcome = as_slurm_ended(outcome, plan)
         code = outcome.code
-        asked.append(outcome.signum)  # scancel may have sent it to the ranks
+        asked.append(outcome.signum)  # scancel may have sent it directly to the ranks
     # 128 + SIGUSR1: the notice came before there was anything to save.
     has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
     comes_back = NOTICE in asked and has_saved
-    if outcome is not None:  # first, because SLURM ends a job that it requeues
+    if outcome is not None:  # before the requeue, by which SLURM ends this job
         shown = replace(outcome, command="") if comes_back else outcome
         print_outcome(shown, sys.stderr, plan.folder)
     if comes_back and not requeue(plan) and outcome is not None:
@@ -161,15 +161,15 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
 
 
 def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -> None:
-    """Wait for srun's end; adds the signals that ask for the run's end to `asked`."""
+    """Wait for srun to end; adds the signals that ask for a stop to `asked`."""
     handled, interrupts, begun, end = handled_signals(), Interrupts(), 0, Deadline()
     while srun.poll() is None:
         if output and output.has_outcome:
-            may_go_on = plan.min_nodes and output.unreported  # without a node that has ended
+            may_go_on = plan.min_nodes and output.unreported  # without the ended nodes
             end.set_within(limits.DECIDE_S + plan.grace_s if may_go_on else limits.SRUN_END_S)
         else:
             end = Deadline()
-        if output and len(output.begun) > begun:  # an earlier signal may not have reached it
+        if output and len(output.begun) > begun:  # a new node may have missed signals
             begun = len(output.begun)
             for signum in asked:
                 pass_on(signum, plan, srun)
@@ -180,11 +180,11 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -
             srun.wait()
         elif came == QUERY and QUERY not in handled:
             with contextlib.suppress(OSError):
-                (plan.folder / ASKED).touch()  # asks where all ranks are
+                (plan.folder / ASKED).touch()  # asks for the stacks of all ranks
         elif came is not None:
             asked.append(came)
             if came == signal.SIGINT and interrupts.is_second():
-                srun.terminate()  # which kills them
+                srun.terminate()  # which kills the ranks
             else:
                 pass_on(came, plan, srun)
 
@@ -192,9 +192,9 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -
 def find_outcome(
     plan: Plan, output: Output, code: int, started: float, asked: Sequence[int]
 ) -> Outcome | None:
-    """Return the outcome of a step; None if no agent has told anything of its end.
+    """Return the outcome of a step; None if no agent has reported anything about its end.
 
-    `code` is srun's, the highest of its tasks': a task that told no exit may have been killed.
+    `code` is srun's, the highest of its tasks': a task without a report may have been killed.
     """
     is_killed = code >= KILLED and not asked
     parts = output.parts(plan.hosts, KILLED if is_killed else 0)
@@ -206,7 +206,7 @@ def find_outcome(
 def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
     """Return the outcome with SIGTERM's code, if SLURM ended the run and no rank saved.
 
-    A time limit is reported, because nobody asked for it, unlike scancel.
+    A time limit is reported as a failure: unlike scancel, nobody asked for it.
     """
     is_stopped = outcome.failure is None and outcome.code not in (0, STOPPED)
     if not is_stopped or outcome.signum == signal.SIGINT:
@@ -221,10 +221,10 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
 
 
 def pass_on(signum: int, plan: Plan, srun: Srun) -> None:
-    """Send every task of the step SIGTERM, or a notice; a second one changes nothing there.
+    """Send SIGTERM or a notice to every task of the step; to send it again has no effect.
 
-    SLURM signals all processes of a task, and ranks that do not handle a notice would die of it:
-    the agents, who know, find it in a file.
+    SLURM signals all processes of a task, and a notice would kill ranks that do not handle it. So
+    the agents, which know these ranks, get it through a file.
     """
     if signum != NOTICE:
         threading.Thread(target=stop_step, args=(plan, srun), daemon=True).start()
@@ -233,27 +233,27 @@ def pass_on(signum: int, plan: Plan, srun: Srun) -> None:
         with contextlib.suppress(OSError):  # a full disk
             (plan.folder / NOTICED).touch()
             return
-    srun.send_signal(NOTICE)  # srun forwards it to the tasks that it knows to have started
+    srun.send_signal(NOTICE)  # srun forwards it to the tasks that it knows have started
 
 
 def stop_step(plan: Plan, srun: Srun) -> None:
-    """Send SIGTERM to every task of our step, so that the ranks can save; srun forwards no TERM."""
+    """Send SIGTERM to every task of our step, so that ranks can save; srun does not forward it."""
     listed = ask_squeue("--steps", f"--job={plan.job}", "--format=%i %j")
     if listed is None:
         srun.send_signal(NOTICE)  # works without SLURM's controller
         return
     steps = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [plan.run_id]]
     if steps:
-        subprocess.run(["scancel", "--quiet", "--signal=TERM", *steps])  # they may have ended
+        subprocess.run(["scancel", "--quiet", "--signal=TERM", *steps])  # the steps may have ended
     else:
         srun.terminate()  # the step has not started yet
 
 
 def requeue(plan: Plan) -> bool:
-    """Put the job back into the queue, where SLURM starts it again under its id.
+    """Put the job back into the queue; SLURM starts it again under the same id.
 
-    After three restarts in a row without a new checkpoint the job ends instead. Returns False if
-    SLURM refuses. In a chain of jobs the next one resumes the run.
+    After three restarts in a row without a new checkpoint, the job ends instead. Returns False if
+    SLURM rejects the request. In a chain of jobs, the next job resumes the run instead.
     """
     if plan.environ.get("CHAIN"):
         return True
@@ -269,8 +269,8 @@ def requeue(plan: Plan) -> bool:
             cause = f"{MOST_RESTARTS} restarts made no progress; the job is not requeued"
             print(f"{plan.program}: {cause}", file=sys.stderr)
             return True
-    # SLURM ends a job that it requeues by SIGTERM, which is blocked here and in scontrol, and only
-    # KillWait later by SIGKILL: there is time to say so.
+    # SLURM ends the requeued job with SIGTERM, which is blocked here and in scontrol, and sends
+    # SIGKILL only KillWait later: there is time to print the line below.
     job = job_id(plan.environ)
     is_back = subprocess.run(["scontrol", "requeue", job]).returncode == 0
     if is_back:

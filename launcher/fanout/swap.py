@@ -1,4 +1,4 @@
-"""Before the start: which node is the master, and which are swapped for spares."""
+"""Before the start: which node is the master, and which nodes are replaced by spares."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TWICE = 2  # losses of one node in a run, after which it is not used again
 
 
 def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
-    """Return the node ranks of those that do not answer, have a fault, or were lost twice.
+    """Return the ranks of the nodes that do not answer, have a fault, or were lost twice.
 
-    There are none if no spare can replace them.
+    Empty if the run has no spares.
     """
     if not plan.num_spares:
         return set()
@@ -36,16 +36,16 @@ def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
 
 
 def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
-    """Return the plan without these nodes, and who takes their places.
+    """Return the plan with these nodes replaced by spares, and the changes in words.
 
-    None if there are no such nodes, or too few spares, or another master than the chosen.
+    None if there are no such nodes, too few spares, or if MASTER_ADDR names a faulty master.
     """
     if not ill or (0 in ill and plan.environ.get("MASTER_ADDR")):
         return None
     nodes = list(plan.nodes[: plan.num_nodes])
     rest = range(plan.num_nodes, plan.num_agents)
     spares = [plan.nodes[place] for place in rest if place not in ill]
-    changes = [f"{plan.nodes[place].name} is no spare" for place in rest if place in ill]
+    changes = [f"{plan.nodes[place].name} cannot be a spare" for place in rest if place in ill]
     for place in sorted({*ill} - {*rest}):
         spare = next((node for node in spares if node.nproc == nodes[place].nproc), None)
         if spare is None:
@@ -60,7 +60,7 @@ def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
 
 
 def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
-    """Do the same for the plan of a SLURM job, whose nodes have no names of their own there.
+    """Do the same for the plan of a SLURM job, which does not list its nodes one by one.
 
     All nodes of a step are alike, and keep the order of SLURM's list.
     """
@@ -80,12 +80,12 @@ def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None
 
 
 def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
-    """Take the address at which ssh reached node 0, whatever an alias or a jump host is called.
+    """Set the master to the address at which ssh reached node 0, despite aliases and jump hosts.
 
     Raises Refused if the other nodes cannot reach it.
     """
     first, address = plan.nodes[0].name, hellos[0].address if hellos[0] else ""
-    if plan.master_addr not in (first, first.rpartition("@")[2]):  # MASTER_ADDR, or one node's
+    if plan.master_addr not in (first, first.rpartition("@")[2]):  # MASTER_ADDR, or a single node
         return plan
     for node, hello in zip(plan.nodes, hellos, strict=True):
         if is_loopback(address) and hello and hello.address != address:

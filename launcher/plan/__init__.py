@@ -1,1 +1,1 @@
-"""What will run, where and how: decided before anything starts."""
+"""Decides what will run, where and how, before anything starts."""

@@ -1,4 +1,4 @@
-"""train.py checks the config and the settings before anything starts or is queued."""
+"""Has train.py check the config and the settings before anything is started or queued."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from launcher.text import PlanError, environment_cure, warn
 
 
 def check_config(plan: Plan) -> Plan:
-    """Have train.py check the config and the settings; returns the plan with what they say.
+    """Have train.py check the config and the settings; returns the plan with the facts found.
 
-    A script of the user's own checks itself, once it runs. Raises Refused if train.py cannot run
-    here, and PlanError if it names a checkpoint that is not there. Where the config is wrong,
-    this exits with BAD_INPUT.
+    The user's own script is not checked. Raises Refused if train.py cannot run here, and PlanError
+    if the config names a checkpoint that does not exist. Exits with BAD_INPUT if the config is
+    wrong.
     """
     steps = plan.step_options()
-    if not plan.is_ours or (steps and "SLURM_JOB_ID" not in plan.environ):  # no step, no pyxis
+    if not plan.is_ours or (steps and "SLURM_JOB_ID" not in plan.environ):  # pyxis needs a step
         return plan
     counts = plan.rank_counts(0)  # 0: one per GPU
     world = {"WORLD_SIZE": str(sum(counts)) if all(counts) else ""}
     command = [plan.python, *plan.words, "--check", "--json"]
-    if steps:  # of pyxis
+    if steps:  # for pyxis
         warn(f"{plan.program}: loading {plan.container}")
         srun = importlib.import_module("launcher.fanout.srun")
         command = srun.node_step(replace(plan, num_nodes=1), [], command)
@@ -36,7 +36,7 @@ def check_config(plan: Plan) -> Plan:
         sys.stderr.write(result.stderr)
         raise SystemExit(BAD_INPUT)
     if result.returncode != 0:
-        words = (result.stderr or result.stdout).strip().splitlines() or ["no word"]
+        words = (result.stderr or result.stdout).strip().splitlines() or ["no output"]
         where = f" in {plan.container}" if plan.container else ""
         cause = f"{plan.python} cannot run train.py{where} ({words[-1]})"
         cure = "PYTHON is a path inside"
@@ -46,14 +46,14 @@ def check_config(plan: Plan) -> Plan:
         raise Refused("env-missing", f"{cause}; {cure}")
     facts = typed_json.parse(ConfigFacts, result.stdout)
     folder = facts.checkpoint_dir or Path()
-    is_new = not (folder / plan.run_id).exists()  # else its own come first
+    is_new = not (folder / plan.run_id).exists()  # otherwise its own checkpoints come first
     is_here = facts.resume in ("auto", "never") or os.path.exists(os.path.expanduser(facts.resume))
     if is_new and not is_here and plan.fanout in ("local", "srun"):
         raise PlanError(f"resume: there is no {facts.resume!r}; correct the path")
     facts = replace(
         facts,
         backend=plan.backend.replace("auto", facts.backend),
-        task_file=facts.task_file.removeprefix(f"{Path.cwd()}/"),  # nodes may have another path
+        task_file=facts.task_file.removeprefix(f"{Path.cwd()}/"),  # the path may differ on nodes
     )
     container = plan.container and plan.container.with_folder(folder)
     return replace(plan, **vars(facts), container=container)

@@ -1,4 +1,4 @@
-"""Which nodes, and how many ranks on each, where the user names them. Node rank 0 comes first."""
+"""The nodes that the user names, and the number of ranks on each. Node rank 0 comes first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d
 def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
     """Return the nodes that words such as `node1`, `me@node2:4` and `gpu[01-08]` name.
 
-    Raises PlanError if a word names no node, or two name the same.
+    Raises PlanError if a word names no node, or two words name the same one.
     """
     nodes = tuple(node for word in words for node in _read_node(word, nproc))
     names = [node.name for node in nodes]

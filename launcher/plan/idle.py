@@ -1,4 +1,4 @@
-"""What a run leaves idle of the job that it is in."""
+"""The part of its job that a run leaves idle."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from launcher.text import Environ
 
 
 def find_idle(plan: Plan) -> str:
-    """Return a line on the nodes or GPUs of the job that this run does not use; empty: it uses all.
+    """Return a line about nodes or GPUs of the job that this run does not use; empty if none.
 
-    A step of a SLURM job was given its size by whoever started it.
+    A task of a SLURM step is not checked: the user chose the size of the step.
     """
     environ = plan.environ
     if is_task(environ) or plan.fanout == "job_command":
         return ""
-    if in_slurm_step(environ):  # in its shell
+    if in_slurm_step(environ):  # in a shell of the step
         size = environ["SLURM_STEP_NUM_NODES"]
         cure = "give each its task: srun --overlap [partial-launch]"
         return f"this run uses 1 of the step's {size} nodes; {cure}" if size != "1" else ""
@@ -36,7 +36,7 @@ def _job(environ: Environ) -> tuple[int, int]:
     """Return the nodes of the job, and the GPUs of each; 0 if that is not known."""
     if environ.get("SLURM_JOB_ID"):
         per_node = environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # a100:2
-        given = environ.get("SLURM_GPUS_ON_NODE") or per_node  # salloc's shell has the latter alone
+        given = environ.get("SLURM_GPUS_ON_NODE") or per_node  # salloc's shell has only the latter
         sizes = (environ.get("SLURM_JOB_NUM_NODES", ""), given)
         nodes, gpus = (int(size) if size.isdecimal() else 0 for size in sizes)
         return nodes, gpus

@@ -1,6 +1,6 @@
-"""From what was typed, the environment and the scheduler to the plan: each decided here, once.
+"""Makes the plan from the arguments, the environment and the scheduler. Each decision is made here.
 
-What the user said wins in this order: arguments, environment, config, default.
+The order of precedence is: arguments, environment, config, default.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
 from launcher.text import Environ, PlanError, did_you_mean, warn
 from launcher.wire import limits
 
-MARK = b"# launch-kit: answers --check"  # of our train.py, for this alone
+MARK = b"# launch-kit: answers --check"  # the line by which we recognize our train.py
 BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another before they meet
-_WORDS = {  # variables that can only be one of these
+_WORDS = {  # variables with a fixed set of values
     "LOG_LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
     "BACKEND": ("nccl", "gloo"),
     "NCCL_PROFILE": tuple(name for name in PROFILES if name),
@@ -39,7 +39,7 @@ _WORDS = {  # variables that can only be one of these
     "SKIP_PREFLIGHT": ("0", "1"),
     "NUMA_BINDING": ("node", "socket", "exclusive", "core-complex"),
 }
-# Of these, what cannot be ours is another program's, where a script takes torchrun's place.
+# If launch.sh replaces torchrun, other values of these variables belong to another program.
 _ANYBODYS = ("LOG_LEVEL", "BACKEND", "LAUNCHER", "FRESH")
 _PASSED_ON = (
     *("LOG_LEVEL", "BACKEND", "GRACE", "HANG_SECONDS", "SHOW_RANKS", "FRESH", "NUMA_BINDING"),
@@ -48,9 +48,9 @@ _DEBUG = ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG")
 
 
 def make_plan(typed: Typed) -> Plan:
-    """Return the plan, but for what only the config and the machines can tell.
+    """Return the plan, except for what depends on the config or the machines.
 
-    Raises PlanError, LauncherError or HostlistError: the user or the scheduler cannot mean this.
+    Raises PlanError, LauncherError or HostlistError if the input describes no valid run.
     """
     given = _find_hosts(typed) if typed.like_torchrun else typed
     typed = replace(given, environ=_read_words(given))
@@ -78,7 +78,7 @@ def make_plan(typed: Typed) -> Plan:
     log_dir = typed.here / log_dir if typed.module else log_dir
     directory = ROOT if typed.module else typed.here
     is_namer = world.node_rank == 0 and fanout != "job_command"
-    as_set = given.environ if typed.like_torchrun else environ  # the user's script reads them, too
+    as_set = given.environ if typed.like_torchrun else environ  # the user's script reads them too
     return Plan(
         **vars(world),
         **given.choices(),
@@ -118,7 +118,7 @@ def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> di
 
 
 def _read_words(typed: Typed) -> dict[str, str]:
-    """Return the environment with its words as we spell them, without those that are not ours."""
+    """Return the environment with the values of _WORDS in our spelling, without foreign ones."""
     read = {**typed.environ}
     if typed.log_level:
         read["LOG_LEVEL"] = typed.log_level
@@ -141,7 +141,7 @@ def _read_words(typed: Typed) -> dict[str, str]:
 
 
 def _find_hosts(typed: Typed) -> Typed:
-    """Return what was typed for launch.sh, with the nodes of its --hosts as other scripts have."""
+    """Return what was typed for launch.sh, with --hosts turned into the fields of other scripts."""
     nodes, via = typed.hosts, typed.via or "ssh"
     if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
         raise PlanError(f"--via is {via!r}; it can be ssh or pdsh, and needs --hosts")
@@ -169,7 +169,7 @@ def _find_hosts(typed: Typed) -> Typed:
 
 
 def choose_fanout(typed: Typed) -> str:
-    """Return how the nodes are reached; `auto` looks at where this is."""
+    """Return how the nodes are reached; `auto` depends on where this runs."""
     environ, job = typed.environ, "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
     if typed.batch_script and typed.is_dry_run and not environ.get(job):
         return "job_command"
@@ -192,7 +192,7 @@ def choose_fanout(typed: Typed) -> str:
 
 
 def is_login_node(environ: Environ) -> bool:
-    """Return whether a batch system answers here and this is outside its jobs."""
+    """Return whether a batch system answers here, and this process is in none of its jobs."""
     return not job_id(environ) and any(
         ask_scheduler(tool, limit_s=limits.LOGIN_NODE_S) is not None for tool in ("sinfo", "qstat")
     )
@@ -216,12 +216,12 @@ def read_world(typed: Typed, fanout: str) -> World:
 
 
 def _first(given: str | None, environ: Environ, variable: str) -> str | None:
-    """Return the argument, else the variable where it is not empty."""
+    """Return the argument if it was given, otherwise the variable if it is not empty."""
     return given if given is not None else environ.get(variable) or None
 
 
 def _read_named(typed: Typed, nproc: int | None) -> World:
-    """Return the nodes that are named, one by one."""
+    """Return the nodes that the user or PBS names one by one."""
     is_named = typed.node or typed.hostfile
     if typed.nodefile or (typed.fanout == "auto" and not is_named):
         nodes = pbs.read_nodefile(typed.environ, nproc)
@@ -236,7 +236,7 @@ def _read_named(typed: Typed, nproc: int | None) -> World:
 
 
 def _read_own_node(typed: Typed) -> World:
-    """Return this machine's node rank where every node starts itself: under srun, or by hand."""
+    """Return the world as this node sees it, if each node is started by srun or by hand."""
     given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
     environ = typed.environ
     slurm.refuse_many_tasks(environ)
@@ -262,14 +262,14 @@ def _read_own_node(typed: Typed) -> World:
     if not master:
         raise PlanError(f"{num_nodes} nodes, but no MASTER_ADDR; give the address of node rank 0")
     if rank == "auto" and is_first(master, _read_port(typed, is_by_hand=True) or 0):
-        node_rank = 0  # the others get theirs as they come
+        node_rank = 0  # the others get theirs in order of arrival
     return World(num_nodes, master, node_rank)
 
 
 def _read_port(typed: Typed, *, is_by_hand: bool) -> int | None:
     text = _first(typed.port, typed.environ, "MASTER_PORT")
     if is_by_hand and in_slurm_step(typed.environ) and text in (None, "auto"):
-        return port_from_id(job_run_id(typed.environ))  # the run's id is node rank 0's alone
+        return port_from_id(job_run_id(typed.environ))  # only node rank 0 knows the run id
     text = text or (BY_HAND_PORT if is_by_hand else "auto")
     is_any = text == "auto" or (typed.port == "0" and not is_by_hand)
     return None if is_any else read_number("the port", text, 1, 65535)
@@ -279,7 +279,7 @@ def _read_port(typed: Typed, *, is_by_hand: bool) -> int | None:
 
 
 def choose_run_id(typed: Typed, log_dir: Path, *, is_namer: bool) -> str:
-    """Return RUN_ID, else node rank 0's choice: after --rdzv-id, the launch in this job, or new."""
+    """Return RUN_ID; otherwise, on node rank 0, an id from --rdzv-id, the job, or a new one."""
     run_id = typed.environ.get("RUN_ID", "")
     if not run_id and is_namer:
         if name := plain_run_id(typed.run_id):
@@ -294,8 +294,8 @@ def choose_run_id(typed: Typed, log_dir: Path, *, is_namer: bool) -> str:
 def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
     """Return the training script with its arguments, whether it is our train.py, and the config.
 
-    The words are the agent's last: they begin with `-m` for a module, and with `--no-python` for
-    any other program.
+    The words end the agent's command line. They begin with `-m` for a module, and with
+    `--no-python` for any other program.
     """
     if typed.module:
         return ["-m", typed.module, *typed.rest], False, ""
@@ -303,7 +303,7 @@ def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
     if typed.like_torchrun:
         if typed.as_module or typed.as_command:
             return ["-m" if typed.as_module else "--no-python", *typed.rest], False, "-"
-        script = re.sub("^-", "./-", typed.rest[0])  # which the agent would take for an option
+        script = re.sub("^-", "./-", typed.rest[0])  # the agent must not take it for an option
         return [ours if _is_ours(script) else script, *typed.rest[1:]], _is_ours(script), "-"
     environ = typed.environ
     script = environ.get("TRAIN_SCRIPT") or ours
@@ -342,9 +342,9 @@ def _refuse_missing(here: Path, kind: str, name: str) -> None:
 
 
 def _is_ours(script: str) -> bool:
-    """Whether a script is train.py of this project, as it came or changed; it is only read.
+    """Whether a script is this project's train.py, changed or not; the file is only read.
 
-    In a repository into which our folders were copied, train.py is another's.
+    In a repository into which our folders were copied, train.py may be the user's own.
     """
     ours = ROOT / "train.py"
     return is_same(ours, Path(script)) and MARK in ours.read_bytes()

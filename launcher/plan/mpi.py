@@ -1,4 +1,4 @@
-"""A launcher that an MPI's mpiexec has started, several times over."""
+"""Rejects a launcher that mpiexec has started several times."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from launcher.text import Environ, PlanError
 
 
 def refuse_copies(environ: Environ) -> None:
-    """Raise PlanError if mpiexec started this process and others, each of which would train alone.
+    """Raise PlanError if mpiexec started several copies of this, each training separately.
 
-    Under srun, the step's own variables tell the nodes.
+    Under srun, the step's own variables identify the nodes.
     """
     marks = (name for name in LAUNCHERS if name != "RANK" and environ.get(name))
     mark = next(marks, "SLURM_STEP_ID")
@@ -17,6 +17,6 @@ def refuse_copies(environ: Environ) -> None:
     size = "FLUX_JOB_SIZE" if mark == "FLUX_TASK_RANK" else size
     if mark != "SLURM_STEP_ID" and environ.get(size, "1") != "1":
         raise PlanError(
-            f"mpiexec started this {environ[size]} times ({size}), each as a run of its own; "
+            f"mpiexec started this {environ[size]} times ({size}), each as a separate run; "
             f"start it once, without mpiexec; for separate runs, unset {size} [wrong-world]"
         )

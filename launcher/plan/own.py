@@ -1,6 +1,6 @@
-"""What a scheduler sets for only one node, and must never be sent to the others.
+"""Variables that a scheduler sets for only one node, which must not be sent to the others.
 
-A value that the user chose is everyone's: one that was typed for this launch or exported in the
+A value that the user chose goes to all nodes: one that was typed for this launch or exported in the
 job's script, given to qsub, named in FORWARD_ENV, or set by VENV, CONDA_ENV and MODULES.
 """
 
@@ -25,25 +25,25 @@ GPUS = (
     *("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
 )
 THREADS = "OMP_NUM_THREADS"
-OWN = {  # by a variable that tells of the scheduler; srun sets SLURM's anew on each node
+OWN = {  # by a variable that names the scheduler; srun sets SLURM's again on each node
     "PBS_JOBID": (*GPUS, THREADS, "NCPUS"),
     "SLURM_GPUS_ON_NODE": GPUS,
     "LSB_JOBID": GPUS,
 }
-# A task's stdout is the job's, not pbsdsh's; what else is there, secrets too, stays there.
+# A task's stdout is the job's, not pbsdsh's. Other variables, including secrets, are not copied.
 _ANSWER = 'env -0 | grep -z -E "^($1)=" >"$0/$PBS_NODENUM"'
 
 
 @dataclass
 class Own:
-    """What the scheduler has set for this node alone, and for each of the others."""
+    """What the scheduler has set for this node only, and for each of the others."""
 
     names: Collection[str]
     is_default: bool  # THREADS is PBS's own choice: all CPUs of the chunk, for each rank
     values: Mapping[str, Environ] = field(default_factory=dict)  # by node
 
     def ask(self, plan: Plan, say: Callable[[str], None]) -> None:
-        """Ask for each node's own values; says which nodes do not get theirs."""
+        """Ask for each node's own values; warns about nodes whose values are unknown."""
         self.values = ask_nodes(self.names, plan)
         quiet = {"NCPUS", THREADS} if self.is_default else {"NCPUS"}
         names = " ".join(sorted({*self.names} - quiet))
@@ -56,7 +56,7 @@ class Own:
             )
 
     def of_node(self, node: str, nproc: int = 0) -> dict[str, str]:
-        """Return a node's own values, for its preflight or for an agent of so many ranks."""
+        """Return a node's own values, for its preflight or for an agent with `nproc` ranks."""
         values = dict(self.values.get(node, {}))
         if self.is_default and nproc != 1:
             values.pop(THREADS, None)
@@ -64,10 +64,10 @@ class Own:
 
 
 def find_own(asked: Choices, begun: Collection[str]) -> Own:
-    """Return which variables the scheduler has set for this node alone.
+    """Return which variables the scheduler has set for this node only.
 
-    `begun` are the `NAME=value` that the shell was begun with: in the job, a value that is not
-    among them was typed. So was one that the Python's environment has changed.
+    `begun` has the shell's initial variables, as `NAME=value`: in the job, a value that is not
+    among them was typed. A value that the Python's environment changed counts as typed.
     """
     environ = asked.environ
     signs = [sign for sign in OWN if environ.get(sign)]
@@ -88,12 +88,12 @@ def find_own(asked: Choices, begun: Collection[str]) -> Own:
 
 
 def asked_names(environ: Environ) -> list[str]:
-    """Return the names that FORWARD_ENV has."""
+    """Return the names in FORWARD_ENV."""
     return environ.get("FORWARD_ENV", "").replace(",", " ").split()
 
 
 def read_begun() -> set[str]:
-    """Return the `NAME=value` that the shell was begun with; none if it is a scheduler's."""
+    """Return the shell's initial variables, as `NAME=value`; empty if a scheduler owns it."""
     try:
         text = Path(f"/proc/{os.getppid()}/environ").read_bytes()
     except OSError:  # another user's
@@ -102,12 +102,12 @@ def read_begun() -> set[str]:
 
 
 def ask_nodes(names: Collection[str], plan: Plan) -> dict[str, dict[str, str]]:
-    """Return each node's own values by its name; this node's alone if pbsdsh does not answer."""
+    """Return each node's own values, by node; only this node's if pbsdsh does not answer."""
     environ = plan.environ
     hosts = list(dict.fromkeys(pbs.read_lines(environ)))
     by_host: dict[str, Environ] = {}
     if names and len(hosts) > 1 and len(plan.nodes) > 1:
-        with contextlib.suppress(OSError):  # the preflight says that the folder cannot be written
+        with contextlib.suppress(OSError):  # the preflight reports a folder that is not writable
             by_host = ask_pbsdsh(names, hosts, plan.directory / plan.log_dir)
     here = {str(number): host for number, host in enumerate(hosts)}
     by_host[here.get(environ.get("PBS_NODENUM", "0"), short_host_name())] = environ
@@ -120,7 +120,7 @@ def ask_nodes(names: Collection[str], plan: Plan) -> dict[str, dict[str, str]]:
 
 
 def ask_pbsdsh(names: Collection[str], hosts: Sequence[str], folder: Path) -> dict[str, Environ]:
-    """Return the values that PBS gives a task on each host, of those that answer in time."""
+    """Return the values that PBS gives a task, for each host that answers in time."""
     by_host: dict[str, Environ] = {}
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".nodes-", dir=folder) as answers:

@@ -25,12 +25,12 @@ REQUEST = (
 def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
     """Return a PBS job's nodes, each with the ranks that the job's request gives it.
 
-    Raises PlanError if this is not a PBS job, or not one of the size that was asked for.
+    Raises PlanError if this is not a PBS job, or does not have the requested size.
     """
     if not environ.get("PBS_JOBID"):
         raise PlanError(f"this is not a PBS job; {REQUEST}")
     lines = read_lines(environ)
-    there, asked = len({*lines}), environ.get("PBS_NUM_NODES") or "some"  # Torque's
+    there, asked = len({*lines}), environ.get("PBS_NUM_NODES") or "some"  # set by Torque
     if not lines or (asked.isdecimal() and int(asked) != there):
         raise PlanError(
             f"the job's node file has {count(there, 'node')}, but should have {asked}; {REQUEST}"
@@ -43,7 +43,7 @@ def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
 
 
 def asked_ranks(environ: Environ) -> int | None:
-    """Return the ranks that the request of a job of one node chose; None: one per GPU."""
+    """Return the number of ranks that a job of one node requested; None: one per GPU."""
     if not environ.get("PBS_JOBID") or not read_lines(environ):
         return None
     node = read_nodefile(environ, None)[0]
@@ -51,7 +51,7 @@ def asked_ranks(environ: Environ) -> int | None:
 
 
 def read_lines(environ: Environ, name: str = "PBS_NODEFILE") -> list[str]:
-    """Return the lines of a file of the job: its node file has one for each MPI process."""
+    """Return the lines of one of the job's files; its node file has one for each MPI process."""
     file = Path(environ.get(name) or "/nonexistent")
     return file.read_text().split() if file.is_file() else []
 
@@ -59,10 +59,10 @@ def read_lines(environ: Environ, name: str = "PBS_NODEFILE") -> list[str]:
 def count_ranks(
     lines: Sequence[str], chunks: Sequence[Mapping[str, str]]
 ) -> tuple[dict[str, int], bool]:
-    """Return the ranks of each node, and whether the request chose them; none: one per GPU.
+    """Return the ranks of each node, and whether the request chose them; empty: one per GPU.
 
-    The node file has a chunk's host `mpiprocs` times: once, if the request does not say. Chunks
-    that ask for no more have a rank for each of their GPUs, also where PBS packs them on one node.
+    The node file lists a chunk's host `mpiprocs` times (once by default). If that is once for all
+    chunks, each chunk has a rank per GPU, even if PBS puts several chunks on one node.
     """
     counts = Counter(lines)
     gpus = [int(chunk.get("ngpus") or 0) for chunk in chunks]
@@ -78,14 +78,14 @@ def count_ranks(
 
 @cache
 def ask_qstat(name: str, option: str = "-f") -> dict[str, str]:
-    """Return a job's attributes, or with -Qf a queue's; none of "", or where PBS is silent."""
+    """Return the attributes of a job, or with -Qf of a queue; empty if PBS does not answer."""
     answer = ask_scheduler("qstat", option, name) if name else None
-    text = (answer or "").replace("\n\t", "")  # it folds what is long
+    text = (answer or "").replace("\n\t", "")  # qstat folds long lines
     return dict(line.strip().split(" = ", 1) for line in text.splitlines() if " = " in line)
 
 
 def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the resources of each chunk that a job asked for; none if that is not known."""
+    """Return the resources of each chunk that a job requested; empty if they are not known."""
     asked = attributes.get("schedselect") or attributes.get("Resource_List.select") or ""
     chunks: list[dict[str, str]] = []
     for chunk in filter(None, asked.split("+")):  # 2:ncpus=16:ngpus=4
@@ -96,10 +96,10 @@ def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def find_short_delay(grace_s: int, environ: Environ) -> str:
-    """Return a line where PBS kills this job while its ranks may still save; empty: it does not."""
+    """Return a line if PBS may kill this job while its ranks are still saving; otherwise empty."""
     queue, job = environ.get("PBS_QUEUE", ""), environ.get("PBS_JOBID", "")
     attributes = ask_qstat(queue, "-Qf") if ask_qstat(job) else {}
-    default = "2" if is_torque(environ) else "10"  # by pbs_queue_attributes(7B) of each
+    default = "2" if is_torque(environ) else "10"  # see pbs_queue_attributes(7B) of each
     delay = attributes.get("kill_delay", default) if attributes else ""
     close_s = limits.STOP_CLOSE_S
     if not delay.isdecimal() or (stop_s := grace_s + close_s) <= int(delay):
@@ -112,15 +112,15 @@ def find_short_delay(grace_s: int, environ: Environ) -> str:
 
 
 def note_job(environ: OwnEnviron) -> list[str]:
-    """Ask PBS, once for all that this launch starts, what identifies its job (see this_job).
+    """Ask PBS what identifies this job, once for everything that this launch starts (see this_job).
 
-    Returns the names of the variables that qsub's -v has set; with -V, which sends all of the login
-    shell's, none.
+    Returns the names of the variables that qsub -v has set; none with -V, which sends all variables
+    of the login shell.
     """
     environ.pop("LAUNCH_JOB", None)
     job = environ.get("PBS_JOBID", "")
     attributes = ask_qstat(job)
-    # The second is Torque's.
+    # The second is the name in Torque.
     starts = attributes.get("run_count") or attributes.get("start_count") or ""
     if starts.isdecimal() and "ctime" in attributes:
         start, cluster = max(int(starts) - 1, 0), job.partition(".")[2]
@@ -137,7 +137,7 @@ _DEFAULTS = ("_pbs_project_default", "STDIN", "n")
 
 
 def is_torque(environ: Environ) -> bool:
-    """Return whether this is Torque, whose qsub differs from that of OpenPBS and PBS Pro.
+    """Return whether this is Torque, whose qsub differs from OpenPBS's and PBS Pro's.
 
     Torque (Administrator Guide 6.1, `qsub`): the size is `-l nodes=2:ppn=4`, -F gives the script
     its arguments, and PBS_VERSION in a job begins with TORQUE. OpenPBS 23.06 and PBS Pro (Reference
@@ -147,14 +147,14 @@ def is_torque(environ: Environ) -> bool:
     if environ.get("PBS_JOBID"):
         return environ.get("PBS_VERSION", "").startswith("TORQUE")
     version = ask_scheduler("sh", "-c", "qsub --version 2>&1") or ""
-    # The others say pbs_version = 23.06.06.
+    # The others print pbs_version = 23.06.06.
     return bool(re.match("version:", version, re.IGNORECASE))
 
 
 def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[str]:
     """Return the qsub command for what was typed; -V forwards the variables.
 
-    It asks for what this job was given; outside a job, for one node. Empty if PBS is silent.
+    It requests what this job was given, or one node outside a job. Empty if PBS does not answer.
     """
     has_nodes, arguments = is_torque(environ), list(typed[1:])
     names = ("nodes", "walltime") if has_nodes else ("select", "place", "walltime")
@@ -184,7 +184,7 @@ def _one_node(environ: Environ) -> dict[str, str]:
 
 
 def _this_job(environ: Environ) -> dict[str, str]:
-    """Return what qstat tells of this job, and by qsub's options what it was submitted with."""
+    """Return this job's attributes from qstat, and the qsub options that it was submitted with."""
     attributes = ask_qstat(environ["PBS_JOBID"])
     options = {
         option: attributes[name]
@@ -193,6 +193,6 @@ def _this_job(environ: Environ) -> dict[str, str]:
     }
     if folder := os.path.dirname(attributes.get("Output_Path", "").partition(":")[2]):
         options["-o"] = f"{folder}/".removeprefix(f"{os.getcwd()}/")
-    if queue := environ.get("PBS_O_QUEUE"):  # where it was submitted, which may have routed it
+    if queue := environ.get("PBS_O_QUEUE"):  # the one it was submitted to, which may route jobs
         options["-q"] = queue
     return {"Resource_List.walltime": "", **attributes, **options}

@@ -1,4 +1,4 @@
-"""The plan of a run, as decided before anything starts: its rows on the terminal, its commands."""
+"""The plan of a run, decided before anything starts: its rows on the terminal, its commands."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from launcher.text import Environ, PlanError, count, print_row
 from launcher.wire import limits
 from launcher.wire.messages import Report, Request
 
-ROOT = Path(__file__).parents[2]  # by the name that launch.sh has for it
+ROOT = Path(__file__).parents[2]  # as launch.sh names it
 AGENT, START = "scripts/lib/agent.py", "scripts/lib/start.py"
-MOST_RANKS = 4096  # of one node
-LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux takes 128 KiB in one variable
+MOST_RANKS = 4096  # per node
+LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux allows 128 KiB in one variable
 
 
 def read_number(what: str, text: str, low: int, high: int) -> int:
-    """Return a whole number of low..high; raises PlanError."""
+    """Return a whole number from low to high; raises PlanError for any other text."""
     if re.fullmatch(r"0|[1-9][0-9]{0,8}", text) and low <= int(text) <= high:
         return int(text)
     raise PlanError(f"{what} is {text!r}; give a whole number from {low} to {high}")
 
 
 def read_nproc(what: str, text: str | None) -> int | None:
-    """Return a number of ranks, or None for "auto" and where nothing was said."""
+    """Return a number of ranks; None for "auto", or if none was given."""
     return None if text in (None, "auto") else read_number(what, str(text), 1, MOST_RANKS)
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One node, as ssh calls it, and its number of ranks."""
+    """One node, by its name for ssh, and its number of ranks."""
 
     name: str
     nproc: int | None = None  # None: one per GPU
-    is_by_lines: bool = False  # nobody chose `nproc`: the node has so many lines in a node file
+    is_by_lines: bool = False  # nobody chose `nproc`: it is the node's lines in a node file
 
 
 @dataclass(frozen=True)
@@ -54,43 +54,43 @@ class World:
 
     num_nodes: int = 1
     master_addr: str = "127.0.0.1"  # empty: the scheduler has not chosen yet
-    node_rank: int = 0  # of this machine; -1: the next one free when it checks in
+    node_rank: int = 0  # of this machine; -1: the next free one at the check-in
     nproc: int | None = None  # ranks per node; None: one per GPU
-    nodes: Sequence[NodePlan] = ()  # by node rank, where this launcher starts them all by name
-    num_spares: int = 0  # more nodes, which wait: the last of `nodes`
-    min_nodes: int = 0  # with which the run continues without a spare; 0: it replaces no node
-    hosts: str = ""  # SLURM's list of them
-    job: str = ""  # SLURM's id of the job that has them
+    nodes: Sequence[NodePlan] = ()  # by node rank, if this launcher starts them all by name
+    num_spares: int = 0  # additional nodes, which wait: the last of `nodes`
+    min_nodes: int = 0  # the fewest that the run can continue with; 0: it replaces no node
+    hosts: str = ""  # SLURM's list of the nodes
+    job: str = ""  # SLURM's id of the job
     left_out: Sequence[str] = ()  # faulty nodes of the job
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of a step: of one process's micro-batch, or of all; the other is 0."""
+    """The samples per step: in one process's micro-batch, or in all; the other number is 0."""
 
     samples: int
     samples_in_all: int
     accumulation: int  # micro-batches of one step
 
     def describe(self, ranks: int) -> str:
-        """Return both numbers for so many ranks. A run that is resumed keeps the second."""
+        """Return both numbers in words, for `ranks` ranks. A resumed run keeps the total."""
         shares = ranks * self.accumulation
-        each = self.samples or max(1, round(self.samples_in_all / shares))  # as train.py has it
+        each = self.samples or max(1, round(self.samples_in_all / shares))  # as in train.py
         accumulated = f" x {self.accumulation} accumulated" if self.accumulation > 1 else ""
         return f"{each * shares} samples a step = {count(ranks, 'rank')} x {each}{accumulated}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFacts:
-    """What the config of train.py says: `train.py --check --json`."""
+    """What train.py's config says, from `train.py --check --json`."""
 
     backend: str = "auto"
     join_timeout_s: float = limits.JOIN_S
     checkpoint_dir: Path | None = None
     batch: Batch | None = None
-    num_workers: int = 0  # processes of each rank that load data
-    resume: str = "auto"  # from a checkpoint, or: auto, never
-    prepare: str = ""  # a script that is to run before the training
+    num_workers: int = 0  # data-loading processes of each rank
+    resume: str = "auto"  # a checkpoint, auto or never
+    prepare: str = ""  # a script to run before the training
     task_file: str = ""  # the module of train.py's task, if it is the user's own
 
 
@@ -99,7 +99,7 @@ class Plan(World, Choices, ConfigFacts):
     """Everything that the user, the environment, the config and the scheduler decided."""
 
     fanout: str  # local, srun, ssh or pdsh
-    command: str  # all that was typed, quoted for a shell: the resume line
+    command: str  # the resume line: all that was typed, quoted for a shell
     root: Path  # the project
     directory: Path  # where it was typed; relative paths begin here
     log_dir: Path
@@ -107,28 +107,28 @@ class Plan(World, Choices, ConfigFacts):
     words: Sequence[str]  # the training script and its arguments, as the node agent takes them
     is_ours: bool = False  # the training script is this project's train.py
     config: str = ""  # empty: none
-    port: int | None = None  # None: from the run id
-    engine: str = ""  # what starts the ranks in place of the node agent
+    port: int | None = None  # None: derived from the run id
+    engine: str = ""  # what starts the ranks instead of the node agent
     max_restarts: int = 0
     grace_s: int = limits.GRACE_S
-    variables: Environ = field(default_factory=dict)  # that go with the run
+    variables: Environ = field(default_factory=dict)  # sent with the run
     container: Container | None = None  # in which the preflight, the agents and the ranks run
-    forwarded: Sequence[str] = ()  # names of all that go to nodes over ssh
+    forwarded: Sequence[str] = ()  # names of the variables sent to nodes over ssh
     has_checks: bool = True
     preflight_s: int = 9  # for every node to connect over ssh and be checked
 
     @property
     def folder(self) -> Path:
-        """The run's own, for its logs and record."""
+        """The run's folder, for its logs and record."""
         return self.directory / self.log_dir / self.run_id
 
     @property
     def num_agents(self) -> int:
-        """The nodes with an agent, spares among them."""
+        """The number of nodes with an agent, including spares."""
         return self.num_nodes + self.num_spares
 
     def request(self, *, meeting_size: int = 0, within_s: float = 7.0) -> Request:
-        """Return what the preflight of this machine, or of every node of a step, is asked."""
+        """Return the preflight request for this machine, or for every node of a step."""
         return Request(
             run_id=self.run_id,
             num_nodes=self.num_agents,
@@ -149,19 +149,19 @@ class Plan(World, Choices, ConfigFacts):
         )
 
     def run_variables(self) -> dict[str, str]:
-        """Return the environment variables that tell an agent and its ranks of the run."""
+        """Return the environment variables that describe the run to an agent and its ranks."""
         command = self.command if len(os.fsencode(self.command)) < LONGEST_COMMAND else ""
         named = {"RUN_ID": self.run_id, "LAUNCH_COMMAND": command, "ENGINE": self.engine}
         named |= {"LAUNCH_TASK_FILE": self.task_file, "SKIP_PREFLIGHT": "1" * (not self.has_checks)}
         if self.min_nodes:
             named |= {"SPARES": str(self.num_spares), "MIN_NODES": str(self.min_nodes)}
-        named |= self.variables  # train.py names a command of its own where there is none
+        named |= self.variables  # without LAUNCH_COMMAND, train.py makes its own
         return {name: value for name, value in named.items() if value or name == "LAUNCH_COMMAND"}
 
     def agent_command(self, *, nproc: int, port: int, node_rank: int | None) -> list[str]:
         """Return what one node runs: its agent, with torchrun's arguments.
 
-        Without a node rank, in a step of a SLURM job, the agent finds its place itself.
+        Without a node rank, in a step of a SLURM job, the agent finds its own.
         """
         command = [self.python, str(self.root / AGENT)]
         if node_rank is not None:
@@ -180,17 +180,17 @@ class Plan(World, Choices, ConfigFacts):
 
     @property
     def has_named_master(self) -> bool:
-        """Whether the master of a SLURM job is another address than its first node."""
+        """Whether the master of a SLURM job is not the job's first node."""
         return bool(self.hosts) and self.master_addr != hostlist.first(self.hosts)
 
     def module_command(self, module: str) -> list[str]:
-        """Return what runs a module of launcher/, on this machine or on a node."""
+        """Return the command that runs a module of launcher/, on this machine or on a node."""
         return [self.python, str(self.root / START), module]
 
     def run_inside(
         self, command: Sequence[str], **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on this machine to its end; raises Refused if it cannot be executed."""
+        """Run a command on this machine, and wait for it; raises Refused if it cannot start."""
         words = self.inside(command)
         try:
             return subprocess.run(words, stdin=subprocess.DEVNULL, text=True, **options)
@@ -201,31 +201,31 @@ class Plan(World, Choices, ConfigFacts):
             raise Refused("env-missing", f"{words[0]}: {error.strerror}; {cure}") from None
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """Return what runs a command in the run's container, if it has one."""
+        """Return a command wrapped for the run's container, if it has one."""
         return self.container.wrap(command) if self.container else list(command)
 
     def step_options(self) -> list[str]:
-        """Return srun's options that put a step into the run's container."""
+        """Return the srun options that run a step in the run's container."""
         return self.container.srun_options(self.run_id) if self.container else []
 
     def with_variables(self, command: Sequence[str]) -> list[str]:
-        """Return a command of this run, with the run's variables before it."""
+        """Return a command of this run, preceded by the run's variables."""
         variables = [f"{name}={value}" for name, value in self.run_variables().items()]
         return ["env", *variables, *command]
 
     def paste_line(self, command: Sequence[str]) -> str:
-        """Return a line for a shell that runs a command of this run where this was typed."""
+        """Return a shell line that runs a command of this run where the launch was typed."""
         return shell_line(self.directory, self.with_variables(command))
 
     def rank_counts(self, nproc: int) -> list[int]:
-        """Return the number of ranks of every node; `nproc` where none was asked for."""
+        """Return the number of ranks of every node; `nproc` if none was asked for."""
         if self.nodes:
             return [node.nproc or nproc for node in self.nodes[: self.num_nodes]]
         return [self.nproc or nproc] * self.num_nodes
 
 
 def shell_line(directory: Path, command: Sequence[str]) -> str:
-    """Return a line for a shell that runs a command in a directory."""
+    """Return a shell line that runs a command in a directory."""
     return f"cd {shlex.quote(str(directory))} && {shlex.join(command)}"
 
 
@@ -242,7 +242,7 @@ def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], p
 
 
 def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
-    """Print the plan and each node's command; one rank per GPU means the GPUs of this machine."""
+    """Print the plan and each node's command; "one rank per GPU" means this machine's GPUs."""
     here = check_node(plan.request(), plan.environ)
     counts = plan.rank_counts(here.nproc)
     print_plan(plan, here, None, counts)
@@ -255,7 +255,7 @@ def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
 
 def print_plan(
     plan: Plan,
-    node: Report | None,  # what node 0 or, where each node is started on its own, this one has told
+    node: Report | None,  # the report of node 0, or of this one if each is started separately
     preflight: Preflight | None,  # what the preflight found; None if it has not run
     counts: Sequence[int],  # ranks of each node; empty if they are not known yet
     out: TextIO | None = None,  # None: stderr
@@ -275,10 +275,10 @@ def print_plan(
     if plan.join_timeout_s != limits.JOIN_S:
         print_row("wait", f"{plan.join_timeout_s:g} s at most for all to join", out)
     if plan.forwarded:
-        print_row("variables", f"{' '.join(plan.forwarded)} go with it", out)
+        print_row("variables", f"{' '.join(plan.forwarded)} are sent to the nodes", out)
     print_row("preflight", _preflight(plan, preflight), out)
     if plan.engine and not plan.is_ours:
-        return  # nobody writes a log
+        return  # there is no log
     logs = f"{plan.log_dir}/{plan.run_id or '<run id>'}/"
     follow = "" if plan.engine else f"   (tail -f {shlex.quote(str(plan.log_dir))}/node_*.log)"
     print_row("logs", logs + follow, out)
@@ -287,7 +287,7 @@ def print_plan(
 def _print_ranks(
     plan: Plan, node: Report | None, counts: Sequence[int], out: TextIO | None
 ) -> None:
-    """Print how many ranks there are, and what each gets of its node's CPUs and of the batch."""
+    """Print the number of ranks, and the share of each in its node's CPUs and in the batch."""
     backend = plan.backend.replace("auto", "nccl" if node and node.gpus else "gloo")
     each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
     print_row("ranks", f"{sum(counts)} = {count(plan.num_nodes, 'node')} x {each}, {backend}", out)

@@ -30,7 +30,7 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASS")
 
 
 def command_line(typed: Typed, fanout: str) -> str:
-    """Return what was typed, with the variables that shaped it: typed again, it resumes the run.
+    """Return what was typed, with the variables that shaped the run; this line resumes the run.
 
     Empty if the job's size is not known.
     """
@@ -39,14 +39,14 @@ def command_line(typed: Typed, fanout: str) -> str:
     names += REPEATED
     if fanout in ("ssh", "pdsh") or typed.nodefile:
         names += REPEATED_WITH_SSH
-    if typed.nodefile:  # qsub's -v sets the first; qstat shows the others' values, too
+    if typed.nodefile:  # qsub -v sets the first; qstat also shows the values of the rest
         names += ["CONFIG", *(name for name in asked_names(environ) if not _SECRET.search(name))]
     names += _set_for_it(typed)
     given = {**environ, "LOG_LEVEL": ""} if typed.log_level else environ
     set_names = filter(given.get, dict.fromkeys(names))
     variables = [f"{name}={shlex.quote(given[name])}" for name in set_names]
     variables += [f"PYTHON={shlex.quote(typed.python)}"] if environ.get("CONTAINER") else []
-    own = len(typed.typed) - len(typed.rest)  # what follows is the training script's
+    own = len(typed.typed) - len(typed.rest)  # the rest belongs to the training script
     words = [word for word in typed.typed[:own] if word not in ("--dry-run", "resume=never")]
     words += typed.typed[own:]
     script = resolve_script(typed.batch_script) if typed.batch_script else None
@@ -62,7 +62,7 @@ def command_line(typed: Typed, fanout: str) -> str:
 def _set_for_it(typed: Typed) -> Iterator[str]:
     """Yield the names of PYTHON, PYTHONPATH and other programs' variables, if set for this launch.
 
-    What the shell was begun with, and what a site or an environment sets, comes again by itself.
+    The shell's initial variables, and those set by a site or an environment, are omitted.
     """
     environ, again = typed.environ, read_begun()
     if environ.get("CONTAINER") or typed.python == str(ROOT / ".venv/bin/python"):
@@ -76,7 +76,7 @@ def _set_for_it(typed: Typed) -> Iterator[str]:
 
 
 def forward_given(environ: OwnEnviron, given: Sequence[str]) -> None:
-    """Send the nodes what a user has given the job, but not what the launch itself reads."""
+    """Forward the variables that the user gave the job, except those that the launch reads."""
     ours = (*REPEATED, *REPEATED_WITH_SSH, *NOT_REPEATED)
     asked = asked_names(environ)
     for name in given:
@@ -87,6 +87,6 @@ def forward_given(environ: OwnEnviron, given: Sequence[str]) -> None:
 
 
 def resolve_script(script: str) -> str:
-    """Return the path of a script of the project; from its own folder, the relative one."""
+    """Return the path of one of the project's scripts, relative in the project's own folder."""
     path = ROOT / script
     return script if is_same(path, Path(script)) else str(path)

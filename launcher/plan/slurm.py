@@ -18,15 +18,15 @@ from launcher.text import Environ, PlanError, warn
 
 
 def in_batch_script(environ: Environ) -> bool:
-    """Return whether this runs in a job's batch script, and not in salloc's shell."""
+    """Return whether this runs in a job's batch script, as opposed to salloc's shell."""
     return "SLURM_PROCID" in environ and "SLURM_STEP_ID" not in environ
 
 
 def read_job(environ: Environ, script: str, asked: int | None) -> World:
     """Return the nodes of a job, with the first as master, and the ranks per node.
 
-    The entry script is named as it was typed; the user has asked for `asked` ranks per node.
-    Raises PlanError if this is not a job, or the scripts cannot use it.
+    `script` is the entry script as it was typed, `asked` the ranks per node that the user asked
+    for. Raises PlanError if this is not a job, or the scripts cannot use it.
     """
     names = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST")
     if missing := [name for name in names if not environ.get(name)]:
@@ -61,11 +61,11 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
 
 
 def tasks_per_node(environ: Environ) -> int | None:
-    """Return the tasks per node that the user asked for, if they are more than one.
+    """Return the tasks per node that the user asked for, if there is more than one.
 
     Raises PlanError if the nodes have different numbers of tasks.
     """
-    if not environ.get("SLURM_NTASKS"):  # the other variable only counts the processors then
+    if not environ.get("SLURM_NTASKS"):  # then SLURM_TASKS_PER_NODE counts CPUs
         return None
     text = environ.get("SLURM_TASKS_PER_NODE", "1")
     tasks, *others = {*environment.tasks_per_node(text, "SLURM_TASKS_PER_NODE")}
@@ -78,10 +78,10 @@ def tasks_per_node(environ: Environ) -> int | None:
 
 
 def read_step(environ: Environ, typed: Mapping[str, str | None]) -> World | None:
-    """Return the nodes and this node's rank from a step with one task per node; None outside.
+    """Return the nodes and this node's rank from a step with one task per node; None outside one.
 
-    The arguments typed are NUM_NODES, NODE_RANK and MASTER_ADDR; None if not given. Raises
-    PlanError if one contradicts the step, LauncherError if it has several tasks per node.
+    `typed` has the arguments NUM_NODES, NODE_RANK and MASTER_ADDR, or None for each. Raises
+    PlanError if one contradicts the step, LauncherError if the step has several tasks per node.
     """
     step = slurm_node(environ, master=typed["MASTER_ADDR"] or "")
     if step is None:
@@ -109,7 +109,7 @@ def refuse_many_tasks(environ: Environ) -> None:
 
 
 def refuse_many_nodes(environ: Environ, program: str) -> None:
-    """Raise PlanError if the step, or else the job, has nodes on which nothing would start."""
+    """Raise PlanError if the step (or the job, outside a step) has nodes that would stay unused."""
     if in_slurm_step(environ):
         nodes, fault = environ.get("SLURM_STEP_NUM_NODES"), ""
         cause = f"this allocation has {nodes} nodes and {program} starts one"
@@ -122,7 +122,7 @@ def refuse_many_nodes(environ: Environ, program: str) -> None:
 
 
 def warn_of_part(environ: Environ, program: str, *, needs_srun: bool = False) -> None:
-    """Warn if a step has fewer nodes than its job, and a program for all of them starts on it.
+    """Warn if a program that should use all nodes of a job starts in a step with fewer nodes.
 
     With `needs_srun`, srun starts the program on each node.
     """
@@ -137,7 +137,7 @@ def warn_of_part(environ: Environ, program: str, *, needs_srun: bool = False) ->
 
 
 def _part(environ: Environ) -> str:
-    """Return in words which part of the job's nodes a step has; "": all, or this is no step."""
+    """Return in words which part of the job's nodes a step has; "" if all, or if outside a step."""
     step, job = (environ.get(f"SLURM_{name}_NUM_NODES", "") for name in ("STEP", "JOB"))
     is_part = (step + job).isdecimal() and int(step or job) < int(job or 0)
     return f"this step has {step} of the job's {job} nodes" * (is_part and in_slurm_step(environ))
@@ -164,7 +164,7 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
     job, task = f"--job={job_id(environ)}", environ.get("SLURM_ARRAY_TASK_ID")
     if task:
         words.append(f"--array={task}")
-    if in_batch_script(environ):  # of ours, or of the user's own, which holds what was typed
+    if in_batch_script(environ):  # ours, or the user's own, which contains the command
         again = [script, *typed[1:]] if script else (ask_squeue(job, "--format=%o") or "").split()
         return again and ["sbatch", *words, *again]
     if not gpus:  # salloc sets no variable for --gres
@@ -185,9 +185,9 @@ def step_command(environ: Environ, typed: Sequence[str]) -> list[str]:
 
 
 def end_chain(code: int, environ: Environ) -> None:
-    """Cancel the jobs that would resume a run which has ended, or failed by itself.
+    """Cancel the jobs that would resume a run, because it has completed or failed by itself.
 
-    They are needed after a stop that has saved, and after the loss of a node.
+    They are still needed after a stop that saved, and after the loss of a node.
     """
     name = environ.get("CHAIN")
     if name and in_batch_script(environ) and code not in (STOPPED, 128 + signal.SIGKILL):
@@ -200,6 +200,6 @@ def ask_squeue(*options: str) -> str | None:
 
 
 def has_ended(job: str) -> bool:
-    """Return whether a job of this user has ended, or is about to; False if SLURM is silent."""
+    """Return whether a job of this user has ended or is ending; False if SLURM does not answer."""
     jobs = ask_squeue(f"--user={os.getuid()}", "--format=%A %T")
     return jobs is not None and not re.search(rf"^{job} (?!COMPLETING)", jobs, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""How a run continues without a node: SPARES and MIN_NODES."""
+"""How a run continues after the loss of a node: SPARES and MIN_NODES."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from launcher.plan.plan import World, read_number
 from launcher.text import Environ, PlanError
 
 NAMES = ("SPARES", "MIN_NODES")
-FANOUTS = ("ssh", "srun")  # that outlive the loss of a node
+FANOUTS = ("ssh", "srun")  # that survive the loss of a node
 
 
 def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_restarts: int) -> World:
-    """Return the nodes with the last of them as spares.
+    """Return the world with its last nodes as spares.
 
-    Raises PlanError if the numbers cannot mean a run, or this launcher cannot replace a node.
+    Raises PlanError if the numbers are not valid, or this launcher cannot replace a node.
     """
     given = {name: environ[name] for name in NAMES if environ.get(name)}
     spares = read_number("SPARES", given.get("SPARES", "0"), 0, 1000)

@@ -1,4 +1,4 @@
-"""Work out what a training needs of SLURM, and submit it: scripts/submit_with_config.sh."""
+"""Work out the SLURM job that a training needs, and submit it: scripts/submit_with_config.sh."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ MOST_JOBS = 1000  # of a chain
 
 @dataclass(frozen=True)
 class Size:
-    """As few nodes as the GPUs fit on, all alike."""
+    """The fewest nodes on which the GPUs fit, with the same number on each."""
 
     num_nodes: int
     gpus: int  # per node
-    is_exclusive: bool  # every node's GPUs are all used
+    is_exclusive: bool  # all GPUs of every node are used
 
 
 def run(typed: Typed) -> int:
-    """Submit the training; returns the exit code: with --wait, the job's."""
+    """Submit the training; returns the exit code (with --wait, the job's)."""
     environ = typed.environ
     own, settings = take_own_settings(typed)
     gpus = read_number("num_gpus_train", own["num_gpus_train"], 1, MOST_GPUS)
@@ -74,15 +74,15 @@ def run(typed: Typed) -> int:
     job += [resolve_script(f"scripts/slurm/{name}"), plan.config or "-", *settings]
     job += ["--", *typed.rest] if typed.rest else []
     if not typed.is_dry_run:
-        Path("logs").mkdir(exist_ok=True)  # without it, sbatch's job fails silently
+        Path("logs").mkdir(exist_ok=True)  # without it, the job fails silently
     return submit_all(typed, own, size, job, chain=environ.get("RUN_ID") or new_run_id())
 
 
-# --- what is asked for --------------------------------------------------------------------------
+# --- settings and size --------------------------------------------------------------------------
 
 
 def take_own_settings(typed: Typed) -> tuple[dict[str, str], list[str]]:
-    """Return the settings of this script by name, "" if not given, and those of the training.
+    """Return the settings of this script by name ("" if not given), and those of the training.
 
     Raises PlanError if one is unknown or missing.
     """
@@ -94,7 +94,7 @@ def take_own_settings(typed: Typed) -> tuple[dict[str, str], list[str]]:
             own[name] = value
             continue
         if "." not in name and name not in _OF_TRAINING and is_ours:
-            known = f"known here: {', '.join(OWN)}, and the config's own"
+            known = f"known settings: {', '.join(OWN)}, and the keys of the config"
             raise PlanError(f"unknown setting {name!r}; {did_you_mean(name, OWN)}{known}")
         others.append(setting)
     for name in ("num_gpus_train", "config"):
@@ -107,7 +107,7 @@ def take_own_settings(typed: Typed) -> tuple[dict[str, str], list[str]]:
 
 
 def choose_preparation(own: Mapping[str, str], by_config: str, program: str) -> str:
-    """Return the script that prepares the training: as typed, or as the config names it; or ""."""
+    """Return the script that prepares the training, as typed or from the config; "" if none."""
     script = own["prepare"] or by_config
     if int(own["num_gpus"] or 0) and not script:
         warn(
@@ -119,9 +119,9 @@ def choose_preparation(own: Mapping[str, str], by_config: str, program: str) -> 
 
 
 def choose_size(gpus: int, nodes: Sequence[int]) -> Size:
-    """Return the fewest nodes that share the GPUs evenly; `nodes` has the GPUs of each.
+    """Return the fewest nodes that share the GPUs evenly; `nodes` has each node's GPU count.
 
-    If there are too few nodes, return the size that would fit: SLURM then rejects it.
+    If no size fits, return the one with the fewest nodes: SLURM then rejects it.
     """
     most = max(nodes)
     sizes = [n for n in range(-(-gpus // most), gpus + 1) if gpus % n == 0]
@@ -131,12 +131,12 @@ def choose_size(gpus: int, nodes: Sequence[int]) -> Size:
 
 
 def gpus_of_nodes(partition: str) -> list[int]:
-    """Return the GPU count of each node of one or several partitions; "": the default one.
+    """Return the GPU count of each node in one or several partitions; "" means the default one.
 
     Raises Refused if there are none, or sinfo fails.
     """
     if shutil.which("sinfo") is None:
-        raise Refused("env-missing", "there is no sinfo here; submit from a login node")
+        raise Refused("env-missing", "sinfo is not installed here; submit from a login node")
     command = ["sinfo", "-h", "-N", "-o", "%P %N %G", *(["-p", partition] if partition else [])]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if answer.returncode != 0:
@@ -164,16 +164,16 @@ def read_sinfo(text: str, *, of_default: bool) -> list[int]:
 def submit_all(
     typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[str], *, chain: str
 ) -> int:
-    """Submit the preparing job, if there is one, and the training.
+    """Submit the preparation job, if there is one, and the training.
 
-    In a chain, each job starts after the one before, and resumes its run. The job that ends the run
-    cancels the rest, which it finds by their name, `chain` (slurm.end_chain).
+    In a chain, each job starts after the previous one, and resumes its run. The job that ends the
+    run cancels the rest, which it finds by their name, `chain` (slurm.end_chain).
     """
     common = [f"--{name}={own[name]}" for name in SBATCH_OPTIONS if own[name]]
-    common += [f"--chdir={typed.here}"] if typed.here != Path.cwd() else []  # behind a link
+    common += [f"--chdir={typed.here}"] if typed.here != Path.cwd() else []  # a path through a link
     common += map("=".join, zip(typed.passed[::2], typed.passed[1::2], strict=True))
     if not typed.is_dry_run and (cause := refusal([*common, *job])):
-        # SLURM would keep a job that can never start.
+        # SLURM would keep a job in the queue even if it can never start.
         warn(
             f"{typed.program}: {count(size.num_nodes, 'node')} x {size.gpus} GPUs: {cause}; "
             "sinfo shows what is available"
@@ -212,7 +212,7 @@ def refusal(words: Sequence[str]) -> str:
 
 
 def submit(words: Sequence[str], *, is_dry_run: bool) -> tuple[str, subprocess.Popen[str] | None]:
-    """Print the sbatch command and run it; returns the job's id, and sbatch, which may wait."""
+    """Print the sbatch command and run it; returns the job's id and sbatch's process."""
     command = ["sbatch", "--parsable", *words]
     print_row("submit", shlex.join(command))
     if is_dry_run:

@@ -1,4 +1,4 @@
-"""What was typed, by name: launcher/cli/arguments.py reads it."""
+"""What was typed, by name; launcher/cli/arguments.py parses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.text import Environ
 
 
 def is_same(file: Path, other: Path) -> bool:
-    """Return whether two paths lead to one file."""
+    """Return whether two paths lead to the same file."""
     return file.exists() and other.exists() and file.samefile(other)
 
 
@@ -21,17 +21,17 @@ class Choices:
     """What the plan takes unchanged from the command line."""
 
     program: str = "start.py"  # the script that was typed, for messages
-    python: str = sys.executable  # of the nodes; in the container, where there is one
-    activated: Sequence[str] = ()  # names of those that SITE, VENV, CONDA_ENV and MODULES changed
+    python: str = sys.executable  # of the nodes; inside the container, if there is one
+    activated: Sequence[str] = ()  # variables that SITE, VENV, CONDA_ENV and MODULES changed
     site: str = ""  # the file with the cluster's settings, and which variables it sets
     passed: Sequence[str] = ()  # more options of the node agent, or of torch.distributed.launch
-    cpu_nproc: int = 1  # ranks per node where `nproc` is None and there is no GPU
+    cpu_nproc: int = 1  # ranks per node if `nproc` is None and there is no GPU
     is_dry_run: bool = False
     is_strict: bool = False
     is_detached: bool = False
-    has_health_check: bool = False  # of this node's ranks together, after the preflight
-    has_transcript: bool = False  # of what the terminal shows
-    environ: Environ = field(default_factory=dict, repr=False)  # with which it was typed
+    has_health_check: bool = False  # test this node's ranks together after the preflight
+    has_transcript: bool = False  # keep a copy of what the terminal shows
+    environ: Environ = field(default_factory=dict, repr=False)  # the user's environment
 
     def choices(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(Choices)}
@@ -39,11 +39,11 @@ class Choices:
 
 @dataclass(frozen=True)
 class Typed(Choices):
-    """One command line, with what follows from the name of its command."""
+    """One command line, with what the name of its command implies."""
 
-    fanout: str  # a module of launcher/fanout/, auto (what this place allows), or another task:
+    fanout: str  # a module of launcher/fanout/, auto (depends on where it runs), or another task:
     # check (the config), submit, status, stop, stacks, help, version
-    here: Path = field(default_factory=Path.cwd)  # where, by the name that the shell has for it
+    here: Path = field(default_factory=Path.cwd)  # where it was typed, as the shell names it
     typed: Sequence[str] = ()  # every word of the command line
     config: str | None = None
     nproc: str | None = None
@@ -54,21 +54,21 @@ class Typed(Choices):
     log_level: str = ""
     show: str | None = None  # the ranks whose output is shown
     hostfile: str = ""
-    hosts: str | None = None  # of launch.sh: node names, a file of them, or job
-    via: str = ""  # how it reaches them
+    hosts: str | None = None  # of launch.sh: node names, a file that lists them, or job
+    via: str = ""  # how launch.sh reaches them
     run_id: str = ""
     log_dir: str | None = None
     max_restarts: str | None = None
-    engine: str = ""  # what starts the ranks in place of the node agent
-    module: str = ""  # run in place of a training script
-    batch_script: str = ""  # of SLURM or PBS, as one submits it
+    engine: str = ""  # what starts the ranks instead of the node agent
+    module: str = ""  # run instead of a training script
+    batch_script: str = ""  # of SLURM or PBS, as it is submitted
     node: Sequence[str] = ()  # NODE, NODE:NPROC or a list
     setting: Sequence[str] = ()  # key=value
-    like_torchrun: bool = False  # what followed is a script with its arguments
-    as_module: bool = False  # it is a module
-    as_command: bool = False  # it is any program
-    default_config: bool = False  # train.py of this project may do without `config`
+    like_torchrun: bool = False  # `rest` is a script with its arguments
+    as_module: bool = False  # the script is a module
+    as_command: bool = False  # the script is any program
+    default_config: bool = False  # this project's train.py does not need `config`
     nodefile: bool = False  # the nodes are those of the PBS job
-    wait: bool = False  # submit: for the job's end
+    wait: bool = False  # submit: wait for the job's end
     usage: str = ""  # of the script, in one line
-    rest: Sequence[str] = ()  # what followed `--`
+    rest: Sequence[str] = ()  # the words after `--`

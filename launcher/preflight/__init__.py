@@ -1,1 +1,1 @@
-"""Whether the nodes are fit for the run: checked before anything starts."""
+"""Check, before anything starts, that the nodes are fit for the run."""

@@ -1,4 +1,4 @@
-"""The nodes meet at the master's port during the checks: clocks, folder and links must be fine."""
+"""During the checks, the nodes meet at the master's port to test clocks, folder and links."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def receive_others(
     folder: Path | None,
     wait: Wait,
 ) -> list[Fault]:
-    """On node rank 0: wait for this many nodes; if all come, have each pair test its link.
+    """On node rank 0, wait for `number` nodes; if all arrive, have each pair test its link.
 
-    Returns which of them it cannot reach; closes the listener.
+    Returns faults for the nodes that node rank 0 cannot reach. Closes the listener.
     """
     with listener, contextlib.ExitStack() as stack:
-        acceptor = Acceptor(listener, access, say=lambda text: None)  # the check-in tells
+        acceptor = Acceptor(listener, access, say=lambda text: None)  # the check-in reports
         stack.enter_context(contextlib.closing(acceptor))
         file = ""
         if folder is not None:
-            with contextlib.suppress(OSError):  # which check_folders tells
+            with contextlib.suppress(OSError):  # which check_folders reports
                 file = stack.enter_context(
                     tempfile.NamedTemporaryFile(dir=existing(folder), prefix=".shared-")
                 ).name
@@ -52,18 +52,18 @@ def receive_others(
 def visit_master(
     address: str, port: int, me: NodeReport, secret: bytes, wait: Wait
 ) -> tuple[list[Fault], list[str]]:
-    """On any other node: reach node rank 0, and compare this node's clock and folder with its.
+    """On any other node, connect to node rank 0, and compare the clocks and the folder.
 
-    Returns what is wrong, and the names of the checks that were made.
+    Returns the faults, and the names of the checks that were made.
     """
     try:
         master = Link(_reach(address, port, secret, wait))
     except socket.gaierror:
-        return [], []  # check_master tells it
+        return [], []  # check_master reports it
     except OSError as error:
         is_silent = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
         if not is_silent and isinstance(error, NotAccepted | WrongSecret):
-            return [], []  # another program is there, which node rank 0 tells
+            return [], []  # another program has the port, which node rank 0 reports
         why = f"no answer in {limits.GREETING_S:g} s" if is_silent else error.strerror or error
         cause = f"cannot reach {address}:{port} ({why})"
         return [Fault("port-blocked", cause, "open the port in the firewall")], []
@@ -85,18 +85,18 @@ def _compare(test: PairTest) -> Iterator[Fault]:
     skew = time.time() - test.time
     if abs(skew) > limits.SKEW_S:
         cause = f"the clock is {skew:+.0f} s from node rank 0's"
-        yield Fault("clock-skew", cause, "have both synchronised", warns=True)
+        yield Fault("clock-skew", cause, "synchronize both clocks", warns=True)
     if test.file and not os.path.exists(test.file):
-        cause = f"{os.path.dirname(test.file)!r} is another folder on node rank 0"
+        cause = f"{os.path.dirname(test.file)!r} is not the same folder as on node rank 0"
         advice = "choose a checkpoint.dir that all nodes share: the job may move"
         yield Fault("dir-not-shared", cause, advice)
 
 
 def _reach(address: str, port: int, secret: bytes, wait: Wait) -> socket.socket:
-    """Connect to node rank 0, which may come to its port later than this node."""
+    """Connect to node rank 0, which may open its port later than this node tries it."""
     soon = own_time.now() + limits.GREETING_S  # for a network that has just come back
     until = {errno.EHOSTUNREACH: soon, errno.ENETUNREACH: soon}
-    until |= {errno.ECONNREFUSED: wait.deadline, errno.ECONNRESET: wait.deadline}  # not yet there
+    until |= {errno.ECONNREFUSED: wait.deadline, errno.ECONNRESET: wait.deadline}  # not open yet
     while True:
         try:
             return connect(address, port, secret, limits.GREETING_S)

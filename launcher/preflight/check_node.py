@@ -1,9 +1,9 @@
-"""Check one node before anything starts: what is wrong with it, and what the plan must know of it.
+"""Check one node before anything starts: find its faults, and what the plan must know about it.
 
     python scripts/lib/start.py launcher.preflight.check_node REQUEST      in a step, in a container
 
-It prints a Report. Where the nodes are started together they meet at the master's port meanwhile.
-No torch import, so it takes a few hundredths of a second.
+It prints a Report. If the nodes are started together, they also meet at the master's port. It does
+not import torch, so it takes a few hundredths of a second.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from launcher.wire.launcher_link import Answers, tell
 from launcher.wire.meeting import Wait
 from launcher.wire.messages import Fault, Member, NodeReport, Report, Request
 
-MARK = "node"  # begins what a node tells (launcher_link.py)
+MARK = "node"  # begins the messages of a node (launcher_link.py)
 
 
 def check_node(request: Request, environ: Environ) -> Report:
-    """Check this node, and meet the others meanwhile."""
+    """Check this node, and meet the others at the same time."""
     start = time.perf_counter()
     port, listener, port_error = open_master_port(request)
     is_compared = request.has_checks and request.num_nodes > 1
@@ -67,7 +67,7 @@ def _meet(
     listener: socket.socket | None,
     environ: Environ,
 ) -> tuple[Sequence[Fault], Sequence[str]]:
-    """Return what is wrong at the master's port, and the names of the checks made there."""
+    """Return the faults found at the master's port, and the names of the checks made there."""
     can_meet = request.node_rank != 0 or listener is not None
     if not (request.has_checks and request.meeting_size > 1 and can_meet):
         if listener is not None:
@@ -78,7 +78,7 @@ def _meet(
     if listener is None:
         me = NodeReport(request.node_rank, request.num_nodes, 1, host, request.run_id)
         return between_nodes.visit_master(address, port, me, access.secret, wait)
-    # A SLURM job may start again on other nodes. Else node rank 0 alone needs the checkpoints.
+    # A SLURM job may restart on other nodes. Otherwise only node rank 0 needs the checkpoints.
     folder = None
     if request.checkpoint_dir and "SLURM_JOB_ID" in environ:
         folder = request.directory / request.checkpoint_dir
@@ -106,14 +106,14 @@ def _look_at_machine(request: Request, environ: Environ, port: int, port_error: 
 
 
 def read_reports(output: bytes) -> list[Report]:
-    """Return the reports among what the nodes have printed, by node rank."""
+    """Return the reports in the output of the nodes, sorted by node rank."""
     _, told = Answers(MARK).read(output)
     reports = [report for _, report in told if isinstance(report, Report)]
     return sorted(reports, key=lambda report: report.node_rank)
 
 
 def main(arguments: Sequence[str], environ: Environ) -> int:
-    """Check this node, as the request asks; a long one comes in several arguments."""
+    """Check this node as requested; a long request is split into several arguments."""
     request = parse(Request, "".join(arguments))
     node_rank = int(environ.get("SLURM_NODEID") or request.node_rank)
     report = check_node(replace(request, node_rank=node_rank), environ)

@@ -1,6 +1,6 @@
-"""The checks of one machine: each a small generator of faults (no torch).
+"""The checks of one machine, each a small generator of faults (no torch).
 
-Another check is another function here, and a line in CHECKS.
+To add a check, write a function here, and add a line to CHECKS.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from launcher.text import Environ, count, environment_cure
 from launcher.wire.messages import Fault, Request
 
 OLDEST_TORCH = (2, 4)
-# Of a CUDA's drivers for Linux, the first: CUDA Compatibility, table 2 (NVIDIA).
+# The first Linux driver for each CUDA version: CUDA Compatibility, table 2 (NVIDIA).
 FIRST_DRIVER = {11: 450, 12: 525, 13: 580}
 LEAST_FILES = 1024  # open files of one process; Linux's own default
 LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
@@ -42,17 +42,17 @@ warning = functools.partial(Fault, warns=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Machine(Request):
-    """This node's part in the plan, and what was found out about the node."""
+    """This node's part in the plan, and what is known about the node."""
 
     nproc: int
     port: int
-    port_error: int  # errno where it cannot be opened
+    port_error: int  # errno if it cannot be opened, otherwise 0
     gpus: tuple[Gpu, ...]
-    gpu_error: str  # why they could not be looked at
+    gpu_error: str  # why they could not be examined
     environ: Environ
     cpus: int = 0  # that this process may use
     ports: tuple[infiniband.Port, ...] = ()
-    can_open_ports: bool = True  # those of InfiniBand, from here
+    can_open_ports: bool = True  # whether this process can open InfiniBand ports
 
     @property
     def script(self) -> Path | None:
@@ -61,7 +61,7 @@ class Machine(Request):
 
 
 def check_program(machine: Machine) -> Iterator[Fault]:
-    """This Python has a torch that can be used, and the training script is here."""
+    """This Python has a torch that can be used, and the training script exists."""
     torch = must_match.versions()["torch"]
     cure = environment_cure("torch")
     if not torch:
@@ -78,26 +78,26 @@ def check_program(machine: Machine) -> Iterator[Fault]:
 
 
 def missing_of_torch() -> str:
-    """Return what an import of torch would not find, without the cost of one."""
+    """Return what an import of torch would not find, without importing it."""
     spec = importlib.util.find_spec("torch")
     folder = Path(spec.origin or "").parent if spec else Path()
     names = [folder / f"_C{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     library = next(filter(Path.exists, names), None)
     if library is None:
-        return f"{str(folder)!r} holds no _C for this Python"
+        return f"{str(folder)!r} has no _C module for this Python"
     try:
         command = ["env", "LC_ALL=C", "ldd", str(library)]
         traced = subprocess.run(command, capture_output=True, text=True, timeout=3)
     except (OSError, subprocess.TimeoutExpired):
-        return ""  # not on every system
+        return ""  # ldd is not on every system
     lines = [line.split() for line in traced.stdout.splitlines()]
     missing = {words[0] for words in lines if words[1:] == ["=>", "not", "found"]}
-    missing -= {file.name for file in folder.parent.glob("nvidia/*/lib/*")}  # it loads these itself
+    missing -= {file.name for file in folder.parent.glob("nvidia/*/lib/*")}  # torch loads these
     return f"there is no {', '.join(sorted(missing))}" if missing else ""
 
 
 def check_gpus(machine: Machine) -> Iterator[Fault]:
-    """One process per visible GPU at most, each sound and idle; without any, all run on the CPU."""
+    """Each process has its own healthy, idle GPU; without visible GPUs, all run on the CPU."""
     if machine.nproc == 0:
         yield Fault("too-few-gpus", "there is no visible GPU", "give a number of processes")
     elif machine.backend == "nccl" and not (machine.gpus or any(map(os.path.exists, DEVICES))):
@@ -119,19 +119,19 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
             yield warning("gpu-unhealthy", cause, "wait for it, or choose another GPU")
         elif gpu.is_taken:
             used = f"{gpu.used_mib} of {gpu.total_mib} MiB of its memory"
-            cause = f"GPU {gpu.index} has {used} in use, by no process that is shown here"
+            cause = f"GPU {gpu.index} has {used} in use, but no process that uses it is visible"
             yield warning("gpu-unhealthy", cause, "wait for it, or choose another GPU")
 
 
 def check_gpu_speed(machine: Machine) -> Iterator[Fault]:
-    """No GPU is slower than it need be: every step would wait for it."""
+    """No GPU is slower than it should be, because every step would wait for it."""
     for cause in find_slow(machine.gpus):
-        cure = "have it looked at, or exclude it with CUDA_VISIBLE_DEVICES"
+        cure = "have it inspected, or exclude it with CUDA_VISIBLE_DEVICES"
         yield warning("gpu-slow", cause, cure)
 
 
 def check_build(machine: Machine) -> Iterator[Fault]:
-    """GPUs that are here can be used: torch is built for them, and their driver new enough."""
+    """The GPUs can be used: torch is built for them, and their driver is new enough."""
     torch = must_match.read_torch()
     if torch.get("hip"):
         yield from _contradictions(machine.environ)
@@ -152,7 +152,7 @@ def check_build(machine: Machine) -> Iterator[Fault]:
 
 
 def _contradictions(environ: Environ) -> Iterator[Fault]:
-    """ROCm's variables that choose GPUs choose the same ones, among those that are shown."""
+    """ROCm's variables choose the same GPUs, and only visible ones."""
     names = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
     shown, by_hip, by_cuda = (environ.get(name) for name in names)
     if None not in (by_hip, by_cuda) and by_hip != by_cuda:
@@ -168,7 +168,7 @@ def _contradictions(environ: Environ) -> Iterator[Fault]:
 
 
 def check_cpus(machine: Machine) -> Iterator[Fault]:
-    """Each rank, and each of its data workers, has a CPU of its own."""
+    """Each rank, and each of its data workers, has its own CPU."""
     wanted = machine.nproc * (1 + machine.num_workers)
     if 0 < machine.cpus < wanted:
         workers = f", each with {count(machine.num_workers, 'data worker')}"
@@ -179,14 +179,14 @@ def check_cpus(machine: Machine) -> Iterator[Fault]:
 
 
 def check_master(machine: Machine) -> Iterator[Fault]:
-    """The master's name means something here, other nodes can reach it, and its port is free."""
+    """The master's name can be resolved here, other nodes can reach it, and its port is free."""
     name, port = machine.master_addr, machine.port
     addresses = []
     try:
         addresses = [str(address[0]) for *_, address in socket.getaddrinfo(name, None)]
     except OSError:
         cause, cure = f"the master's name {name!r} is unknown", "correct it, or give its address"
-        is_awaited = machine.num_nodes > 1 and machine.meeting_size == 0  # and not there yet
+        is_awaited = machine.num_nodes > 1 and machine.meeting_size == 0  # may not exist yet
         if is_awaited:
             cure = f"the nodes wait until it is known; if it is wrong, {cure}"
         yield Fault("name-unresolved", cause, cure, warns=is_awaited)
@@ -200,7 +200,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
         cure = "give the master's address on the network the nodes share"
         yield Fault("loopback-address", cause, cure, warns=literal)
     if machine.num_nodes > 1 and machine.node_rank == 0 and addresses and not is_here(addresses[0]):
-        cause = f"the master's address {addresses[0]} is none of this node's (node rank 0)"
+        cause = f"the master's address {addresses[0]} does not belong to this node (node rank 0)"
         cure = "set MASTER_ADDR to an address of this node; behind NAT, ignore this"
         yield warning("no-such-interface", cause, cure)
     if machine.port_error == errno.EADDRINUSE:
@@ -228,11 +228,11 @@ def check_interfaces(machine: Machine) -> Iterator[Fault]:
         cure = f"unset it, or name {leads}, which leads to the master"
     gloo = machine.environ.get("GLOO_SOCKET_IFNAME", "")
     if gloo and not set(gloo.split(",")) <= set(names):
-        cause = f"GLOO_SOCKET_IFNAME={gloo} names no interface of this machine"
+        cause = f"GLOO_SOCKET_IFNAME={gloo} does not match any interface of this machine"
         yield Fault("no-such-interface", cause, f"{cure} (only NCCL supports ^ to exclude)")
     nccl = machine.environ.get("NCCL_SOCKET_IFNAME", "")
     if not any(infiniband.is_chosen(name, nccl) for name in names):
-        cause = f"NCCL_SOCKET_IFNAME={nccl} leaves no interface of this machine"
+        cause = f"NCCL_SOCKET_IFNAME={nccl} excludes all interfaces of this machine"
         yield Fault("no-such-interface", cause, cure)
 
 
@@ -246,10 +246,10 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
     down = [f"{port.name} is {port.state} ({port.physical})" for port in ports if port.is_down]
     if down:
         others = f"{count(len(active), 'other')} active" if active else "none active"
-        cure = "see its cable and switch, or name the ports to use in NCCL_IB_HCA"
+        cure = "check its cable and switch, or name the ports to use in NCCL_IB_HCA"
         yield warning("infiniband-down", f"port {', '.join(down)}, {others}", cure)
     if not ports and (all_active := [port.name for port in machine.ports if port.is_active]):
-        cause = f"NCCL_IB_HCA={machine.environ['NCCL_IB_HCA']} names none of the active ports"
+        cause = f"NCCL_IB_HCA={machine.environ['NCCL_IB_HCA']} does not match any active port"
         yield warning("nccl-on-sockets", cause, f"unset it, or name one of {', '.join(all_active)}")
     if active and not machine.can_open_ports:
         cause = f"port {active[0]} is active, but {infiniband.DEVICES} cannot be opened here"
@@ -258,8 +258,8 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
 
 
 def check_limits(machine: Machine) -> Iterator[Fault]:
-    """Data workers pass descriptors and share /dev/shm with NCCL; InfiniBand locks its buffers."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 is no limit
+    """The limits are high enough for data workers and NCCL, and for InfiniBand's locked buffers."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 means no limit
     if 0 <= files < LEAST_FILES:
         cause = f"the limit on open files is {files} (data workers need {LEAST_FILES})"
         yield warning("low-nofile", cause, "run ulimit -n 65536 before the launch")
@@ -275,14 +275,14 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
 
 
 def check_folders(machine: Machine) -> Iterator[Fault]:
-    """There is room where logs and checkpoints go, and a real write succeeds."""
-    saved = machine.checkpoint_dir if machine.node_rank == 0 else None  # rank 0 alone saves
+    """There is space for logs and checkpoints, and a real write succeeds."""
+    saved = machine.checkpoint_dir if machine.node_rank == 0 else None  # only rank 0 saves
     for directory in (machine.directory / folder for folder in (machine.log_dir, saved) if folder):
         place = existing(directory)
         free = shutil.disk_usage(place).free
         if free < LEAST_DISK:
             cause = f"{free >> 20} MiB free under {str(directory)!r}"
-            yield warning("disk-low", cause, "make room, or choose another folder")
+            yield warning("disk-low", cause, "free some space, or choose another folder")
         try:
             with tempfile.TemporaryFile(dir=place) as probe:
                 probe.write(b"\0")
@@ -291,7 +291,7 @@ def check_folders(machine: Machine) -> Iterator[Fault]:
             yield Fault("dir-unwritable", cause, "choose another folder (LOG_DIR, checkpoint.dir)")
 
 
-CHECKS = {  # and how many things each looks at
+CHECKS = {  # each with the number of things that it checks
     check_program: 1,
     check_gpus: 3,
     check_gpu_speed: 4,
@@ -320,7 +320,7 @@ def _hosts_line(name: str) -> int | None:
 
 
 def _holder(port: int) -> str:
-    """Return " by pid 123 (command line)" where /proc shows who listens on the port."""
+    """Return " by pid 123 (command line)" if /proc shows which process listens on the port."""
     listeners = set()
     for table in Path("/proc/net").glob("tcp*"):
         for line in table.read_text().splitlines()[1:]:
@@ -328,7 +328,7 @@ def _holder(port: int) -> str:
             if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
                 listeners.add(f"socket:[{fields[9]}]")
     for file in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # the process has gone, or is not ours to see
+        with contextlib.suppress(OSError):  # the process is gone, or not ours to inspect
             if os.readlink(file) in listeners:
                 process = file.parents[1]
                 command = (process / "cmdline").read_text(errors="replace").replace("\0", " ")

@@ -1,4 +1,4 @@
-"""What the nodes' preflights found, together: every fault in one list, and what differs."""
+"""Combine the nodes' preflights: all faults in one list, and the differences between nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from launcher.preflight.checks import CHECKS
 from launcher.preflight.must_match import mismatches
 from launcher.wire.messages import Fault, Report
 
-COMPARED = 2  # versions and files; the rest is done at the master's port
+COMPARED = 2  # versions and files; the rest is compared at the master's port
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What the preflight says of all nodes."""
+    """The result of the preflight of all nodes."""
 
     num_checks: int
     findings: Sequence[Finding]
@@ -32,7 +32,7 @@ class Preflight:
 
 
 def judge(reports: Sequence[Report], seconds: float | None = None) -> Preflight:
-    """Return all faults by node rank, and after them what differs between nodes."""
+    """Return all faults in node rank order, followed by the differences between nodes."""
     by_rank = sorted(reports, key=lambda report: report.node_rank)
     findings = [Finding(report.host, fault) for report in by_rank for fault in report.faults]
     num_checks = sum(CHECKS.values())
@@ -44,7 +44,7 @@ def judge(reports: Sequence[Report], seconds: float | None = None) -> Preflight:
 
 
 def differences(reports: Sequence[Report]) -> Iterator[Finding]:
-    """Yield what a node has otherwise than the first, or that it cannot reach node rank 0."""
+    """Yield how nodes differ from the first one, and the faults found at the master's port."""
     first, *others = reports
     names = {fault.name for fault in first.faults}
     is_master_there = first.node_rank == 0 and not names & {"port-in-use", "run-is-live"}
@@ -53,7 +53,7 @@ def differences(reports: Sequence[Report]) -> Iterator[Finding]:
     for report in others:
         for name, cause in mismatches(first, report):
             yield Finding(report.host, Fault(name, cause, "make them the same"))
-        # Where the master's name means that node itself, it has called at its own ports.
+        # If the master's name means that node itself, the node has tested its own ports.
         is_own = any(
             fault.name == "loopback-address" and not fault.warns for fault in report.faults
         )
@@ -62,9 +62,9 @@ def differences(reports: Sequence[Report]) -> Iterator[Finding]:
 
 
 def print_findings(preflight: Preflight, program: str, *, is_strict: bool, out: TextIO) -> bool:
-    """Print one line for each fault; returns whether one refuses the start.
+    """Print one line for each fault. Returns whether any fault prevents the start.
 
-    With `is_strict`, every warning refuses it.
+    With `is_strict`, every warning prevents it.
     """
     refusing = [finding for finding in preflight.findings if is_strict or not finding.fault.warns]
     for finding in preflight.findings:

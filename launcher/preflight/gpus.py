@@ -1,7 +1,7 @@
-"""The GPUs of this machine as nvidia-smi or rocm-smi tells them, and what makes one slow.
+"""The GPUs of this machine as nvidia-smi or rocm-smi reports them, and what makes one slow.
 
-Clocks are throttled, PCIe lanes few, NVLinks missing. A GPU is compared only with the others of its
-model; what nvidia-smi does not know is not judged. No torch import, and no CUDA.
+Reasons are throttled clocks, few PCIe lanes and missing NVLinks. A GPU is compared only with others
+of its model; values that nvidia-smi does not report are not judged. Neither torch nor CUDA is used.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from launcher.text import Environ
 from launcher.wire import limits
 
 DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both under WSL
-FIELDS = {  # of Gpu, as --query-gpu calls them
+FIELDS = {  # fields of Gpu, and their names in --query-gpu
     "model": "name",
     "used_mib": "memory.used",
     "total_mib": "memory.total",
-    "reasons": "clocks_throttle_reasons.active",  # also known to drivers that say `event`
+    "reasons": "clocks_throttle_reasons.active",  # drivers that call it `event` also accept this
     "clock_mhz": "clocks.applications.graphics",
     "max_clock_mhz": "clocks.max.graphics",
     "lanes": "pcie.link.width.current",
     "max_lanes": "pcie.link.width.max",
 }
-# Bits of NVML's nvmlClocksEventReasons. The others are no faults: idle, the power cap, settings.
+# Bits of NVML's nvmlClocksEventReasons. The others are not faults: idle, power cap, settings.
 SLOWDOWNS = {
     0x08: "hw_slowdown",
     0x20: "sw_thermal_slowdown",
     0x40: "hw_thermal_slowdown",
     0x80: "hw_power_brake_slowdown",
 }
-LEAST_TAKEN_MIB = 1024  # a desktop's own windows take less; so does an idle GPU's driver
-LEAST_TAKEN = 0.05  # of the memory: CPUs that share a GPU's memory keep some of it
+LEAST_TAKEN_MIB = 1024  # a desktop uses less, and so does the driver of an idle GPU
+LEAST_TAKEN = 0.05  # a fraction of the memory: a CPU that shares it keeps some
 TOLERANCE = 0.05  # cards of one model from two vendors differ a little in their clocks
 
 
@@ -49,12 +49,12 @@ class GpuError(RuntimeError):
 
 
 class UnknownField(GpuError):
-    """This nvidia-smi does not know a field, and refuses the whole question."""
+    """This nvidia-smi does not know a field, and rejects the entire query."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; None is what its tool does not know."""
+    """One GPU; a value is None if its tool does not report it."""
 
     index: str
     uuid: str
@@ -73,7 +73,7 @@ class Gpu:
 
     @property
     def is_taken(self) -> bool:
-        """Whether someone uses a part of its memory that matters."""
+        """Whether a significant part of its memory is in use."""
         used = self.used_mib or 0
         return used >= max(LEAST_TAKEN_MIB, LEAST_TAKEN * (self.total_mib or 0))
 
@@ -81,7 +81,7 @@ class Gpu:
 def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:
     """Return the GPUs that torch would see, in its order; none on a machine without them.
 
-    Raises GpuError if the machine has some, and they cannot be told or chosen.
+    Raises GpuError if the machine has GPUs, but their tool cannot report them.
     """
     until = time.monotonic() + limits.NVIDIA_SMI_S
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
@@ -90,7 +90,7 @@ def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:
     elif shutil.which("rocm-smi"):
         gpus = [*_amd_gpus(until)]
         seen = environ.get("ROCR_VISIBLE_DEVICES")
-        if seen is not None:  # HIP counts those that ROCm shows it
+        if seen is not None:  # HIP numbers only those that ROCm shows
             shown = _select(gpus, seen)
             gpus = [replace(gpu, index=str(index)) for index, gpu in enumerate(shown)]
         wanted = environ.get("HIP_VISIBLE_DEVICES", wanted)
@@ -100,15 +100,15 @@ def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:
 
 
 def _nvidia_gpus(until: float) -> Iterator[Gpu]:
-    """Yield the GPUs and, of one that is divided, its MIG instances instead."""
+    """Yield the GPUs; instead of a GPU that is divided, yield its MIG instances."""
     columns = "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version,mig.mode.current"
     try:
         rows = _query("gpu", ",".join((columns, *FIELDS.values())), until)
-    except UnknownField:  # an old nvidia-smi: what each of them knows
+    except UnknownField:  # an old nvidia-smi: ask only for what all versions know
         rows = _query("gpu", columns, until)
     if not rows:
         return
-    with ThreadPoolExecutor(1) as pool:  # two questions at once take the time of one
+    with ThreadPoolExecutor(1) as pool:  # two queries at once take as long as one
         linked = pool.submit(_nvlinks, until) if len(rows) > 1 else None
         users = _query("compute-apps", "gpu_uuid,pid,process_name", until)
     nvlinks = linked.result() if linked else {}
@@ -126,7 +126,7 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
 
 
 def _number(text: str) -> int | None:
-    """Read "16" or "0x0000000000000008"; None for "[N/A]" and the like."""
+    """Parse "16" or "0x0000000000000008". Returns None for "[N/A]" and similar values."""
     try:
         return int(text, 0)
     except ValueError:
@@ -136,18 +136,18 @@ def _number(text: str) -> int | None:
 def _nvlinks(until: float) -> dict[str, int]:
     """Return how many NVLinks of each GPU are active, by UUID."""
     active: dict[str, int] = {}
-    with contextlib.suppress(GpuError):  # the other question tells of it
+    with contextlib.suppress(GpuError):  # the other query reports it
         for line in _run("nvidia-smi", ["nvlink", "--status"], until).stdout.splitlines():
             if gpu := re.search(r"\(UUID: (\S+)\)", line):
                 uuid = gpu[1]
                 active[uuid] = 0
-            elif active and line.endswith("GB/s"):  # else "<inactive>"
+            elif active and line.endswith("GB/s"):  # otherwise "<inactive>"
                 active[uuid] += 1
     return active
 
 
 def _mig_instances(until: float) -> dict[str, list[str]]:
-    """Return the UUIDs of the MIG instances of each GPU, by its own."""
+    """Return the UUIDs of the MIG instances of each GPU, by the GPU's UUID."""
     instances: dict[str, list[str]] = {}
     gpu = ""
     for uuid in re.findall(r"\(UUID: (\S+)\)", _run("nvidia-smi", ["-L"], until).stdout):
@@ -173,7 +173,7 @@ def _run(tool: str, words: Sequence[str], until: float) -> subprocess.CompletedP
         left = until - time.monotonic()
         return subprocess.run([tool, *words], capture_output=True, text=True, timeout=left)
     except subprocess.TimeoutExpired as error:
-        raise GpuError(f"{tool} gives no answer in {limits.NVIDIA_SMI_S:g} s") from error
+        raise GpuError(f"{tool} did not answer within {limits.NVIDIA_SMI_S:g} s") from error
 
 
 def _query(table: str, columns: str, until: float) -> list[list[str]]:
@@ -191,7 +191,7 @@ def _query(table: str, columns: str, until: float) -> list[list[str]]:
 
 
 def _select(gpus: Sequence[Gpu], wanted: str) -> Iterator[Gpu]:
-    """Yield what a variable names, by index or UUID; as in CUDA, a wrong word ends it."""
+    """Yield the GPUs that a variable lists by index or UUID; as in CUDA, stop at a wrong name."""
     for word in wanted.split(","):
         name = word.strip()
         named = [gpu for gpu in gpus if name and (gpu.index == name or gpu.uuid.startswith(name))]
@@ -200,11 +200,11 @@ def _select(gpus: Sequence[Gpu], wanted: str) -> Iterator[Gpu]:
         yield named[0]
 
 
-# --- what makes one slow ------------------------------------------------------------------------
+# --- what makes a GPU slow ----------------------------------------------------------------------
 
 
 def find_slow(gpus: Sequence[Gpu]) -> Iterator[str]:
-    """Yield what slows a GPU down, and what it has otherwise than others of its model."""
+    """Yield what slows a GPU down, and how it differs from others of its model."""
     narrow: dict[str, list[str]] = {}
     for gpu in gpus:
         if reasons := [name for bit, name in SLOWDOWNS.items() if (gpu.reasons or 0) & bit]:
@@ -222,17 +222,17 @@ def find_slow(gpus: Sequence[Gpu]) -> Iterator[str]:
 
 
 def _odd(values: Mapping[str, int | None], what: str) -> Iterator[str]:
-    """Yield which GPUs differ from most others; of two values that are as frequent, the lower."""
+    """Yield which GPUs differ from most others; of two equally frequent values, the lower."""
     counts = Counter(value for value in values.values() if value is not None)
     usual = max(counts, key=lambda value: (counts[value], value), default=0)
     for value in counts:
         if abs(value - usual) > TOLERANCE * usual:
             indices = [index for index, other in values.items() if other == value]
-            yield f"{_have(indices)} {what.format(value)}, others of the model have {usual}"
+            yield f"{_have(indices)} {what.format(value)}, other GPUs of this model have {usual}"
 
 
 def _linked(nvlinks: Mapping[str, int | None]) -> Mapping[str, int | None]:
-    """Leave out GPUs without NVLinks, unless they are few: bridges join two cards, not all."""
+    """Omit GPUs without NVLinks unless they are few, because bridges join pairs of cards."""
     bare = [index for index, links in nvlinks.items() if links == 0]
     if 3 * len(bare) < len(nvlinks):
         return nvlinks

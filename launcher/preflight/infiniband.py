@@ -16,7 +16,7 @@ DEVICES = Path("/dev/infiniband")
 
 @dataclass(frozen=True)
 class Port:
-    """One port; with Ethernet behind it, it speaks RoCE."""
+    """One port; over Ethernet, it uses RoCE."""
 
     device: str  # such as mlx5_0
     number: str
@@ -25,7 +25,7 @@ class Port:
 
     @property
     def name(self) -> str:
-        """As NCCL writes it."""
+        """The port's name in NCCL's format."""
         return f"{self.device}:{self.number}"
 
     @property
@@ -34,7 +34,7 @@ class Port:
 
     @property
     def is_down(self) -> bool:
-        """Whether it should be active and is not; one that was switched off should not."""
+        """Whether it should be active but is not; a disabled port should not be active."""
         return self.state != "" and not self.is_active and self.physical != "Disabled"
 
 
@@ -47,27 +47,27 @@ def read_ports(sysfs: Path = SYSFS) -> list[Port]:
 
 
 def _read(file: Path) -> str:
-    """Return the word of a state such as "4: ACTIVE"; empty if there is none."""
+    """Return the word in a state such as "4: ACTIVE"; empty if there is none."""
     with contextlib.suppress(OSError):
         return file.read_text().partition(":")[2].strip()
     return ""
 
 
 def is_wanted(environ: Environ) -> bool:
-    """Whether the user leaves it to NCCL to use InfiniBand."""
+    """Whether the user lets NCCL use InfiniBand."""
     is_off = environ.get("NCCL_IB_DISABLE", "0") not in ("", "0")
     is_ethernet = environ.get("NCCL_PROFILE") == "ethernet"
     return not (is_off or is_ethernet or environ.get("NCCL_NET", "IB").lower() == "socket")
 
 
 def ports_of_nccl(ports: Iterable[Port], environ: Environ) -> list[Port]:
-    """Return those that NCCL may use: NCCL_IB_HCA names them."""
+    """Return the ports that NCCL may use, according to NCCL_IB_HCA."""
     names = environ.get("NCCL_IB_HCA", "")
     return [port for port in ports if is_chosen(port.device, names, port.number)]
 
 
 def is_chosen(device: str, names: str, number: str = "") -> bool:
-    """Whether NCCL may use a device by a variable: of prefixes, =exact or ^excluded names."""
+    """Whether a variable lets NCCL use a device; it lists prefixes, =exact or ^excluded names."""
     is_exact, is_named = "=" in names[:2], False
     for word in names.lstrip("^=").split(","):
         name, _, port = word.partition(":")
@@ -77,5 +77,5 @@ def is_chosen(device: str, names: str, number: str = "") -> bool:
 
 
 def can_open_devices(devices: Path = DEVICES) -> bool:
-    """Whether this process may use a card: a container often has none of their device files."""
+    """Whether this process may use a card: a container often lacks the device files."""
     return any(os.access(file, os.R_OK | os.W_OK) for file in devices.glob("uverbs*"))

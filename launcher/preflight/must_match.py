@@ -1,4 +1,4 @@
-"""What must be the same on every node: versions and files, and where they differ (no torch)."""
+"""Versions and files that must be the same on every node, and how they differ (no torch)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ARGUMENTS = "the list of arguments"
 
 
 def versions() -> dict[str, str]:
-    """Return Python's version, and torch's without importing it ("" if it is not there)."""
+    """Return Python's version, and torch's without importing it ("" if it is missing)."""
     python = "{}.{}".format(*sys.version_info)
     return {"python": python, "torch": read_torch().get("__version__", "")}
 
 
 def read_torch() -> dict[str, Any]:
-    """Return what torch's version file says, such as the `cuda` or `hip` that it is built for."""
+    """Return the values in torch's version file, such as the `cuda` or `hip` it is built for."""
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin is not None:
-        with contextlib.suppress(OSError):  # of a folder that only has the name
+        with contextlib.suppress(OSError):  # a folder that is only named torch
             return runpy.run_path(str(Path(torch.origin).with_name("version.py")))
     return {}
 
@@ -36,34 +36,34 @@ def read_torch() -> dict[str, Any]:
 def describe_program(
     words: Sequence[str], task_file: str, *, skips_arguments: bool
 ) -> dict[str, str]:
-    """Return by name what agents compare of the training script, its arguments and their files."""
+    """Return what agents compare, by name: the script, its arguments, and the files they name."""
     if skips_arguments:
         return hash_files([words[0], task_file], Path())
     return {ARGUMENTS: shlex.join(words[1:]), **hash_files([*words, task_file], Path())}
 
 
 def hash_files(words: Sequence[str], directory: Path) -> dict[str, str]:
-    """Return by name the hash of this project, and of each word that is a file up to 1 MiB."""
+    """Return the hashes, by name, of this project and of each word that is a file up to 1 MiB."""
     root = Path(__file__).parents[2]
     folders = (root / name for name in ("launcher", "distributed", "training"))
     modules = sorted(module for folder in folders for module in folder.rglob("*.py"))
     hashes = {"this project": _hash(*modules)}
     for path in (os.path.join(directory, word) for word in words):
         if os.path.isfile(path) and os.path.getsize(path) <= 1 << 20:
-            with contextlib.suppress(OSError):  # unreadable is as good as missing
+            with contextlib.suppress(OSError):  # an unreadable file counts as missing
                 hashes[os.path.basename(path)] = _hash(Path(path))
     return hashes
 
 
 def _hash(*files: Path) -> str:
-    """Return the start of the SHA-256 of the files, one after the other."""
+    """Return the start of the SHA-256 of the concatenated files."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def mismatches(me: NodeReport, node: NodeReport) -> Iterator[tuple[str, str]]:
-    """Yield fault and cause of each version and file that `node` has otherwise than `me`.
+    """Yield the fault and the cause for each version and file that differs between the nodes.
 
-    One that is "" is not there, and its node has told so.
+    A value of "" means that it is missing, which its node has reported.
     """
     for fault, mine, theirs in (
         ("version-mismatch", me.versions, node.versions),

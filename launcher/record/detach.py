@@ -1,8 +1,8 @@
 """--detach: a launcher that keeps running without its terminal.
 
-It runs in a child process with a session of its own from the beginning, so that nothing it starts
-belongs to the terminal. Until the run starts the child still prints there, and ends with the
-parent, which waits.
+It runs from the beginning in a child process with its own session, so that nothing it starts
+belongs to the terminal. Until the run starts, the child prints to the terminal while its parent
+waits, and dies with its parent.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
-    """Continue in a child; returns what takes it from the terminal to the run's log.
+    """Continue in a child. Returns a function that redirects its output to the run's log.
 
-    This process stays on the terminal until then, and passes signals on to the child. It exits
-    with the child's code if the child ends, else with code 0. The script is named as it was typed,
-    for the commands that the user is told. Raises PlanError if the run has no name yet.
+    Until the child calls that, this process stays on the terminal and forwards signals to the
+    child. It exits with the child's code if the child exits first, otherwise with 0. `script` is as
+    typed, for the commands shown to the user. Raises PlanError if the run has no id yet.
     """
     if not plan.run_id:
         raise PlanError(
@@ -63,31 +63,31 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
 
 
 def _wait_for_start(child: int, reader: int) -> int | None:
-    """Return the exit code of a child that ends before the run starts, else None."""
+    """Return the exit code if the child exits before the run starts, otherwise None."""
     handled = [signum for signum in _SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]  # nohup
     for signum in handled:
         signal.signal(signum, lambda signum, _: os.kill(child, signum))
     if not os.read(reader, 1):
         return processes.exit_code(os.waitpid(child, 0)[1])
-    for signum in handled:  # from now on --stop is the way
+    for signum in handled:  # from now on, --stop stops the run
         signal.signal(signum, signal.SIG_IGN)
     return None
 
 
 def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
-    """In the child: print to the log from here on, after what was shown, and let the parent go.
+    """In the child, copy the output so far to the log, print only there, and let the parent exit.
 
     Raises Refused if the log cannot be written.
     """
     with run_json.writing_to(log.parent):
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    if plan.has_transcript:  # the log has it all
+    if plan.has_transcript:  # the log is the transcript
         file = transcript.new_file(plan)
         file.symlink_to(os.path.relpath(log, file.parent))
     processes.outlive_parent()
     try:
         os.write(writer, b"r")
-    except OSError:  # the parent is gone: the user wants no run
+    except OSError:  # the parent is gone: the user cancelled the run
         os._exit(1)
     os.close(writer)
     sys.stdout.flush()
@@ -101,7 +101,7 @@ def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
 
 
 class _Copy(io.StringIO):
-    """A stream that keeps what it is given, and passes it on."""
+    """A stream that passes on what is written to it, and keeps a copy."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()

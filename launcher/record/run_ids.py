@@ -1,4 +1,4 @@
-"""The id of a run if several launches were given the same."""
+"""Run ids, if several launches are given the same one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MOST_CHARACTERS = 100  # distributed.environment.check_run_id allows 128
 
 
 def next_run_id(log_dir: Path, job: str, asked: Choices) -> str:
-    """Return JOB, JOB.1, ...: the first that no launch in this start of the job has taken.
+    """Return the first of JOB, JOB.1, ... that no launch in this start of the job has taken.
 
-    This process takes it, unless it is a dry run, and another that asks at the same time gets the
-    next.
+    Except in a dry run, this process reserves it, so that a launch at the same time gets the next
+    one.
     """
 
     def is_free(folder: Path) -> bool:
@@ -33,9 +33,9 @@ def next_run_id(log_dir: Path, job: str, asked: Choices) -> str:
 
 
 def free_run_id(log_dir: Path, name: str, asked: Choices) -> str:
-    """Return NAME, NAME.1, ...: the first that no live run has. The guides of torch have 100.
+    """Return the first of NAME, NAME.1, ... that no live run has; torch's guides all use "100".
 
-    This process takes it as in next_run_id().
+    This process reserves it, as in next_run_id().
     """
 
     def is_free(folder: Path) -> bool:
@@ -48,7 +48,7 @@ def free_run_id(log_dir: Path, name: str, asked: Choices) -> str:
 
 
 def plain_run_id(rdzv_id: str) -> str:
-    """Return a run id, which names folders, for torchrun's; empty for its default."""
+    """Return torchrun's id as a run id, which names folders; empty for torchrun's default."""
     return (
         ""
         if rdzv_id == "none"
@@ -57,9 +57,9 @@ def plain_run_id(rdzv_id: str) -> str:
 
 
 def _is_same(start: str, other: str) -> bool:
-    """Whether two starts of a job are one; if nobody answered, the submit time is missing.
+    """Whether two starts of a job are the same; one may lack the submit time.
 
-    One session of a PBS job is one start, also where qstat has told nothing of it.
+    Two launches in the same session of a PBS job are in the same start, even if qstat is silent.
     """
     (told, session), (now, here) = (one.partition(" @")[::2] for one in (start, other))
     is_told = bool(told and now) and (told.startswith(now) or now.startswith(told))
@@ -76,10 +76,10 @@ def _first_free(log_dir: Path, name: str, is_free: Callable[[Path], bool], asked
 
 
 def _take(folder: Path, start: int) -> bool:
-    """Reserve a run's name on this machine; False if another launch has reserved it.
+    """Reserve a run's name on this machine. Returns False if another launch has reserved it.
 
-    It lasts until this process ends or becomes the agent: then the run's record decides. The
-    next start of a job takes it over from one that is cut off.
+    The reservation lasts until this process exits or becomes the agent; then the run's record
+    decides. The next start of a job ignores the reservations of one that is cut off.
     """
     key = f"{folder.absolute()} {start}"
     return processes.claim(hashlib.sha256(key.encode()).hexdigest())

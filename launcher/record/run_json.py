@@ -1,4 +1,4 @@
-"""The folder of a run, `<log dir>/<run id>/`, and its run.json: what ran, how far, how it ended."""
+"""The folder of a run, `<log dir>/<run id>/`, and its run.json, which records what happened."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from launcher.text import Environ
 from launcher.typed_json import decode
 from launcher.wire import limits
 
-ASKED, SHOWN = "stacks", "stacks.txt"  # files that ask where all ranks are, and say so
-NOTICED = "notice"  # a file that passes SLURM's notice of a time limit on
-KEPT = "failure.txt"  # what its user saw last of a run that failed or was stopped
+ASKED, SHOWN = "stacks", "stacks.txt"  # the request for all stacks, and the answers
+NOTICED = "notice"  # a file that passes on SLURM's notice of a time limit
+KEPT = "failure.txt"  # the last output of a run that failed or was stopped
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LauncherProcess:
 
     @classmethod
     def of(cls, pid: int) -> LauncherProcess:
-        """Return what identifies a living process of this machine."""
+        """Return what identifies a living process on this machine."""
         return cls(pid, start_ticks(pid) or 0, socket.gethostname())
 
     @property
@@ -62,8 +62,8 @@ class Record:
     launcher: LauncherProcess | None = None
     detached: bool = False
     grace: float = limits.GRACE_S  # seconds that the ranks may take to save
-    job: str = ""  # the start of a SLURM or PBS job that it was launched in
-    command: str = ""  # as it was typed
+    job: str = ""  # the start of the SLURM or PBS job in which it was launched
+    command: str = ""  # as typed
     agent_arguments: tuple[str, ...] = ()
     working_directory: str = ""
     hosts: tuple[str, ...] = ()
@@ -73,9 +73,9 @@ class Record:
     started: float | None = None
     ended: float | None = None
     exit_code: int | None = None
-    step: int = -1  # the newest; -1: unknown
+    step: int = -1  # the latest; -1 if unknown
     saved_step: int = -1
-    first_step: float | None = None  # when the newest start had done it
+    first_step: float | None = None  # when the latest start completed its first step
     restarts: tuple[Restart, ...] = ()  # of all starts
 
     @property
@@ -84,7 +84,7 @@ class Record:
 
 
 def read(folder: Path) -> Record | None:
-    """Return the record of a run, an empty one if run.json is damaged; None without run.json.
+    """Return the record of a run: empty if run.json is damaged, None if there is no run.json.
 
     Raises OSError if it cannot be read.
     """
@@ -103,7 +103,7 @@ def read(folder: Path) -> Record | None:
 
 
 def update(folder: Path, **changes: Any) -> None:
-    """Change fields of run.json in one step; the others stay, whoever wrote them."""
+    """Change fields of run.json atomically, and keep all other fields."""
     with _one_writer(folder):
         _change(folder, changes)
 
@@ -117,7 +117,7 @@ def _change(folder: Path, changes: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _one_writer(folder: Path) -> Iterator[None]:
-    """Keep other writers out: waits 2 s at most, and is skipped where files cannot be locked."""
+    """Lock out other writers. Waits at most 2 s; does nothing if files cannot be locked."""
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / ".run.json.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -137,7 +137,7 @@ def _one_writer(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Make a folder for logs; what cannot be written there from now on is Refused."""
+    """Make a folder for logs. Raises Refused if the caller then cannot write to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -150,9 +150,9 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def this_start(environ: Environ) -> str:
-    """Return what identifies this start of this job; empty if that is not known.
+    """Return an identifier of this start of the job; empty if it is unknown.
 
-    In a PBS job, whose qstat may be silent, it ends with the session that PBS began for this start.
+    In a PBS job, where qstat may not answer, it ends with the session of this start.
     """
     job = this_job(environ)
     start = " ".join(str(job[name]) for name in ("cluster", "run_id", "start", "submitted") if job)
@@ -167,8 +167,8 @@ def this_start(environ: Environ) -> str:
 def refuse_live(folder: Path, environ: Environ) -> None:
     """Raise Refused if the run in a folder is live, as far as this machine can see.
 
-    A scheduler may start its job again beside the first start, which then loses the run. In a job
-    only the lock is checked, because it records the job.
+    A scheduler may restart a job while its first start still runs; the new start then takes over
+    the run. In a job, only the lock is checked, because it records the job.
     """
     if job_id(environ):
         refuse_locked(folder, f"run {folder.name}")
@@ -185,7 +185,7 @@ def refuse_live(folder: Path, environ: Environ) -> None:
 def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
     """Record that this process is about to start the run.
 
-    Raises Refused if that fails, or where another process has been quicker.
+    Raises Refused if that fails, or if another process was faster.
     """
     me, job = LauncherProcess.of(os.getpid()), this_start(environ)
     with writing_to(folder), _one_writer(folder):
@@ -205,7 +205,7 @@ def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
             is_ours = record.launcher == LauncherProcess.of(os.getpid())
         else:
             is_ours = locked_by(folder) == (agent, socket.gethostname())
-        is_refused = code == REFUSED and is_locked(folder)  # another has the run
+        is_refused = code == REFUSED and is_locked(folder)  # another process has the run
         if is_ours and not record.is_over and not is_refused:
             update(folder, **_end(code))
 
@@ -231,11 +231,11 @@ class RunFolder:
         self.path = root / run_id
         self.node_log = self.path / f"node_{node_rank}.log"
         self.failures = self.path / "failures"
-        if start := job_start(environ):  # processes of an earlier start may still be there, cut off
+        if start := job_start(environ):  # processes of an earlier start may still run
             self.failures /= f"start_{start}"
 
     def create(self) -> None:
-        """Make the folders, and the links `latest` and `node_<rank>.log` in the log directory.
+        """Create the folders, and the links `latest` and `node_<rank>.log` in the log directory.
 
         Raises Refused if they cannot be written to.
         """
@@ -257,22 +257,22 @@ def _is_users(link: Path) -> bool:
 class LiveRecord:
     """run.json of a live run, kept up to date by node rank 0's agent.
 
-    Once another start of the same job has taken the run over, it writes nothing more.
+    Once another start of the same job has taken over the run, this agent writes nothing more.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
-        is_takeover: bool = False,  # from an agent that is lost
+        is_takeover: bool = False,  # from a lost agent
         launcher: LauncherProcess | None,
         versions: Mapping[str, str],
         **fields: Any,
     ) -> None:
-        """Write what is known from the start: enough to know, and to repeat, what ran.
+        """Write what is known from the start: enough to identify and repeat the run.
 
-        `launcher` is None if it has recorded itself; `fields` are more of the record. Raises
-        Refused if another live process has the run.
+        `launcher` is None if it has recorded itself; `fields` are other fields of the record.
+        Raises Refused if another live process has the run.
         """
         self._folder = folder
         self._lock = RunLock(folder, f"run {folder.name}")
@@ -297,7 +297,7 @@ class LiveRecord:
         )
 
     def note_progress(self, saved_step: int, step: int) -> None:
-        """Record the newest checkpoint and step, at most once in STEP_RECORD_S."""
+        """Record the newest checkpoint and step, at most once every STEP_RECORD_S seconds."""
         is_due = time.monotonic() - self._written >= limits.STEP_RECORD_S
         if is_due and (saved_step, step) != self._progress:
             self._progress = saved_step, step
@@ -309,7 +309,7 @@ class LiveRecord:
         self.note(step=step, saved_step=saved_step, **_end(code))
 
     def note(self, **changes: Any) -> None:
-        """Record more of the run."""
+        """Record these fields of the run."""
         try:
             with self._lock.committing():
                 update(self._folder, **changes)
@@ -324,7 +324,7 @@ class LiveRecord:
 
 
 def _git_commit() -> str | None:
-    """Return the working directory's commit, with `+` after changes; None outside git."""
+    """Return the working directory's commit, plus `+` if files have changed; None outside git."""
     try:
         answer = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],

@@ -1,7 +1,7 @@
-"""--status, --stop and --stacks: list the runs of the log directory, stop one, see where it is.
+"""--status, --stop and --stacks: list the runs in the log directory, stop one, show its stacks.
 
-A run is stopped through its launcher: the process that run.json names, on the host that it names.
-Where its ranks are, node rank 0's agent is asked by a file in the run's folder.
+A run is stopped through its launcher; run.json names the process and the host. A file in the run's
+folder asks node rank 0's agent for the stacks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from launcher.text import count, did_you_mean, warn
 from launcher.wire import limits
 
 TAIL_BYTES = 8192  # of a file, to find its last line
-LONGEST = 100  # characters of it that are shown
+LONGEST = 100  # characters of that line to show
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a log directory."""
+    """One run in a log directory."""
 
     folder: Path
     record: Record
@@ -47,7 +47,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The state in words: of a run on another machine as its record has it."""
+        """The state in words; for a run on another machine, as recorded in run.json."""
         record = self.record
         if record.is_over:
             return f"ended, code {record.exit_code}"
@@ -59,19 +59,19 @@ class Run:
 
     @property
     def since(self) -> float:
-        """When it ended, else when it started."""
+        """When the run ended, or when it started if it has not ended."""
         return self.record.ended or self.record.started or self.written
 
     @property
     def cause(self) -> str:
-        """What ended it, of a run that failed: `[rank-error] ValueError: boom`."""
+        """Why the run failed, if it did, such as `[rank-error] ValueError: boom`."""
         kept = find_kept(self.folder) if self.record.is_over else ""
         match = re.match(r"FAILED .*(\[[\w-]+\])\ncause    (.*)", kept)
         return " ".join(match.groups()) if match else ""
 
 
 def find_all(log_dir: Path) -> list[Run]:
-    """Return the runs of a log directory; the one that started or ended last comes last."""
+    """Return the runs in a log directory; the one that started or ended last comes last."""
     runs = []
     for folder in log_dir.iterdir() if log_dir.is_dir() else ():
         with contextlib.suppress(PermissionError):  # another user's
@@ -81,9 +81,9 @@ def find_all(log_dir: Path) -> list[Run]:
 
 
 def find(log_dir: Path, run_id: str) -> Run:
-    """Return the run of a name.
+    """Return the run with an id.
 
-    Raises ValueError if there is none; it names a similar one.
+    Raises ValueError, which suggests a similar id, if there is none.
     """
     runs = {run.id: run for run in find_all(log_dir)}
     if run_id in runs:
@@ -93,7 +93,7 @@ def find(log_dir: Path, run_id: str) -> Run:
 
 
 def describe(runs: Sequence[Run]) -> str:
-    """Return a line for each run: its name, state, since when, step and progress."""
+    """Return a line for each run: its id, state and date, its step and its progress."""
     rows = [
         (
             run.id,
@@ -109,7 +109,7 @@ def describe(runs: Sequence[Run]) -> str:
 
 
 def progress(run: Run) -> str:
-    """Return what ended a run, else its newest metrics, else the last line of node 0's output."""
+    """Return why a run failed, otherwise its latest metrics, otherwise its last line of output."""
     if cause := run.cause:
         return cause
     with contextlib.suppress(ValueError, AttributeError, OSError):
@@ -121,7 +121,7 @@ def progress(run: Run) -> str:
         ]
         return "  ".join(newest)
     logs = [run.folder / "node_0.log"]
-    if run.record.state == "running":  # and node 0's log may be on its own disk alone
+    if run.record.state == "running":  # node 0's log may be only on its own disk
         logs += sorted(run.folder.glob("launcher_*.log"))
     for log in logs:
         with contextlib.suppress(OSError):
@@ -131,12 +131,12 @@ def progress(run: Run) -> str:
 
 
 def goodput(record: Record, now: float) -> str:
-    """Return what share of the newest start's time was training, and what the rest went into."""
+    """Return the share of the latest start's time spent on training, and where the rest went."""
     started, end = record.started or now, record.ended or now
     restarts = [restart for restart in record.restarts if restart.failed >= started]
     losses = {"start": record.first_step - started} if record.first_step else {}
     for restart in restarts:
-        lost_s = restart.lost_s or end - restart.failed  # it has not caught up
+        lost_s = restart.lost_s or end - restart.failed  # the run has not caught up yet
         losses[restart.fault] = losses.get(restart.fault, 0.0) + lost_s
     share = max(0.0, 1 - sum(losses.values()) / max(end - started, 1e-9))
     lost = ", ".join(f"{seconds:.1f} s {kind}" for kind, seconds in losses.items())
@@ -144,7 +144,7 @@ def goodput(record: Record, now: float) -> str:
 
 
 def _last_line(file: Path) -> str:
-    """Return the last line with text on it, as far as the end of the file holds one."""
+    """Return the last line that is not blank in the last TAIL_BYTES of a file, if there is one."""
     lines = reversed(read_tail(file, TAIL_BYTES).splitlines())
     return next(filter(None, map(str.strip, lines)), "")
 
@@ -157,7 +157,7 @@ def date(seconds: float) -> str:
 
 
 def main(typed: Typed) -> int:
-    """Do what --status, --stop or --stacks asks for; returns the exit code."""
+    """Do what --status, --stop or --stacks asks for. Returns the exit code."""
     log_dir = Path(typed.environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     try:
         if typed.fanout == "status":
@@ -174,7 +174,7 @@ def main(typed: Typed) -> int:
 
 
 def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
-    """Print the runs that are named, with the block or the ranks' process ids; else all."""
+    """Print all runs or, with their failure blocks or process ids, the runs that are named."""
     runs = [find(log_dir, run_id) for run_id in run_ids] or find_all(log_dir)
     if runs:
         print(describe(runs))
@@ -191,7 +191,7 @@ def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
 
 
 def show_stacks(run: Run, program: str) -> int:
-    """Print where all ranks of a run are; the run continues."""
+    """Print the stacks of all ranks of a run; the run continues."""
     launcher = run.record.launcher
     if run.record.is_over or (launcher and launcher.is_here and not launcher.is_alive):
         return _refuse(program, f"run {run.id} is not running: {run.state}; it has no stacks")
@@ -207,13 +207,13 @@ def show_stacks(run: Run, program: str) -> int:
     (run.folder / ASKED).unlink(missing_ok=True)
     return _refuse(
         program,
-        f"the node agent of run {run.id} has not answered within {limits.STACKS_SHOW_S:g} s; "
+        f"the node agent of run {run.id} did not answer within {limits.STACKS_SHOW_S:g} s; "
         "check that it is running, and that this is its LOG_DIR",
     )
 
 
 def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
-    """Ask a run's launcher to stop it, and wait for its end; the ranks may save first."""
+    """Ask a run's launcher to stop it, and wait until it has ended; the ranks may save first."""
     launcher, limit_s = run.record.launcher, run.record.grace + limits.STOP_COMMAND_S
     if run.record.is_over or launcher is None or (launcher.is_here and not launcher.is_alive):
         cause = ", ".join(filter(None, (run.state, run.cause)))
@@ -227,7 +227,7 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
         os.kill(launcher.process, signal.SIGTERM)
     warn(f"{program}: asked run {run.id} to stop; waiting up to {limit_s:.0f} s for its end")
     deadline = time.monotonic() + limit_s
-    with contextlib.suppress(KeyboardInterrupt):  # the user waits no longer
+    with contextlib.suppress(KeyboardInterrupt):  # the user stops waiting
         while launcher.is_alive and time.monotonic() < deadline:
             time.sleep(5 * limits.POLL_S)
     if launcher.is_alive:

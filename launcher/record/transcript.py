@@ -1,4 +1,4 @@
-"""Keep what the terminal shows, in <log dir>/distributed_training/ (scripts/cluster_train.sh)."""
+"""Copy terminal output to a file in <log dir>/distributed_training/ (scripts/cluster_train.sh)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def new_file(plan: Plan) -> Path:
 
 
 def keep(file: Path) -> None:
-    """Write stdout and stderr of this process to a file, too, from here on.
+    """From now on, also write stdout and stderr of this process to a file.
 
-    The copying process is not a child of this one: the agent, which this process becomes, ends
-    every process below it. It ignores the signals that stop the run.
+    The copying process is not a child of this one, because this process becomes the agent, which
+    ends all its descendants. The copying process ignores the signals that stop the run.
     """
     reader, writer = os.pipe()
     child = os.fork()

@@ -43,7 +43,7 @@ HEAD = f"{'collective':<16}{'size':>8}{'time':>14}{'algbw':>13}{'busbw':>13}"
 
 
 def rate(bandwidth: float) -> str:
-    """Return bytes/s as a person reads them."""
+    """Return bytes/s in a readable form."""
     return f"{bandwidth / 1e9:.2f} GB/s" if bandwidth >= 1e8 else f"{bandwidth / 1e6:.2f} MB/s"
 
 
@@ -53,13 +53,13 @@ def size_text(num_bytes: int) -> str:
 
 
 def _share(ranks: int) -> float:
-    """Return the share of an array that the other ranks have."""
+    """Return the share of an array that the other ranks hold."""
     return (ranks - 1) / ranks
 
 
-Call = Callable[[Tensor, Tensor], object]  # of the whole array and this rank's part of it
+Call = Callable[[Tensor, Tensor], object]  # takes the whole array and this rank's part of it
 COLLECTIVES: dict[str, tuple[Call, Callable[[int], float]]] = {  # and busbw / algbw for n ranks
-    # A sum: NCCL has its fastest way for that alone.
+    # A sum: NCCL's fastest algorithm is only for sums.
     "all-reduce": (lambda whole, part: dist.all_reduce(whole), lambda n: 2 * _share(n)),
     "all-gather": (lambda whole, part: dist.all_gather_into_tensor(whole, part), _share),
     "reduce-scatter": (lambda whole, part: dist.reduce_scatter_tensor(part, whole), _share),
@@ -73,9 +73,9 @@ COLLECTIVES: dict[str, tuple[Call, Callable[[int], float]]] = {  # and busbw / a
 
 
 def measure(names: Sequence[str], seconds: float) -> Iterator[Measured]:
-    """Yield each collective with each size, within about `seconds` for all.
+    """Yield the result of each collective with each size, within about `seconds` for all.
 
-    Larger sizes are left out once one call takes too long.
+    Larger sizes are skipped once one call would take too long.
     """
     ranks = dist.get_world_size()
     sizes = GPU_SIZES if device().type == "cuda" else SIZES
@@ -88,7 +88,7 @@ def measure(names: Sequence[str], seconds: float) -> Iterator[Measured]:
                 break
             part = torch.zeros(max(1, size // 4 // ranks), device=device())  # float32
             whole = torch.zeros(part.numel() * ranks, device=device())
-            once = call_seconds(call, whole, part, 2)  # the first is not like the others
+            once = call_seconds(call, whole, part, 2)  # the first call is slower
             repeats = max(LEAST, min(1000, int(share_s / once)))
             took = call_seconds(call, whole, part, repeats)
             algbw = whole.nbytes / took
@@ -97,9 +97,9 @@ def measure(names: Sequence[str], seconds: float) -> Iterator[Measured]:
 
 
 def _expected_s(measured: Sequence[Measured], size: int) -> float:
-    """Return how long one call with a larger size will take, from the last two that were measured.
+    """Estimate the time of one call with a larger size, from the last two measurements.
 
-    The smallest alone tells how long a call waits, which is no measure of the bandwidth.
+    One measurement is not enough: the smallest size shows latency, not bandwidth.
     """
     if len(measured) < 2:
         return 0.0
@@ -111,9 +111,9 @@ def _expected_s(measured: Sequence[Measured], size: int) -> float:
 def call_seconds(call: Call, whole: Tensor, part: Tensor, repeats: int) -> float:
     """Return the time of one call, on the slowest rank."""
     dist.barrier()
-    whole.sum().item()  # a GPU has done all that was asked of it
+    whole.sum().item()  # wait until the GPU is idle
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # the new names are not in older torch
+        warnings.simplefilter("ignore", FutureWarning)  # older torch lacks the new names
         start = time.perf_counter()
         for _ in range(repeats):
             call(whole, part)

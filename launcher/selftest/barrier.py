@@ -1,4 +1,4 @@
-"""Ranks wait for each other through the store, so that one that is stuck can say so to all."""
+"""Ranks wait for each other through the store, so that a stuck rank can report it to all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StuckError(RuntimeError):
 
 
 class Barrier:
-    """Some of the ranks, which all wait for each other in the same order."""
+    """A barrier for some of the ranks, all of which must reach it in the same order."""
 
     def __init__(self, store: Store, name: str, size: int) -> None:
         self._store = store
@@ -28,7 +28,7 @@ class Barrier:
         self._met = 0
 
     def wait_for_all(self, what: str, limit_s: float = limits.SELFTEST_S) -> None:
-        """Return once all have come; raises StuckError if one is stuck, or does not come."""
+        """Return once all have arrived; raises StuckError if one is stuck, or does not arrive."""
         self._met += 1
         here, deadline = f"selftest/{self._name}/{self._met}", time.monotonic() + limit_s
         if self._store.add(here, 1) == self._size:
@@ -44,6 +44,6 @@ class Barrier:
                 raise StuckError(f"{left} ranks have not ended {what} [rank-stuck]")
 
     def give_up(self, fault: str) -> StuckError:
-        """Tell all who wait; returns what to raise."""
+        """Report a fault to all waiting ranks; returns the error to raise."""
         self._store.set(_STUCK, fault)
         return StuckError(fault)

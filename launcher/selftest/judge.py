@@ -1,4 +1,4 @@
-"""Which node or rank is slower than the others, from what all have measured."""
+"""Decides which nodes or ranks are slower than the others, from all measurements."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 SLOW_RANK = 1.3  # times the others' time
-SUSPECT = 1.1  # times; such a rank is looked at again
-RANK_LOOKS, LINK_LOOKS = 12, 6  # at what seems slow: other programs may disturb one for seconds
+SUSPECT = 1.1  # times; such a rank is measured again
+RANK_LOOKS, LINK_LOOKS = 12, 6  # of what seems slow: other programs may interfere for seconds
 SLOW_LINK = 2.0  # times
-MOST_AGAIN = 9  # pairs that are looked at again at once
-REFERENCES = 3  # healthy pairs that are measured beside those that seem slow
+MOST_AGAIN = 9  # pairs that are measured again at once
+REFERENCES = 3  # healthy pairs that are measured along with those that seem slow
 Pair = tuple[int, int]  # numbers of nodes
 Links = Mapping[Pair, float]  # bytes/s from the first to the second
 
@@ -18,10 +18,10 @@ Links = Mapping[Pair, float]  # bytes/s from the first to the second
 def find_slow_ranks(
     compute: Callable[[Collection[int]], Mapping[int, float]], kinds: Sequence[str]
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Return each rank's speed, and the ranks that are slow: how many times.
+    """Return each rank's speed, and the slow ranks with how many times slower they are.
 
-    `compute` measures the speeds of some ranks, `kinds` has the devices of all. Whatever disturbs a
-    rank for a while makes it slower, never faster: the best of all looks counts.
+    `compute` measures the speeds of some ranks, `kinds` has the devices of all. Interference makes
+    a rank slower, never faster, so the best of all measurements counts.
     """
     best = dict(compute(range(len(kinds))))
     compared = best
@@ -38,9 +38,9 @@ def find_slow_ranks(
 def slow_ranks(
     speeds: Mapping[int, float], kinds: Sequence[str], least: float = SLOW_RANK
 ) -> dict[int, float]:
-    """Return the ranks that compute slower than others on the same kind of device: how many times.
+    """Return the ranks that are slower than others on the same kind of device, and how much.
 
-    `speeds` has the ranks that were measured, `kinds` the devices of all.
+    `speeds` has the measured ranks, `kinds` the devices of all ranks.
     """
     slow = {}
     for rank, speed in speeds.items():
@@ -55,7 +55,7 @@ def slow_ranks(
 def ranks_to_compare(
     speeds: Mapping[int, float], kinds: Sequence[str], slow: Collection[int]
 ) -> set[int]:
-    """Return the ranks that seem slow, with a few of each of their kinds that do not."""
+    """Return the ranks that seem slow, and a few of the same kinds that do not."""
     chosen = {*slow}
     for kind in {kinds[rank] for rank in slow}:
         others = [rank for rank in speeds if rank not in slow and kinds[rank] == kind]
@@ -70,7 +70,7 @@ def find_slow_links(
 ) -> tuple[Links, dict[int, float], dict[Pair, float]]:
     """Return the links, the slow nodes and the slow pairs, each with the usual bandwidth.
 
-    `measure` measures some pairs, round by round. As with ranks, the best of all looks counts.
+    `measure` measures some pairs, round by round. As with ranks, the best measurement counts.
     """
     best = dict(measure(rounds))
     compared = best
@@ -85,14 +85,14 @@ def find_slow_links(
 
 
 def best_of(node: int, links: Links) -> float:
-    """Return the bandwidth of a node's best link: of each, the slower direction."""
+    """Return the bandwidth of a node's best link, counting the slower direction of each link."""
     return max(_both_ways(pair, links) for pair in links if node in pair)
 
 
 def slow_nodes(links: Links) -> dict[int, float]:
-    """Return the nodes whose best link is slow beside the others' best, and that median.
+    """Return the nodes whose best link is slow compared with the others' best, and their median.
 
-    Two nodes share their one link: neither can be told from the other.
+    Two nodes have only one link, so neither can be singled out.
     """
     nodes = sorted({node for pair in links for node in pair})
     best = {node: best_of(node, links) for node in nodes}
@@ -105,9 +105,9 @@ def slow_nodes(links: Links) -> dict[int, float]:
 
 
 def slow_pairs(links: Links) -> dict[Pair, float]:
-    """Return the links, between nodes that are not slow, that are slow beside the others.
+    """Return the slow links between nodes that are not slow, with the usual bandwidth.
 
-    With the usual bandwidth; from the node first named to the other, the slower direction.
+    Each link is a source and a target: the slower of the two directions.
     """
     slow = slow_nodes(links)
     rest = {pair: speed for pair, speed in links.items() if not {*pair} & {*slow}}

@@ -69,7 +69,7 @@ def _collectives(rank: int, ranks: int, dtype: torch.dtype) -> Iterator[Check]:
     yield Check("all-gather", torch.stack(gathered), every[:, None].expand(ranks, NUMBERS))
     shard = torch.empty(1, dtype=dtype, device=device())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # its new name is not in older torch
+        warnings.simplefilter("ignore", FutureWarning)  # older torch lacks its new name
         dist.reduce_scatter_tensor(shard, every * mine[0])
     yield Check("reduce-scatter", shard, every[rank : rank + 1] * every.sum())
     dist.all_to_all_single(exchanged := torch.empty_like(every), every * mine[0])
@@ -79,7 +79,7 @@ def _collectives(rank: int, ranks: int, dtype: torch.dtype) -> Iterator[Check]:
 
 
 def _ring(mine: Tensor, rank: int, ranks: int) -> Tensor:
-    """Send an array to the next rank, and return what the one before has sent."""
+    """Send an array to the next rank, and return the array from the previous rank."""
     received = torch.empty_like(mine)
     sending = dist.P2POp(dist.isend, mine, (rank + 1) % ranks)
     receiving = dist.P2POp(dist.irecv, received, (rank - 1) % ranks)
@@ -89,7 +89,7 @@ def _ring(mine: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def _ddp_step(rank: int, ranks: int) -> Check:
-    """Compare a DDP model's gradient with the average over all ranks' batches, made here alone."""
+    """Compare a DDP model's gradient with the average over all batches, computed on this rank."""
     torch.manual_seed(0)
     alone = nn.Linear(32, 8).to(device())
     batches = torch.randn(ranks, 16, 32, device=device())  # [rank, sample, feature]

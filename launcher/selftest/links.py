@@ -22,9 +22,9 @@ from launcher.selftest.judge import Pair
 from launcher.wire import limits
 
 SMALLEST, LARGEST = 2**16, 2**26  # bytes of one transfer
-_PINGS, _SENDING = 5, 0.75  # at most; this part of the time is left for data
+_PINGS, _SENDING = 5, 0.75  # pings at most; the share of the time for data
 _GROWTH = 4
-_PING, _END = -1, 0  # as a size: answer at once; no more transfers
+_PING, _END = -1, 0  # special sizes: answer at once; no more transfers
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Link:
 
 
 def rounds(nodes: int) -> list[list[Pair]]:
-    """Return every pair of nodes once, in as few rounds of disjoint pairs as there can be.
+    """Return every pair of nodes once, in as few rounds of disjoint pairs as possible.
 
     The circle method: one node stays, the others move on by one place each round.
     """
-    players = [*range(nodes), *([-1] if nodes % 2 else [])]  # -1: the other one rests
+    players = [*range(nodes), *([-1] if nodes % 2 else [])]  # -1: its partner rests
     all_rounds = []
     for _ in range(len(players) - 1):
         half = len(players) // 2
@@ -96,9 +96,9 @@ def _measure_pair(
 
 
 def _send(peer: int, seconds: float) -> tuple[float, float]:
-    """Send more and more within the time; returns bytes/s of the largest transfers, and latency.
+    """Send ever larger transfers within the time; returns bytes/s of the largest, and the latency.
 
-    The largest: a limit on a link lets short bursts pass.
+    Only the largest count, because a rate limit on a link lets short bursts pass.
     """
     word = torch.zeros(1, dtype=torch.int64, device=device())
     deadline = time.monotonic() + seconds
@@ -120,7 +120,7 @@ def _send(peer: int, seconds: float) -> tuple[float, float]:
 
 
 def _timed(peer: int, size: Tensor, data: Tensor | None) -> float:
-    """Return the seconds from the announcement of some data to the answer that it has come."""
+    """Return the seconds from the announcement of some data to the reply that it has arrived."""
     start = time.perf_counter()
     _transfer(size, peer, is_sending=True)
     if data is not None:

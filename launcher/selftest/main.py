@@ -1,10 +1,10 @@
-"""Prove that the ranks of a launch can work together, and measure how fast they are.
+"""Check that the ranks of a launch can work together, and measure how fast they are.
 
     torchrun --nproc-per-node 2 -m distributed.selftest [--test basic|all] [--quick] [--json FILE]
 
-Every rank runs it. It measures the links between the nodes first, in transfers that fit any link;
-then how fast each rank computes, operations with known answers, and the collectives by size. The
-verdict is one line; rank 0's exit code is 0 only for PASS.
+Every rank runs it. It first measures the links between the nodes, in transfers that fit any link.
+Then it measures how fast each rank computes, checks operations with known answers, and times the
+collectives by size. The verdict is one line; rank 0's exit code is 0 only for PASS.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from launcher.selftest.report import Findings, Member
 from launcher.text import count
 from launcher.wire import limits
 
-CPU_TURNS = 16  # ranks on CPUs may share them, so they take turns; those on GPUs compute at once
+CPU_TURNS = 16  # ranks may share CPUs, so they take turns; ranks on GPUs all compute at once
 _SHAPES = {"cpu": (256, torch.float32, 1), "cuda": (4096, torch.bfloat16, 16)}
 
 
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     env = init_distributed(timeout_s=60)
     if options.json and env.is_main:
-        Path(options.json).touch()  # an error now, not at the end
+        Path(options.json).touch()  # fail now, not at the end
     if env.world_size == 1:
         backend, own = ("nccl", device()) if device().type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=own)
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure_all(test: Test) -> int:
-    """Fill in what was found, printing it on the way; returns the number of checks."""
+    """Measure everything, and print it on the way; returns the number of checks."""
     env, is_basic = test.env, test.options.test == "basic"
     where = f"{device()} {torch.cuda.get_device_name()}" if device().type == "cuda" else "cpu"
     host = socket.gethostname()
@@ -126,13 +126,13 @@ def measure_all(test: Test) -> int:
 
 
 def measure_links(test: Test, nodes: Sequence[Node]) -> None:
-    """Measure every pair of nodes, and those that seem slow again, with nothing beside them.
+    """Measure every pair of nodes, then again each pair that seems slow, without other transfers.
 
     All ranks call it.
     """
     leaders = Barrier(default_store(), "leaders", len(nodes))
     me = {node.rank: number for number, node in enumerate(nodes)}.get(test.env.rank)
-    # A round is shorter where there are many, so that all end soon.
+    # If there are many rounds, each is shorter, to limit the time of all.
     seconds = max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (len(nodes) - 1)))
     seconds /= 2 if test.options.quick else 1
 
@@ -165,7 +165,7 @@ def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
 def measure_speed(seconds: float) -> float:
     """Return the FLOP/s of products of two square matrices, over `seconds`."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would wait for each other wherever one CPU is busy
+    torch.set_num_threads(1)  # several threads would wait for each other if one CPU is busy
     side, dtype, at_once = _SHAPES[device().type]
     matrix = torch.ones(side, side, dtype=dtype, device=device())
     result = matrix @ matrix
@@ -174,14 +174,14 @@ def measure_speed(seconds: float) -> float:
     while (took := time.perf_counter() - start) < seconds:
         for _ in range(at_once):
             torch.matmul(matrix, matrix, out=result)
-        result[0, 0].item()  # a GPU has done them
+        result[0, 0].item()  # wait for the GPU
         products += at_once
     torch.set_num_threads(threads)
     return 2 * side**3 * products / took
 
 
 def fastest(findings: Findings) -> str:
-    """Return the largest all-reduce in words, for the verdict."""
+    """Return the speed of the largest all-reduce in words, for the verdict."""
     rows = [row for row in findings.collectives if row.name == "all-reduce"]
     if not rows:
         return ""
@@ -190,7 +190,7 @@ def fastest(findings: Findings) -> str:
 
 
 def advice(findings: Findings) -> str:
-    """Return which nodes to leave out, for the verdict."""
+    """Return which nodes to exclude, in words, for the verdict."""
     hosts = findings.excluded() if len(findings.hosts) > 1 else []
     names = ",".join(host.partition(".")[0] for host in hosts)
     return f"; exclude {names} (SLURM: --exclude={names})" if hosts else ""

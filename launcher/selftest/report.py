@@ -1,4 +1,4 @@
-"""What the self-test found: in lines and tables, and as JSON."""
+"""The results of the self-test: lines and tables, and JSON."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ class Member:
     device: str
     version: str  # torch's
     speed: float = 0.0  # FLOP/s
-    faults: Sequence[str] = ()  # that its own checks found
+    faults: Sequence[str] = ()  # found by its own checks
 
     @property
     def kind(self) -> str:
-        """The model of its device, with which it is compared: "cuda:3 NVIDIA H100" without 3."""
+        """The model of its device, for comparisons: "cuda:3 NVIDIA H100" without "cuda:3"."""
         return self.device.partition(" ")[2] or self.device
 
 
 @dataclass
 class Findings:
-    """All that was measured, the same on every rank."""
+    """All measurements, the same on every rank."""
 
     members: Sequence[Member] = ()
     hosts: Sequence[str] = ()  # by node rank
     links: Links = field(default_factory=dict)
     slow_ranks: Mapping[int, float] = field(default_factory=dict)  # how many times slower
-    slow_nodes: Mapping[int, float] = field(default_factory=dict)  # and the usual bandwidth
+    slow_nodes: Mapping[int, float] = field(default_factory=dict)  # the usual bandwidth
     slow_pairs: Mapping[Pair, float] = field(default_factory=dict)  # the same
     collectives: Sequence[Measured] = ()
     links_s: float = 0.0  # how long it took to measure the links
     latencies: dict[Pair, float] = field(default_factory=dict)  # of the links, in s
 
     def faults(self) -> list[tuple[str, str]]:
-        """Return each fault, with the host to leave out for it, or an empty name."""
+        """Return each fault, with the host to exclude because of it, or an empty name."""
         return [*self._versions(), *self._wrong_results(), *self._ranks(), *self._links()]
 
     def excluded(self) -> list[str]:
-        """Return the hosts to leave out."""
+        """Return the hosts to exclude."""
         named = {host for _, host in self.faults()}
         return [host for host in self.hosts if host in named]
 
@@ -86,7 +86,7 @@ class Findings:
 
 
 def flops(speed: float) -> str:
-    """Return FLOP/s as a person reads them."""
+    """Return FLOP/s in a readable form."""
     return f"{speed / 1e12:.1f} TFLOP/s" if speed >= 1e12 else f"{speed / 1e9:.1f} GFLOP/s"
 
 
@@ -99,7 +99,7 @@ def show_members(members: Sequence[Member]) -> Iterator[str]:
 
 
 def as_json(findings: Findings, verdict: str, *, passed: bool) -> str:
-    """Return all of it for a program. Units: seconds, bytes/s, FLOP/s."""
+    """Return all results for a program. Units: seconds, bytes/s, FLOP/s."""
     links = [
         {
             "from": findings.hosts[source],

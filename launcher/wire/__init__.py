@@ -1,1 +1,1 @@
-"""What the programs of a run tell each other, and how long each waits."""
+"""The messages between the programs of a run, and how long each program waits."""

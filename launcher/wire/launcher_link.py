@@ -1,14 +1,14 @@
-"""What a launcher and its nodes pass each other, over ssh, through pdsh and srun.
+"""The messages between a launcher and its nodes, over ssh, pdsh or srun.
 
-launcher -> node   a message a line (messages.py). An empty line is a sign of life. Their end, or
-                   silence, means that the launcher is gone: that ends the run on this node.
-node -> launcher   BEGIN, which no text has, and `<token>.<node> <message>` on stdout, among the
-                   output. A long message has several such lines, all but the last with a `+`
-                   before their part: srun mixes the long lines of its nodes. A line without a
-                   message is a sign of life.
+launcher -> node   One message per line (messages.py). An empty line is a sign of life. If the lines
+                   end or stop coming, the launcher is gone, and the run ends on this node.
+node -> launcher   BEGIN, which no text contains, and `<token>.<node> <message>` on stdout, among
+                   the output. A long message is split into several such lines, with a `+` before
+                   each part but the last, because srun mixes long lines of its nodes. A line
+                   without a message is a sign of life.
 
-In a step of a SLURM job nothing goes to the nodes. The token marks every process of a run: it is in
-LAUNCH_TOKEN, over ssh with the node.
+In a SLURM step, nothing is sent to the nodes. The token marks every process of a run: it is in
+LAUNCH_TOKEN, followed by the node if the launcher uses ssh.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from launcher.own_time import OwnTime
 from launcher.typed_json import MessageError, in_pieces
 from launcher.wire import limits, messages
 
-BEGIN = "\x02"  # ASCII's start of a text
+BEGIN = "\x02"  # "start of text" in ASCII
 LONGEST_MESSAGE = 1 << 20  # bytes
 _PIECE = 900  # characters; srun mixes lines that are longer than 1024
 
@@ -33,9 +33,9 @@ _PIECE = 900  # characters; srun mixes lines that are longer than 1024
 
 
 def read_request(fd: int) -> Any | None:
-    """Return the launcher's next message, beats aside; None at its end, or after silence.
+    """Return the launcher's next message, skipping beats; None at the end, or after silence.
 
-    Not a byte more is read: what follows may be another process's.
+    Not a byte more is read, because what follows may be meant for another process.
     """
     stream, line = io.FileIO(fd, closefd=False), b"\n"
     with contextlib.suppress(MessageError):
@@ -46,7 +46,7 @@ def read_request(fd: int) -> Any | None:
 
 
 def hears(fd: int) -> bool:
-    """Wait until there is something to read; False after SILENCE_S seconds without."""
+    """Wait until there is something to read. Returns False after SILENCE_S seconds of silence."""
     own, heard = OwnTime(), time.monotonic()
     while own.since(heard) <= limits.SILENCE_S:
         if select.select([fd], [], [], limits.BEAT_S)[0]:
@@ -55,33 +55,33 @@ def hears(fd: int) -> bool:
 
 
 def tell(mark: str, message: object | None = None, *, begins_line: bool = False) -> None:
-    """Send the launcher a message, or a sign of life; `mark` is the token with the node.
+    """Send the launcher a message, or a sign of life; `mark` is `<token>.<node>`.
 
-    Where it `begins_line`, the line before it may lack its end.
+    With `begins_line`, first end the previous line, which may lack its newline.
     """
     *begun, last = in_pieces(messages.write(message), _PIECE) if message is not None else [""]
-    with contextlib.suppress(OSError):  # nobody reads any more
+    with contextlib.suppress(OSError):  # the reader is gone
         if begins_line:
             os.write(1, b"\n")
         for piece in (*(f"+{piece}" for piece in begun), last):
-            os.write(1, f"{BEGIN}{mark} {piece}\n".encode())  # in one piece, whoever else writes
+            os.write(1, f"{BEGIN}{mark} {piece}\n".encode())  # one write cannot be split
 
 
 # --- at the launcher ----------------------------------------------------------------------------
 
 
 class Answers:
-    """What nodes write to stdout: their messages are taken out of their output."""
+    """Separates the messages of nodes from the other output on their stdout."""
 
     def __init__(self, token: str) -> None:
         self._mark = f"{BEGIN}{token}.".encode()
-        self._begun: dict[int, bytes] = {}  # messages, by node
-        self._text = b""  # what may be a message, or its beginning
+        self._begun: dict[int, bytes] = {}  # incomplete messages, by node
+        self._text = b""  # what may be the beginning of a message
 
     def read(self, data: bytes) -> tuple[bytes, list[tuple[int, Any]]]:
-        """Return the output, and each message with its node: None is a sign of life.
+        """Return the output, and each message with its node; None is a sign of life.
 
-        At the end, without data, the output is all that is left.
+        At the end, when `data` is empty, the output is everything that is left.
         """
         text, output, told = self._text + data, [], []
         while (at := text.find(self._mark)) >= 0 and (end := text.find(b"\n", at)) >= 0:
@@ -92,14 +92,14 @@ class Answers:
                 output.append(text[: end + 1])
             text = text[end + 1 :]
         if at < 0 and self._mark.startswith(text[text.rfind(self._mark[:1]) :]):
-            at = text.rfind(self._mark[:1])  # its beginning
+            at = text.rfind(self._mark[:1])  # the beginning of a mark
         if at < 0 or not data or len(text) - at > LONGEST_MESSAGE:
             at = len(text)
         self._text = text[at:]
         return b"".join([*output, text[:at]]), told
 
     def _take(self, line: bytes) -> tuple[int, Any]:
-        """Return the node, and the message that it has told in full; raises MessageError."""
+        """Return the node and its message, or None if that is incomplete. Raises MessageError."""
         number, _, piece = line.partition(b" ")
         if not number.isdigit():
             raise MessageError("no node")

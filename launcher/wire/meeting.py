@@ -1,8 +1,8 @@
 """How nodes meet: one waits for the others, and each pair tests its link (no torch).
 
-The preflight meets at the master's port, and so do the agents after it. If node rank 0 is lost,
-the agents that are left meet at the failover port of the one that replaces it. Of nodes that were
-started by hand there is no preflight: their agents test the pairs.
+The nodes meet at the master's port during the preflight, and their agents meet there afterwards. If
+node rank 0 is lost, the remaining agents meet at the failover port of its successor. Nodes that are
+started by hand have no preflight, so their agents test the pairs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from launcher.wire import limits
 from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest, Refusal
 from launcher.wire.node_link import Link
 
-AT_ONCE = 128  # members that are tried
-PASSED = 1 << 16  # bytes to each: packets as large as any interface allows
+AT_ONCE = 128  # members tried at the same time
+PASSED = 1 << 16  # bytes sent to each: packets as large as any interface allows
 SHOWN = 3  # nodes named in one line
 CURES = {
     "port-blocked": "open all ports between the nodes, for gloo and NCCL",
@@ -35,7 +35,7 @@ CURES = {
 
 
 class Wait:
-    """A wait with a limit. After CHECKIN_TELL_S it says once what it waits for."""
+    """A wait with a limit. After CHECKIN_TELL_S, it reports once what it waits for."""
 
     def __init__(self, timeout_s: float, say: Callable[[str], object] = lambda text: None) -> None:
         self.timeout_s, self.say = timeout_s, say
@@ -47,7 +47,7 @@ class Wait:
         return self.deadline - own_time.now()
 
     def tell(self, what: str) -> None:
-        """Say what is waited for, if it is time to."""
+        """Report what this process waits for, if CHECKIN_TELL_S has passed."""
         if time.monotonic() > self._tell_at:
             self.say(f"waiting for {what}, {self.timeout_s:g} s at most")
             self._tell_at = math.inf
@@ -59,10 +59,10 @@ def gather(
     wait: Wait,
     admit: Callable[[Link, NodeReport], bool] = lambda link, report: True,
 ) -> dict[int, tuple[Link, Member]]:
-    """Wait for nodes; returns those that have come in time, by node id.
+    """Wait for nodes. Returns those that arrive in time, by node id.
 
-    Whoever is not awaited, or not admitted, is turned away. Raises Refused if a node says why
-    the run cannot start.
+    A node that is not awaited, or not admitted, is turned away. Raises Refused if a node reports
+    that the run cannot start.
     """
     here: dict[int, tuple[Link, Member]] = {}
     while (missing := awaited - here.keys()) and wait.left_s > 0:
@@ -77,7 +77,7 @@ def gather(
                 report = said if said.node_rank >= 0 else replace(said, node_rank=free)
                 if admit(link, report) and report.node_rank in awaited - here.keys():
                     address, port = "", report.failover_port
-                    with contextlib.suppress(OSError):  # it has gone already
+                    with contextlib.suppress(OSError):  # the node is already gone
                         address = str(connection.getpeername()[0]).removeprefix("::ffff:")
                     member = Member(report.node_rank, report.host, report.nproc, address, port)
                     here[report.node_rank] = link, member
@@ -87,14 +87,14 @@ def gather(
 
 
 def introduce(link: Link, me: NodeReport) -> socket.socket:
-    """Say who this node is; returns the listener of its failover port."""
+    """Introduce this node to the other end. Returns the listener of its failover port."""
     listener = open_failover_port(str(link.socket.getsockname()[0]))
     link.send(replace(me, failover_port=listener.getsockname()[1]))
     return listener
 
 
 def open_failover_port(address: str) -> socket.socket:
-    """Listen where other nodes can pass something: the kernel takes it in, and nobody reads it."""
+    """Listen for test data from other nodes; the kernel receives it, and nobody reads it."""
     listener = open_port(0, address)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * PASSED)
     return listener
@@ -107,10 +107,10 @@ def try_pairs(
     first: Member,
     here: Mapping[int, tuple[Link, Member]],
     within_s: float,
-    more_s: float,  # for answers
+    more_s: float,  # extra time for answers
     file: str = "",
 ) -> list[tuple[int, Fault]]:
-    """On node rank 0: have each pair of nodes test its link; returns the faults, by node id.
+    """On node rank 0, have each pair of nodes test its link. Returns the faults, with node ids.
 
     If `within_s` is 0, the others try only node rank 0.
     """
@@ -129,11 +129,11 @@ def try_pairs(
 
 
 def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator[Fault]:
-    """Pass something to all members but this one; begins with the next."""
+    """Send test data to all other members, beginning with the next one. Yields the faults."""
     deadline = time.monotonic() + within_s
     ahead = sorted(members, key=lambda member: (member.node_id <= me, member.node_id))
     others = [member for member in ahead if member.node_id != me and member.failover_port]
-    failed: dict[tuple[str, str], list[str]] = {}  # by fault and why
+    failed: dict[tuple[str, str], list[str]] = {}  # by fault and reason
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = pool.map(lambda other: _try_member(other, deadline), others)
         for other, (fault, why) in zip(others, found, strict=True):
@@ -144,15 +144,15 @@ def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator
 
 
 def shorten(names: Sequence[str]) -> str:
-    """Return the first of them, and how many more there are."""
+    """Return the first SHOWN names, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _try_member(other: Member, deadline: float) -> tuple[str, str]:
-    """Return fault and why, where it cannot be reached; no why if there is no time left.
+    """Return a fault and why a member cannot be reached; the reason is empty if none was found.
 
-    What fails at once is tried again: a network that has just come back has no route for a while.
+    Immediate errors are retried, because a network that has just recovered has no route at first.
     """
     end = min(time.monotonic() + limits.GREETING_S, deadline + 1)
     why = ""
@@ -175,7 +175,7 @@ def _try_member(other: Member, deadline: float) -> tuple[str, str]:
 
 
 def find_loss(connection: socket.socket, within_s: float) -> str:
-    """Wait until the other end's kernel has what was sent; returns why it has not, else ""."""
+    """Wait until the other end's kernel has all data. Returns why it has not, otherwise ""."""
     end = time.monotonic() + within_s
     while is_busy(connection):
         if time.monotonic() > end:
@@ -187,6 +187,6 @@ def find_loss(connection: socket.socket, within_s: float) -> str:
 
 def is_busy(connection: socket.socket) -> bool:
     """Return whether the other end has not yet received all that was sent."""
-    with contextlib.suppress(OSError):  # a sandbox's kernel may not tell
+    with contextlib.suppress(OSError):  # a sandbox's kernel may not support it
         return any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))  # SIOCOUTQ, tcp(7)
     return False

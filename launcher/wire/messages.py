@@ -1,8 +1,8 @@
-"""All that the programs of a run tell each other: a message is a dataclass here (no torch).
+"""All messages between the programs of a run, each a dataclass (no torch).
 
-On its way it is one line of JSON: `{"Exit":{"code":1,"left":0}}`. Nodes pass such lines to each
-other (node_link.py), and so do a launcher and its nodes (launcher_link.py). Nothing that arrives is
-ever unpickled.
+A message is sent as one line of JSON: `{"Exit":{"code":1,"left":0}}`. Nodes send such lines to each
+other (node_link.py), and so do a launcher and its nodes (launcher_link.py). Received data is never
+unpickled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong under its name in TROUBLESHOOTING.md, and the cure. Some only warn."""
+    """A fault: its name in TROUBLESHOOTING.md, its cause, and how to fix it. Some only warn."""
 
     name: str
     cause: str
@@ -44,19 +44,19 @@ class Request:
     run_id: str
     num_nodes: int
     node_rank: int
-    nproc: int | None  # None: one per GPU, else `cpu_nproc`
-    cpu_nproc: int  # 0: GPUs are needed
+    nproc: int | None  # None means one per GPU, or `cpu_nproc` if there is no GPU
+    cpu_nproc: int  # 0 means that GPUs are needed
     master_addr: str
-    port: int | None  # None: from the run id
+    port: int | None  # None means a port derived from the run id
     words: Sequence[str]  # the training script and its arguments
-    directory: Path  # where relative paths begin
+    directory: Path  # the base of relative paths
     log_dir: Path
     checkpoint_dir: Path | None
-    has_checks: bool = True  # False: only count the GPUs and choose the port
+    has_checks: bool = True  # if False, only count the GPUs and choose the port
     backend: str = "auto"
-    num_workers: int = 0  # processes of each rank that load data
-    meeting_size: int = 0  # nodes that meet at the port; 0: they do not
-    within_s: float = 7.0  # for all of them to have come
+    num_workers: int = 0  # data loading processes of each rank
+    meeting_size: int = 0  # the number of nodes that meet at the port; 0 if they do not
+    within_s: float = 7.0  # for all of them to arrive
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class Start:
     command: Sequence[str]
     variables: Mapping[str, str]  # in addition to those that came with the connection
     directory: Path
-    socket: str = ""  # where pdsh's process is to come first; empty: start it now
+    socket: str = ""  # where pdsh's process must connect first; empty means start now
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """End what is left of a run, after its own connection was lost."""
+    """End the leftover processes of a run whose connection was lost."""
 
     token: str
 
@@ -83,23 +83,23 @@ class StopRequest:
     signum: int
 
 
-# --- of nodes that meet, for the preflight and for the run ----------------------------------------
+# --- between nodes that meet, for the preflight and for the run -----------------------------------
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node says of itself: at check-in its agent, before that its preflight."""
+    """What a node reports about itself, first in its preflight, then through its agent."""
 
-    node_rank: int  # -1: the next one free
+    node_rank: int  # -1 means the next free one
     num_nodes: int
     nproc: int
     host: str
-    run_id: str  # empty: takes node rank 0's
+    run_id: str  # empty means node rank 0's
     versions: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)  # of hash_files(), describe_program()
+    files: Mapping[str, str] = field(default_factory=dict)  # hashes by file name, and the arguments
     time: float = field(default_factory=time.time)  # seconds since the epoch
-    failover_port: int = 0  # as Member has it
-    attempt: int = 0  # of the run, where it has lost node rank 0
+    failover_port: int = 0  # as in Member
+    attempt: int = 0  # of the run, if it has lost node rank 0
 
     def __post_init__(self) -> None:
         if min(self.node_rank + 1, self.num_nodes - 1, self.nproc - 1) < 0:
@@ -116,7 +116,7 @@ class Member:
     host: str
     nproc: int  # ranks
     address: str = ""  # as node rank 0 sees it
-    failover_port: int = 0  # at which any other can reach it, if it replaces node rank 0; 0: none
+    failover_port: int = 0  # where others reach it if it replaces node rank 0; 0 means none
 
     def __str__(self) -> str:
         return f"{self.host} ({self.address}:{self.failover_port})"
@@ -127,13 +127,13 @@ class PairTest:
     """From node rank 0: try to reach all other members."""
 
     members: Sequence[Member]
-    file: str = ""  # on a file system that all should share; empty: none
+    file: str = ""  # on a file system that all should share; empty means none
     time: float = field(default_factory=time.time)  # on node rank 0, in seconds since the epoch
 
 
 @dataclass(frozen=True)
 class PairResult:
-    """What a node found then."""
+    """The result of a node's PairTest."""
 
     faults: Sequence[Fault]
 
@@ -151,25 +151,25 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Hello:
-    """The connection is there."""
+    """The connection is established."""
 
-    address: str  # of the node, as ssh reached it; empty: unknown
+    address: str  # of the node, as ssh reached it; empty if unknown
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[0-9A-Fa-f.:]*(%\w+)?", self.address):
-            raise ValueError(f"{self.address!r:.80} is no address")
+            raise ValueError(f"{self.address!r:.80} is not an address")
 
 
 @dataclass(frozen=True)
 class Report(NodeReport):
-    """What a node found out about itself."""
+    """The result of a node's preflight."""
 
     port: int = 0
     gpus: int = 0
     cpus: int = 0  # for all of its ranks
     faults: Sequence[Fault] = ()
-    met: Sequence[Fault] = ()  # those found at the master's port, if node rank 0 was there
-    done: Sequence[str] = ()  # the checks made there; node rank 0 makes none alone
+    met: Sequence[Fault] = ()  # faults found at the master's port, if node rank 0 was there
+    done: Sequence[str] = ()  # the checks made there; empty on node rank 0
     seconds: float = 0.0
 
 
@@ -180,15 +180,15 @@ class Ready:
 
 @dataclass(frozen=True)
 class Cut:
-    """pdsh's connection has ended before the agent."""
+    """pdsh's connection ended before the agent exited."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """The nodes that a run continues with, each by the node rank that it was started with."""
+    """The nodes with which a run continues, identified by their original node ranks."""
 
     attempt: int
-    nodes: Sequence[int]  # by node rank, and after them the spares
+    nodes: Sequence[int]  # in the order of the current node ranks, then the spares
 
 
 @dataclass(frozen=True)
@@ -208,78 +208,78 @@ class Exit:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What an agent does in an attempt: the ranks can start."""
+    """An agent's node rank and ranks in an attempt; the ranks can start."""
 
     run_id: str
     first_rank: int
     world_size: int
     hosts: Sequence[str]  # by node rank
-    node_rank: int = -1  # -1: it waits, as a spare
+    node_rank: int = -1  # -1 means that it waits as a spare
     attempt: int = 0
-    address: str = ""  # of torch's store; empty: as the agent was started
+    address: str = ""  # of torch's store; empty means as in the agent's arguments
     port: int = 0
-    members: Sequence[Member] = ()  # by node rank, where the run can replace nodes
+    members: Sequence[Member] = ()  # by node rank, if the run can replace nodes
     spares: Sequence[Member] = ()
 
     def __post_init__(self) -> None:
         check_run_id(self.run_id)
         if not 0 <= self.first_rank < self.world_size <= MOST_RANKS:
-            raise ValueError(f"rank {self.first_rank} of {self.world_size} is none")
+            raise ValueError(f"rank {self.first_rank} of {self.world_size} does not exist")
         if not (-1 <= self.node_rank < len(self.hosts) and 0 <= self.port < 65536):
-            raise ValueError(f"node rank {self.node_rank}, port {self.port}: there is none")
+            raise ValueError(f"node rank {self.node_rank}, port {self.port}: out of range")
 
     @property
     def successors(self) -> list[Member]:
-        """Who replaces node rank 0 when it is lost: the first of them that is reachable."""
+        """The candidates to replace node rank 0 if it is lost; the first reachable one does."""
         return [member for member in (*self.spares, *self.members[1:]) if member.failover_port]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A snapshot whose parts are on several nodes, which put them together to save it."""
+    """A snapshot whose parts are on several nodes, which combine them to save it."""
 
     step: int
-    folder: str  # below that of the run's checkpoints; what a killed save leaves has such a name
-    lost: Sequence[int] = ()  # ranks whose own parts are lost: another node has copies
+    folder: str  # in the checkpoint folder; named like the leftovers of a killed save
+    lost: Sequence[int] = ()  # ranks whose own parts are lost, but copied on another node
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"step-\d+\.tmp-[0-9a-f]+", self.folder):
-            raise ValueError(f"{self.folder} is no folder for parts")
+            raise ValueError(f"{self.folder} is not a folder for parts")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What node rank 0 tells all nodes when an attempt has ended."""
+    """What node rank 0 sends to all nodes when an attempt has ended."""
 
-    outcome: Outcome  # without what each agent adds itself: its start, the run id, the command
-    next: Assignment | None = None  # the agent's part in the attempt that follows
+    outcome: Outcome  # each agent adds its own start time, the run id and the command
+    next: Assignment | None = None  # the agent's part in the next attempt, if any
     parts: Parts | None = None  # of the newest snapshot, if it is on several nodes
 
 
 @dataclass(frozen=True)
 class StackRequest:
-    """To node rank 0: show where all ranks are. From it: tell where yours are."""
+    """To node rank 0: show the stacks of all ranks. From it: send the stacks of your ranks."""
 
 
 @dataclass(frozen=True)
 class RankStack:
-    """Where a living rank is."""
+    """The stack of a living rank."""
 
     rank: int
     frames: Sequence[str]  # innermost first
-    calls: Calls | None = None  # its newest collectives, if torch records them
+    calls: Calls | None = None  # its latest collectives, if torch records them
 
 
 @dataclass(frozen=True)
 class NodeStacks:
-    """Where the living ranks of a node are."""
+    """The stacks of the living ranks of a node."""
 
     ranks: Sequence[RankStack]
 
 
 @dataclass(frozen=True)
 class SnapshotPiece:
-    """From node rank 0, to the node that keeps a copy of its snapshot: the bytes that follow."""
+    """From node rank 0 to the node that keeps a copy of its snapshot; the bytes follow."""
 
     step: int
     offset: int  # in bytes
@@ -287,7 +287,7 @@ class SnapshotPiece:
 
     def __post_init__(self) -> None:
         if min(self.offset, self.length) < 0:
-            raise ValueError(f"{self.length} bytes at {self.offset}: there are none")
+            raise ValueError(f"{self.length} bytes at {self.offset}: out of range")
 
 
 @dataclass(frozen=True)
@@ -300,21 +300,21 @@ class SnapshotData:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """To node rank 0: this node has written its parts of a snapshot, or told why it could not."""
+    """To node rank 0: this node has written its parts of a snapshot, or reported why not."""
 
 
 @dataclass(frozen=True)
 class NodeBeat:
     """The heartbeat of a node's agent, every BEAT_S seconds."""
 
-    straggler: RankState | None  # None: no rank of it is alive
+    straggler: RankState | None  # None if no rank of the node is alive
 
 
 @dataclass(frozen=True)
 class EndRanks:
     """From node rank 0: something has failed; end the ranks."""
 
-    stuck: int = -1  # the rank that holds up the run; first collect all stacks. -1: none
+    stuck: int = -1  # the rank that holds up the run, or -1; with one, first collect all stacks
 
 
 _ALL = *globals().values(), Failure, NodeEnd, Outcome
@@ -322,12 +322,12 @@ _KINDS = {kind.__name__: kind for kind in _ALL if isinstance(kind, type) and is_
 
 
 def write(message: object) -> str:
-    """Return a message as one line, without its end."""
+    """Return a message as one line, without the newline."""
     return f'{{"{type(message).__name__}":{encode(message)}}}'
 
 
 def read(text: bytes | str) -> Any:
-    """Return the message of a line; raises MessageError if it is none, or does not fit."""
+    """Return the message in a line. Raises MessageError if the line is no valid message."""
     content = parse_json(text)
     if isinstance(content, dict) and len(content) == 1:
         ((name, fields),) = content.items()

@@ -1,10 +1,10 @@
 """One end of the connection between two nodes, from check-in to the end of the run (no torch).
 
-Each agent holds one TCP connection to the master address and port, where the torch store is served
-afterwards on the same listening socket. The kernel ends the connection at an agent's death, so the
-others know at once; missing beats reveal a cut network. The preflight uses such connections, too.
+Each agent holds one TCP connection to the master address and port, where the torch store is later
+served on the same listening socket. The kernel closes the connection when an agent dies, so the
+others know at once; missing beats reveal a cut network. The preflight also uses such connections.
 
-A message is a line (messages.py). The bytes of a snapshot follow theirs.
+Each message is one line (messages.py). The bytes of a snapshot follow the line that announces them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Link:
         self._buffer = received
 
     def send(self, message: object) -> None:
-        """Send one message; a node that is gone is noticed where it is read."""
+        """Send one message. If the node is gone, the next read reports that."""
         line, data = message, b""
         if isinstance(message, SnapshotData):
             line, data = message.piece, message.data
@@ -43,10 +43,10 @@ class Link:
             self.socket.sendall(f"{messages.write(line)}\n".encode() + data)
         except OSError:
             with contextlib.suppress(OSError):
-                self.socket.shutdown(socket.SHUT_RDWR)  # reading it now finds its end
+                self.socket.shutdown(socket.SHUT_RDWR)  # the next read finds the end
 
     def receive(self, limit_s: float = limits.SILENCE_S) -> list[Any] | None:
-        """Return the messages that have arrived; None when the node is gone, or is none of ours."""
+        """Return the messages that have arrived; None if the node is gone or sends other data."""
         if not self._fill(limit_s):
             return None
         try:
@@ -57,7 +57,7 @@ class Link:
     def wait(self, deadline: float) -> Any | None:
         """Return the next message.
 
-        None when the node is gone, is none of ours, or `deadline` (of own_time) has passed.
+        Returns None if the node is gone or sends other data, or if `deadline` (own_time) passes.
         """
         try:
             while (message := self._take()) is None:
@@ -69,7 +69,7 @@ class Link:
             return None
 
     def _take(self) -> Any | None:
-        """Return the next message that has arrived in full; raises MessageError."""
+        """Return the next complete message, or None. Raises MessageError."""
         line, line_end, rest = self._buffer.partition(b"\n")
         if not line_end:
             return None
@@ -79,16 +79,16 @@ class Link:
                 return None
             message = SnapshotData(message, rest[: message.length])
             rest = rest[len(message.data) :]
-        self._buffer = rest  # for later
+        self._buffer = rest  # kept for later
         return message
 
     def wait_for_end(self, deadline: float) -> None:
-        """Wait until the node is gone, or `deadline` (of own_time) has passed."""
+        """Wait until the node is gone, or until `deadline` (of own_time) has passed."""
         while (left_s := deadline - own_time.now()) > 0 and self._fill(min(left_s, limits.BEAT_S)):
             self._buffer = b""
 
     def _fill(self, limit_s: float) -> bool:
-        """Take what arrives within the limit; False when the node is gone, or is none of ours."""
+        """Read what arrives in time. Returns False if the node is gone or sends too much data."""
         self.socket.settimeout(limit_s)
         try:
             data = self.socket.recv(65536)
@@ -102,7 +102,7 @@ class Link:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing has come for SILENCE_S seconds."""
+        """Whether nothing has arrived for SILENCE_S seconds."""
         return own_time.since(self.heard) > limits.SILENCE_S
 
     def loss(self, node_rank: int, host: str) -> Failure:

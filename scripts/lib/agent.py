@@ -1,14 +1,14 @@
 """Start the node agent: python scripts/lib/agent.py [torchrun's arguments] SCRIPT [arguments].
 
-The same as `python -m distributed.run`, from any working directory. The user's script never sees
-our modules, and our modules none of the user's.
+The same as `python -m distributed.run`, from any working directory. The user's script does not
+see our modules, and our modules do not see the user's.
 """
 
 import runpy
 import sys
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().with_name("start.py")))  # finds our modules
+runpy.run_path(str(Path(__file__).resolve().with_name("start.py")))  # imports our modules
 
 from launcher.agent.supervisor import main  # noqa: E402
 

@@ -18,7 +18,7 @@ main() { # <repository>
   [[ ! -e $folder ]] || die "${folder@Q} exists; nothing was changed. Remove it to start again"
   why=$(mkdir -- "$folder" 2>&1) || die "${why#mkdir: }; nothing was changed"
   tar -C "$ROOT" --exclude=__pycache__ -cf - "${PARTS[@]}" | tar -C "$folder" -xf -
-  echo "$folder holds it; nothing else was changed. For example:"
+  echo "copied to $folder; nothing else was changed. For example:"
   echo "  cd ${1@Q} && launch-kit/scripts/launch.sh --nproc-per-node 2 YOUR_SCRIPT.py"
 }
 main "$@"

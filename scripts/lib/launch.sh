@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# What every entry script sources. bash finds the Python, and hands it all that was typed, unread:
+# Every entry script sources this. bash finds the Python, and passes it all that was typed, unparsed:
 # launcher/cli/ has the grammar.
 
-set +o posix # where sh is bash
+set +o posix # if sh is bash
 
-# Prints a path by the name under which the user reaches it. Where a link leads there, the other nodes
-# may have that name alone: here /home is a link to /export/home.
+# Prints a path as the user names it. If that name contains a link, other nodes may have only that
+# name: for example, /home may be a link to /export/home on this machine.
 as_typed() { # <path without links> <folders as typed...>
   local typed real
   for typed in "${@:2}"; do
@@ -24,10 +24,10 @@ PROGRAM=${0##*/}
 case $PROGRAM in *.SC | slurm_script) # a scheduler's copy
   PROGRAM=$(sed -n 's|^# usage: .*/\([a-z_]*\.sh\).*|\1|p' "$0") ;;
 esac
-SUBMITTED=$0 # or what a scheduler was given
-ACTIVATED=() # names of variables that the environment of PYTHON has changed
+SUBMITTED=$0 # or the file that a scheduler was given
+ACTIVATED=() # names of the variables that the environment of PYTHON has changed
 INSIDE=''    # the Python in the container
-SITE_ROW=''  # of the plan
+SITE_ROW=''  # a row of the plan
 
 # shellcheck source=scripts/lib/python.sh
 source "$LIB/python.sh"
@@ -48,7 +48,7 @@ refuse() { # <fault of TROUBLESHOOTING.md> <"cause; cure">
 # Starts a command of launcher/cli/options.py; does not return.
 run_command() { # <command> <word...>
   local name
-  local script=${LAUNCH_AS:-$0} # a command that pip has installed has its own name
+  local script=${LAUNCH_AS:-$0} # a command that pip installed has its own name
   [[ $script == */* ]] || script=./$script
   unset LAUNCH_AS
   answer "${2:-}" "$1"
@@ -64,12 +64,12 @@ run_command() { # <command> <word...>
     "$SITE_ROW" "${ACTIVATED[*]}" "$script" "${@:2}"
 }
 
-# What an edited copy of an older batch script calls.
+# Edited copies of older batch scripts call this.
 parse_arguments() {
   die 2 "this is a copy of an older script; copy the new one, and edit it again [config-invalid]"
 }
 
-# Runs a script that is no launcher; does not return.
+# Runs a script that is not a launcher; does not return.
 run_tool() { # <argument...>
   answer "${1:-}" ''
   read_site
@@ -77,8 +77,8 @@ run_tool() { # <argument...>
   exec "$PYTHON" "$ROOT/scripts/lib/start.py" launcher.cli.tools "${LAUNCH_AS:-$PROGRAM}" "$@"
 }
 
-# Answers what needs no Python. help.txt names above each entry the commands that read it.
-answer() { # <first word> <command, or '' where the header of the script says all>
+# Answers options that need no Python. Above each entry, help.txt names the commands that read it.
+answer() { # <first word> <command, or '' if the header of the script is the whole help>
   case $1 in
     -h | --help) { print_help "$@" | cat 2>/dev/null || (($? == 141)) || die 1 "cannot write the help; free some disk space [disk-full]"; } && exit ;;
     --version) echo "$PROGRAM $(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$ROOT/distributed/__init__.py")" && exit ;;

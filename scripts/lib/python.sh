@@ -1,13 +1,13 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # of launch.sh
-# The Python that runs the job: environment modules, conda, virtual environments.
+# Finds the Python that runs the job: environment modules, conda, virtual environments.
 
-# Sets PYTHON to an absolute path, and ACTIVATED. First of: PYTHON, VENV, CONDA_ENV, the active
-# environment, the project's .venv, the environment that pip has installed us in, python3.
+# Sets PYTHON to an absolute path, and sets ACTIVATED. PYTHON is the first of: PYTHON, VENV, CONDA_ENV,
+# the active environment, the project's .venv, the environment in which pip installed us, python3.
 choose_python() {
   local name
   [[ -z ${PYTHON:-} ]] || type -P -- "$PYTHON" >/dev/null ||
-    ! ignore_foreign PYTHON "which is no program" || PYTHON=''
-  [[ -z ${VENV:-} || -d $VENV ]] || ! ignore_foreign VENV "which is no folder" || VENV=''
+    ! ignore_foreign PYTHON "which is not a program" || PYTHON=''
+  [[ -z ${VENV:-} || -d $VENV ]] || ! ignore_foreign VENV "which is not a folder" || VENV=''
   local -A before=()
   for name in $(compgen -A export); do before[$name]=${!name}; done
   [[ ${MODULES:-none} == [Nn]one ]] || load_modules
@@ -17,7 +17,7 @@ choose_python() {
     use_folder VENV
   elif [[ -n ${CONDA_ENV:-} ]]; then
     activate_conda
-  elif [[ -n ${LAUNCH_PYTHON:-} ]]; then # a command that pip has installed
+  elif [[ -n ${LAUNCH_PYTHON:-} ]]; then # a command that pip installed
     PYTHON=$LAUNCH_PYTHON
   elif [[ -n ${VIRTUAL_ENV:-} ]]; then
     use_folder VIRTUAL_ENV
@@ -25,7 +25,7 @@ choose_python() {
     use_folder CONDA_PREFIX
   elif [[ -x $ROOT/.venv/bin/python ]]; then
     PYTHON=$ROOT/.venv/bin/python
-  elif [[ $ROOT == */site-packages/* && -x ${ROOT%/lib*/python*}/bin/python ]]; then # where pip put us
+  elif [[ $ROOT == */site-packages/* && -x ${ROOT%/lib*/python*}/bin/python ]]; then # where pip installed us
     PYTHON=${ROOT%/lib*/python*}/bin/python
   else
     PYTHON=python3
@@ -35,7 +35,7 @@ choose_python() {
     refuse env-missing "there is no Python at ${PYTHON@Q}$(name_target "$PYTHON"); set PYTHON to Python 3.10 or newer"
   [[ $found == /* ]] || found=$PWD/$found
   PYTHON=$(as_typed "$found" "$PWD" "$ROOT")
-  unset PYTHONINSPECT # each process would wait for someone to type, at its end
+  unset PYTHONINSPECT # with it, each process would wait for input at its end
   "$PYTHON" -S -c 'import sys, zlib; sys.exit(42 if sys.version_info >= (3, 10) else 43)' 2>/dev/null || code=$?
   case $code in
     42) ;;
@@ -50,13 +50,13 @@ choose_python() {
   done
 }
 
-# In launch.sh, which stands in for torchrun, a value that cannot be ours is another program's.
+# In launch.sh, which replaces torchrun, a value that we cannot use belongs to another program.
 ignore_foreign() { # <variable> <"why">
   [[ $PROGRAM == launch.sh && ${!1} != */* ]] || return 1
   echo "$PROGRAM: warning: $1 is ${!1@Q}, $2; ignored" >&2
 }
 
-# With CONTAINER, PYTHON and VENV are those inside. The launcher's own is this machine's.
+# With CONTAINER, PYTHON and VENV are paths inside it. The launcher uses this machine's Python.
 choose_inside() {
   [[ -n ${CONTAINER:-} ]] || return 0
   INSIDE=${PYTHON:-${VENV:+$VENV/bin/}python3}
@@ -70,8 +70,8 @@ use_folder() { # <variable that names an environment's folder>
   PATH=$(cd -- "$folder/bin" && pwd):$PATH
 }
 
-# An environment's Python is a link, often into the home of who made it, or to a disk of one machine.
-name_target() { # <a file that is not there, or that may not be run>
+# An environment's Python is a link, often into its creator's home, or to a disk of one machine.
+name_target() { # <a file that is missing, or not executable>
   [[ ! -L $1 ]] || echo " (a link to $(readlink -m -- "$1"), which $(id -un 2>/dev/null || id -u) cannot run here)"
 }
 
@@ -91,7 +91,7 @@ activate_conda() {
 
 load_modules() {
   local file names
-  set +eu # so do the module system's
+  set +eu # so do the module system's scripts
   for file in "$LMOD_PKG/init/bash" "$MODULESHOME/init/bash" /etc/profile.d/{lmod,modules}.sh; do
     declare -F module >/dev/null && break
     # shellcheck disable=SC1090

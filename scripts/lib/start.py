@@ -1,4 +1,4 @@
-"""What launch.sh becomes. Our own modules are found in any working directory."""
+"""The program that launch.sh becomes. It finds our own modules from any working directory."""
 
 import os
 import signal
@@ -10,16 +10,16 @@ from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it without a traceback
-for name in ("distributed", "launcher"):  # not through sys.path: a user's files may lie beside them
+for name in ("distributed", "launcher"):  # not through sys.path: a user's files may be beside them
     spec = PathFinder.find_spec(name, [str(Path(__file__).parents[2])])
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])
 
 if __name__ == "__main__":
-    is_named = sys.argv[1].startswith("launcher.")  # another than the one behind the launchers
+    is_named = sys.argv[1].startswith("launcher.")  # a module other than launcher.start
     if sys.argv[1] == "launcher.cli.tools":
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a message
     try:
         module = import_module(sys.argv[1] if is_named else "launcher.start")
         sys.exit(module.main(sys.argv[1 + is_named :], os.environ))

@@ -13,18 +13,18 @@
 # Give the job's size to qsub (Torque: -l nodes=4:ppn=8). qdel, the walltime and qrerun let the ranks
 # save, if the queue's kill_delay is at least GRACE + 10 seconds. In the first form, so does
 # qsig -s USR1.
-# The first of these sets the processes per node: NPROC_PER_NODE, the job's mpiprocs or ngpus, the
-# node's lines in the node file (if more than one), its GPUs.
+# Processes per node: the first of NPROC_PER_NODE, the job's mpiprocs or ngpus, the node's lines in
+# the node file (if more than one), the number of GPUs.
 #PBS -N train
 #PBS -l walltime=24:00:00
 #PBS -j oe
 #PBS -o logs/
-[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
 cd -- "${PBS_O_WORKDIR:-.}"
-[[ -z ${PBS_O_WORKDIR:-} ]] || mkdir -p logs 2>/dev/null || true # PBS puts there what this prints
+[[ -z ${PBS_O_WORKDIR:-} ]] || mkdir -p logs 2>/dev/null || true # PBS writes the output of this script there
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
-for FOLDER in "$PWD" "$PWD/launch-kit"; do # PBS runs a copy of this file; make init has made launch-kit
+for FOLDER in "$PWD" "$PWD/launch-kit"; do # PBS runs a copy of this file; make init creates launch-kit
   [[ -r $LIB/launch.sh ]] || LIB=$FOLDER/scripts/lib
 done
 [[ -r $LIB/launch.sh ]] || { echo "pbs_train.sh: this copy finds no scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" >&2 && exit 2; }

@@ -20,23 +20,23 @@
 #SBATCH --time=24:00:00
 #SBATCH --output=logs/slurm-%j.out
 #
-# 120 s before its time limit the job saves a checkpoint and returns to the queue.
+# 120 s before its time limit, the job saves a checkpoint and returns to the queue.
 #SBATCH --signal=B:USR1@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
-[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-NAME=slurm_train_single_node.sh # all below is the same in both scripts: SLURM copies a script alone
-# sbatch sends the path behind a link, and SLURM starts in /tmp where it is missing. $PWD was right.
+NAME=slurm_train_single_node.sh # the rest is the same in both scripts: SLURM copies only one file
+# sbatch sends the path without links. If a node lacks it, SLURM starts in /tmp; the user's $PWD works.
 if [[ $PWD == /tmp && ! -d ${SLURM_SUBMIT_DIR:-/} ]]; then
   TYPED=$(sed -zn 's/^PWD=//p' /proc/$$/environ | tr -d '\0')
   [[ -d $TYPED && $TYPED != /tmp ]] || { echo "$NAME: $(uname -n): there is no folder $SLURM_SUBMIT_DIR, where the job was submitted; submit it from one that all nodes have, or give sbatch --chdir=FOLDER [dir-not-shared]" >&2 && exit 3; }
   cd -- "$TYPED" && export SLURM_SUBMIT_DIR=$PWD
 fi
 LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib FILE=$0
-if [[ ! -r $LIB/launch.sh ]]; then # sbatch runs a copy; the job's record names what was submitted
+if [[ ! -r $LIB/launch.sh ]]; then # sbatch runs a copy; the job's record names the submitted file
   FILE=$(scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null | sed -n '/^ *Command=/{s///p; q}') || true
-  while [[ ! -e $FILE && $FILE == *' '* ]]; do FILE=${FILE% *}; done # its arguments follow
+  while [[ ! -e $FILE && $FILE == *' '* ]]; do FILE=${FILE% *}; done # remove its arguments
   [[ -e $FILE ]] || FILE=$0
   HERE=$(dirname -- "$(readlink -f -- "$FILE")")
   for LIB in "$HERE/../lib" {"$HERE","${SLURM_SUBMIT_DIR:-$HERE}"}/{,launch-kit/}scripts/lib; do

@@ -7,9 +7,9 @@
 #   --use-env  pass the local rank only as LOCAL_RANK, not also as --local-rank
 #
 # example: scripts/ssh/launch_multinode.sh config/local3.yaml 8 node1 node2
-[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-HERE=$(dirname -- "$(readlink -f -- "$0")") # or it is a scheduler's copy
+HERE=$(dirname -- "$(readlink -f -- "$0")") # unless this is a scheduler's copy
 for LIB in "$HERE/../lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"

@@ -8,9 +8,9 @@
 #   key=value  settings that override the config
 #
 # example: scripts/ssh/launch_singlenode.sh config/local3.yaml 2 train.max_steps=100
-[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-HERE=$(dirname -- "$(readlink -f -- "$0")") # or it is a scheduler's copy
+HERE=$(dirname -- "$(readlink -f -- "$0")") # unless this is a scheduler's copy
 for LIB in "$HERE/../lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"

@@ -13,9 +13,9 @@
 #
 # example: scripts/ssh/launch_torchrun_multinode.sh config/local3.yaml 8 2 0 10.0.0.1
 #          and on the second machine, the same with 1 instead of 0
-[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # not sh
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-HERE=$(dirname -- "$(readlink -f -- "$0")") # or it is a scheduler's copy
+HERE=$(dirname -- "$(readlink -f -- "$0")") # unless this is a scheduler's copy
 for LIB in "$HERE/../lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"

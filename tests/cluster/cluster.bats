@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# The cluster itself: what the tests of the launchers stand on.
+# The cluster itself, on which the tests of the launchers rely.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be one
 # bats file_tags=prove,long
 bats_require_minimum_version 1.5.0
@@ -7,7 +7,7 @@ load helper
 
 setup_file() {
   cluster_up 3
-  export TIMED # for the last test: a limit is whole minutes
+  export TIMED # for the last test: limits are whole minutes
   TIMED=$(submit --time=1 --nodelist=node1 sleep 600)
 }
 
@@ -136,7 +136,7 @@ teardown_file() {
 
 @test "run: signals come through; killed, it takes its command along" {
   local signal code
-  set -m # or bash has what follows ignore SIGINT
+  set -m # otherwise bash makes the next command ignore SIGINT
   for signal in INT TERM HUP USR1; do
     "$CLUSTER" run node1 bash -c "trap 'exit 9' $signal; touch ready; while :; do sleep 0.05; done" &
     eventually rm ready
@@ -186,7 +186,7 @@ teardown_file() {
 
 # --- up and down --------------------------------------------------------------------------------
 
-# From here on the test has a folder for clusters of its own, and knows what they may not change.
+# From here on, the test has its own folder for clusters, and knows what they must not change.
 set_apart() {
   export CLUSTER_DIR=$PWD/other
   : >namespaces
@@ -198,17 +198,17 @@ up_and_remember() { # <nodes>
   cut -d ' ' -f 2 -- "$CLUSTER_DIR"/hosts/* >>namespaces
 }
 
-# What a cluster may leave behind other than processes, as one text.
+# Everything but processes that a cluster could leave behind, as one text.
 traces() {
   ls /sys/class/net
   ip netns
-  ls -A /run /run/netns ~/.ssh 2>&1 || true # not all of them need be there
+  ls -A /run /run/netns ~/.ssh 2>&1 || true # not all of them have to exist
   cat /proc/self/mounts /etc/hosts
 }
 
-# The processes of the clusters that were in CLUSTER_DIR: by where they live, and by who started them.
+# The processes of the clusters that were in CLUSTER_DIR, found by their folders and their parents.
 processes() (
-  export -n CLUSTER_DIR # or the commands here were found
+  export -n CLUSTER_DIR # otherwise these commands would be found
   {
     find /proc/[0-9]*/ns/pid -printf '%l %p\n' 2>/dev/null | grep -F -f namespaces
     grep -lsz "^CLUSTER_DIR=$CLUSTER_DIR\$" /proc/[0-9]*/environ
@@ -245,7 +245,7 @@ assert_nothing_left() {
   for again in up down; do
     up_and_remember 1
     mapfile -t pids < <(processes)
-    ((${#pids[@]} > 10))                        # two hosts, their daemons and what holds them
+    ((${#pids[@]} > 10))                        # two hosts, their daemons and parents
     kill -KILL "${pids[@]}" 2>/dev/null || true # some die with the first
     "$CLUSTER" "$again"
     [[ $again == down || $(on login srun hostname) == node1 ]]

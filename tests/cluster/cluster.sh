@@ -3,35 +3,35 @@
 #
 # usage: tests/cluster/cluster.sh COMMAND
 #
-#   deps                 install what is missing of SLURM, munge, OpenSSH, pdsh, Charliecloud and
-#                        podman, with apt-get
-#   check                say what keeps a cluster from running here, if anything does
-#   up [N]               start it with N nodes (default: 4); where one is up, that one ends first
-#   down                 end it and all that runs on it; nothing is left
-#   shell [HOST]         a shell on a host (default: login, where one types sbatch and ssh)
-#   run HOST COMMAND...  a command on a host, in the folder of the caller; it gets the signals too
-#   env                  variables with which this machine's own shell reaches it: source <(...)
+#   deps                 install SLURM, munge, OpenSSH, pdsh, Charliecloud and podman with apt-get
+#                        (only what is missing)
+#   check                print what prevents a cluster from running here, if anything does
+#   up [N]               start it with N nodes (default: 4); one that is already up ends first
+#   down                 end it and everything that runs on it
+#   shell [HOST]         open a shell on a host (default: login, for sbatch and ssh)
+#   run HOST COMMAND...  run a command on a host, in the caller's folder; forwards signals to it
+#   env                  print variables for this machine's shell to reach it: source <(...)
 #   cut HOST             unplug a node's network cable, or the login's from all nodes
 #   slow HOST RATE       throttle a node's link to a rate such as 10mbit, both ways
-#   drop HOST PORT       a firewall on a node that drops what comes in for a TCP port
-#   restore HOST         mend what cut, slow and drop did
+#   drop HOST PORT       start a firewall on a node that drops input to a TCP port
+#   restore HOST         undo cut, slow and drop
 #
-# CLUSTER_CPUS=N: each node has N CPUs, those of this machine, to which SLURM binds tasks; without it
-# each has 64 of which SLURM only keeps count.
+# CLUSTER_CPUS=N: each node has N of this machine's CPUs, and SLURM binds tasks to them. By default,
+# each node has 64 CPUs, which SLURM only counts.
 #
 # example: tests/cluster/cluster.sh up 2 && tests/cluster/cluster.sh run login srun -N2 hostname
 #
-# CLUSTER_DIR (default: /var/lib/launch-kit-cluster) keeps all of its files; clusters with different
-# folders do not meet. A host has its own name, network, process ids, /run, /dev/shm, sshd and slurmd.
-# All hosts share an empty home. All else is shared too, as on a cluster with NFS. It cannot reach
-# other networks.
+# CLUSTER_DIR (default: /var/lib/launch-kit-cluster) holds all its files; clusters with different
+# folders are separate. A host has its own name, network, process ids, /run, /dev/shm, sshd and
+# slurmd. Everything else is shared, as on a cluster with NFS, including an empty home. Hosts cannot
+# reach other networks.
 set -euo pipefail
 shopt -s nullglob
-# Names that no one has exported: the commands that run on hosts get the caller's variables.
+# These names must not be exported: commands on hosts get the caller's variables.
 BOX_HERE=$(dirname -- "$(readlink -f -- "$0")")
 BOX=${CLUSTER_DIR:-/var/lib/launch-kit-cluster}
-BOX_MARK=$BOX/.cluster-in-a-box # what holds it may be removed
-# With the packages' own folders, also where the caller's PATH leaves out the scheduler.
+BOX_MARK=$BOX/.cluster-in-a-box # a folder that holds it may be removed
+# With the packages' own folders, even if the caller's PATH omits the scheduler.
 PATH=${PATH//"$BOX/bin:"/}:/usr/bin:/usr/sbin:/sbin
 BOX_TOOLS=( # <package>:<its command>
   slurmctld:slurmctld slurmd:slurmd slurm-client:sbatch munge:munged
@@ -91,7 +91,7 @@ install_packages() ( # <package...>
   (($# > 0)) || return 0
   ((EUID == 0)) || die 3 "installing takes root; run make cluster-deps as root"
   echo "installing $* with apt-get; none of their services is started or enabled"
-  # Where this file says 101, a package's script starts no service.
+  # If this file exits with 101, a package's script starts no service.
   if [[ ! -e $policy ]]; then
     trap 'rm -f -- /usr/sbin/policy-rc.d' EXIT
     printf '#!/bin/sh\nexit 101\n' >"$policy"
@@ -103,7 +103,7 @@ install_packages() ( # <package...>
   [[ ! -d /run/systemd/system ]] || disable_services "$@"
 )
 
-# Not at the next start of the machine either. Only for packages that were not there before.
+# Nor when the machine starts again. Only for packages that were not installed before.
 disable_services() { # <package...>
   local package
   for package in "$@"; do
@@ -125,7 +125,7 @@ up() { # [<nodes>]
   raise_neighbours $((4 * nodes * nodes))
   trap give_up EXIT
   make_files "$nodes"
-  exec 3>&- 4>&- # bats waits for whoever holds these
+  exec 3>&- 4>&- # bats waits for every process that holds these
   for host in $(hosts); do start_host "$host"; done
   wait_until "every host has started" hosts_have_started
   connect_hosts
@@ -135,8 +135,8 @@ up() { # [<nodes>]
   echo "up: login and node1 to node$nodes; make cluster-shell opens a shell, make cluster-down ends it"
 }
 
-# The hosts share one table of this machine for the addresses of their neighbours. In a container
-# its limits may not be ours to set; few hosts do without.
+# The hosts share this machine's table of neighbour addresses. In a container, we may not be able to
+# raise its limits; few hosts do not need that.
 raise_neighbours() { # <entries>
   local limit
   for limit in /proc/sys/net/ipv4/neigh/default/gc_thresh{2,3}; do
@@ -186,7 +186,7 @@ make_files() { # <nodes>
     ssh-keygen -q -t ed25519 -N '' -C "$host" -f "$BOX/keys/$host"
     echo "$host,$address,fd00::${address##*.} $(<"$BOX/keys/$host.pub")" >>"$BOX/etc/known_hosts"
   done
-  # ssh and sshd look for the files of root's home here, not in those of whoever runs this.
+  # ssh and sshd look for root's files in this home, not in the caller's.
   awk -F: -v OFS=: -v home="$BOX/home" '$3 == 0 { $6 = home } 1' /etc/passwd >"$BOX/etc/passwd"
   for file in "$BOX_HERE"/etc/*; do
     sed "s|@DIR@|$BOX|g; s|@NODES@|$1|g; s|@CPUS@|${CLUSTER_CPUS:-64}|g; s|@TASKS@|$tasks|g" "$file" >"$BOX/etc/${file##*/}"
@@ -194,7 +194,7 @@ make_files() { # <nodes>
   make_commands
 }
 
-# The commands for the machine's own shell: each runs on login.
+# Commands for this machine's shell, each of which runs on login.
 make_commands() {
   local name
   # shellcheck disable=SC2016 # $0 and $@ are the command's
@@ -213,11 +213,11 @@ start_host() { # <host>
     </dev/null &>"$BOX/logs/$1.log" &
 }
 
-# The first process of a host. When it dies the kernel ends every other, and takes the namespaces
-# and what was mounted there with them. It ends by itself where the folder was removed under it.
+# The first process of a host. When it dies, the kernel ends all others, and removes the namespaces
+# and mounts. It also exits if the cluster's folder is removed.
 become_host() { # <host>
   local pid
-  read -r pid _ </proc/self/stat # this is still the machine's /proc, so its number there
+  read -r pid _ </proc/self/stat # its process id on the machine, as /proc is still the machine's
   hostname "$1"
   ip link set lo up
   mount --bind "$BOX/etc/hosts" /etc/hosts
@@ -240,10 +240,10 @@ start_daemons() { # <host>
   if [[ $1 == login ]]; then on login slurmctld -i; else on "$1" slurmd -N "$1"; fi
 }
 
-# Sets BOX_INIT: the first process of a host. Another that was given its number since is in another namespace.
+# Sets BOX_INIT: the first process of a host. A later process with its id is in another namespace.
 find_init() { # <host>
   local namespace
-  [[ -s $BOX/hosts/$1 ]] || return # it has not started, or there is no such host
+  [[ -s $BOX/hosts/$1 ]] || return # not started yet, or no such host
   read -r BOX_INIT namespace <"$BOX/hosts/$1"
   [[ $(readlink "/proc/$BOX_INIT/ns/pid") == "$namespace" ]]
 }
@@ -262,12 +262,12 @@ nodes_are_idle() { # <number>
   [[ $(on login sinfo -h -p batch -t idle -o %D 2>/dev/null) == "$1" ]]
 }
 
-# On login's side a node's cable is called as the node, on the node's eth0.
+# On login, a node's cable has the node's name; on the node, it is eth0.
 connect_hosts() {
   local address host login
   on login ip link add switch type bridge
   on login ip address add 10.0.0.254/24 dev switch
-  on login ip address add fd00::254/64 dev switch nodad 2>/dev/null || true # where there is IPv6
+  on login ip address add fd00::254/64 dev switch nodad 2>/dev/null || true # if there is IPv6
   on login ip link set switch up
   find_init login && login=$BOX_INIT
   while read -r address host; do
@@ -293,10 +293,10 @@ export PATH=$BOX/bin:\$PATH
 END
 }
 
-# Sets BOX_ENTER, the start of a command that runs on a host. It dies with the process that enters.
+# Sets BOX_ENTER, the start of a command that runs on a host. The command dies with its caller.
 find_way() { # <host>
   find_init "$1" || die 3 "no host '$1' is up; start it with make cluster-up"
-  BOX_ENTER=( # PATH is the caller's, but for our own stand-ins
+  BOX_ENTER=( # PATH is the caller's, except for our stand-ins
     nsenter --target "$BOX_INIT" --net --uts --mount --pid
     setpriv --pdeathsig KILL env --unset=HOSTNAME --chdir="$PWD" PATH="$PATH" HOME="$BOX/home"
     SLURM_CONF="$BOX/etc/slurm.conf" PDSH_RCMD_TYPE=ssh
@@ -314,8 +314,8 @@ open_shell() { # <host>
   exec "${BOX_ENTER[@]}" bash -i
 }
 
-# A process cannot enter another set of process ids, only its children can. So the signals that we
-# are sent are passed on, and when we are killed the command is.
+# A process cannot enter another PID namespace, only its children can. So we forward the signals
+# that we receive, and if we are killed, the command is killed too.
 run_on() { # <host> <command...>
   find_way "$1"
   [[ ! -t 0 ]] || exec "${BOX_ENTER[@]}" "${@:2}" # a terminal sends its signals to all
@@ -327,7 +327,7 @@ run_on() { # <host> <command...>
     # shellcheck disable=SC2064 # both are known now
     trap "pass_on $signal $!" "$signal"
   done
-  exec 2>/dev/null # bash would tell how the command died
+  exec 2>/dev/null # bash would report how the command died
   until wait $! && code=0; do
     code=$?
     kill -0 $! || exit "$code"
@@ -372,7 +372,7 @@ restore_link() { # <host>
     lift_limit "$1" eth0
   fi
   ! type -P iptables >/dev/null || on "$1" iptables --flush
-  on login scontrol reconfigure # asks every slurmd at once, where it would ask a lost one in minutes
+  on login scontrol reconfigure # asks every slurmd now, not a lost one after minutes
 }
 
 wait_until() { # <what is waited for> <command...>

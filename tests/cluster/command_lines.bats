@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 # The command lines of guides to distributed training, as people type them, in a repository with the
-# usual names: main.py, conf/, configs/. What each gave is printed as a row of a table.
+# usual names: main.py, conf/, configs/. The result of each is printed as a row of a table.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be one
 # bats file_tags=prove,long
 bats_require_minimum_version 1.5.0
@@ -46,7 +46,7 @@ row() { # <exit code expected> <pattern of a line that comes> <host> <command li
   if ((code != $1)) || [[ $line == "nothing like"* ]]; then cat out && false; fi
 }
 
-# The same for a command that submits jobs: their ends, too.
+# The same for a command that submits jobs; also checks how they end.
 job_row() { # <state expected> <pattern of a line of its log> <command line>
   local job state line logs
   on login bash -c "$3" >out 2>&1 || { cat out && false; }
@@ -65,7 +65,7 @@ job_row() { # <state expected> <pattern of a line of its log> <command line>
 DONE='done       step 4 '
 
 @test "command lines for one machine" {
-  # Without speeds, which make prove measures alone: these run beside other parts.
+  # Without speeds, which make prove measures separately: these tests run beside other parts.
   row 0 '^PASS  2 ranks' node1 'scripts/test_distributed.sh 2 --test basic'
   row 0 '^PASS  4 ranks' node1 'scripts/test_distributed.sh 4 --test basic'
   row 0 "$DONE" node1 'scripts/ssh/launch_singlenode.sh config/local3.yaml 4'
@@ -83,7 +83,7 @@ DONE='done       step 4 '
   row 0 "$DONE" node1 'NPROC_PER_NODE=8 scripts/cluster_train.sh config/train_config.yaml'
   row 0 "$DONE" node1 'LOG_LEVEL=DEBUG scripts/cluster_train.sh config/train_config.yaml'
   row 0 "$DONE" node1 'BACKEND=gloo scripts/cluster_train.sh config/train_config.yaml'
-  ( # PYTHON, which the tests set, would count more
+  ( # the tests' PYTHON would take precedence
     unset PYTHON
     row 3 'CONDA_ENV is set but there is no conda' node1 'CONDA_ENV=my_env scripts/cluster_train.sh config/train_config.yaml'
   )

@@ -25,13 +25,13 @@ setup() {
   export OMP_NUM_THREADS=1 USER=${USER:-root} LOG_DIR=$PWD/logs
 }
 
-# Folders that the image has not: those of this machine's Python and of its libraries.
+# Folders that the image lacks: those of this machine's Python and its libraries.
 folders() {
   echo /usr
   "$PYTHON" -c 'import os, sys; print(*(os.path.realpath(p) for p in {sys.prefix, sys.base_prefix} if p != "/usr"), sep="\n")'
 }
 
-# An image with a root and an /etc of its own.
+# An image with its own root and /etc.
 make_image() { # <folder>
   local folder
   mkdir -p "$1"/{etc,proc,sys,dev,tmp,run,home,root}
@@ -49,7 +49,7 @@ use_charliecloud() {
   CONTAINER_ARGS=$(folders | sed 's/^/--bind=/' | tr '\n' ' ')
 }
 
-# A podman whose store is in the test's folder. Here a process may not raise its own limits.
+# A podman whose store is in the test's folder. Processes here may not raise their own limits.
 use_podman() {
   type -P podman >/dev/null || skip "there is no podman; sudo apt install podman runc"
   printf '[storage]\ndriver = "vfs"\ngraphroot = "%s"\nrunroot = "%s"\n' "$PWD/store" "$PWD/run" >storage.conf
@@ -67,7 +67,7 @@ weights_of() { # <run id>
   (cd -- "$ROOT" && "$PYTHON" -m distributed.checkpoint hash "$OLDPWD/checkpoints/$1")
 }
 
-# The weights are those of a run on the bare machine, which every test compares with.
+# The weights equal those of a run without a container, with which every test compares.
 assert_same_weights() { # <run id>
   RUN_ID=bare CONTAINER='' scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}"
   [[ $(weights_of "$1") == "$(weights_of bare)" ]]
@@ -85,7 +85,7 @@ start_long() { # <run id>
   eventually grep -q '^step ' "$1.out" || { cat "$1.out" && false; }
 }
 
-# Here, with what needs the project's folder, too.
+# On this machine, including commands that need the project's folder.
 assert_trains_and_stops() {
   assert_inside
   RUN_ID=box-inside scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}"
@@ -100,7 +100,7 @@ assert_trains_and_stops() {
   eventually no_ranks box-stopped
 }
 
-# No other test on this machine may have a run of this name: it can run beside this one.
+# No other test on this machine may use this run id, because both may run at the same time.
 ranks_of() { # <run id>
   pgrep -f "agent.py .*--rdzv-id $1 "
 }
@@ -166,7 +166,7 @@ make_environment() {
   PYTHON=$(on login scripts/stage_env.sh)
 }
 
-# The last run had so many ranks, all from a copy, which each node has once.
+# The last run had this many ranks, all from a copy, of which each node has one.
 assert_from_copies() { # <ranks>
   cat out
   [[ $(grep -c 'from /dev/shm/launch-kit-[0-9]*/.*/env/bin/python$' out) == "$1" ]]

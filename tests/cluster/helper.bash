@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What the tests on the cluster in a box share. Each file has a cluster of its own, each test a
-# folder of its own as working directory, which every host sees.
+# Shared by the tests on the cluster in a box. Each file has its own cluster, and each test its own
+# working directory, which every host sees.
 
 CLUSTER=${BATS_TEST_DIRNAME:?}/cluster.sh
 PATIENCE_S=600 # only ends a test that hangs: a quiet machine needs less than a tenth
@@ -68,11 +68,11 @@ eventually() { # <command...>
       echo "not within $PATIENCE_S s: $*"
       return 1
     }
-    sleep 0.3 # what looks takes CPU, too
+    sleep 0.3 # polling takes CPU time as well
   done
 }
 
-# A script of the usual shape, whose model outlives the process group. It finds the helper, too.
+# An ordinary script, whose model outlives the process group. It can also import the helper.
 make_ordinary() {
   cat >ordinary.py <<'PY'
 import torch, torch.distributed as dist

@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# Jobs of PBS, on the stand-in that pbs.py is: whatever stops a job, its ranks save first.
+# PBS jobs, on the stand-in pbs.py: whatever stops a job, its ranks save first.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
 bats_require_minimum_version 1.5.0
 load helper
@@ -25,7 +25,7 @@ setup() {
   echo '{}' >"$CLUSTER_DIR/pbs/queue"
 }
 
-# Starts a job on some nodes, as a script that reads long.yaml, or with -- as the session's leader.
+# Starts a job on some nodes: a script that reads long.yaml or, with --, the session's leader.
 start() { # <nodes> [--]; sets JOB, once it has made a step
   local options=(-l "select=$1:ncpus=1" -l place=scatter) given=PYTHON=$PYTHON,PREFLIGHT_SECONDS=20
   if [[ ${2:-} == -- ]]; then
@@ -50,7 +50,7 @@ is_over() {
   [[ -d $CLUSTER_DIR/pbs/history/$JOB ]]
 }
 
-# All ends of the job were stops that have saved, the last with this status; nothing is left anywhere.
+# The job saved each time it was stopped, and ended with this status; nothing is left anywhere.
 has_saved() { # <signal> <Exit_status> [<number of stops>]
   local node
   eventually is_over
@@ -120,7 +120,7 @@ has_trained() {
   is_over || has_lines 1 'step 1/'
 }
 
-# Stops jobs, each at a random moment, in a shell of its own: the three run beside one another.
+# Stops jobs, each at a random moment, in its own shell: the three run at the same time.
 stop_jobs() { # <qdel|walltime|qsig> <times>
   local number
   for ((number = 0; number < $2; number++)); do
@@ -147,7 +147,7 @@ stop_jobs() { # <qdel|walltime|qsig> <times>
 # bats test_tags=prove,long
 @test "qdel, walltime, qrerun and qsig at random moments save, and leave nothing" {
   local number times=${TIMES:-1} what shells=()
-  echo '{"kill_delay": 35}' >"$CLUSTER_DIR/pbs/queue" # GRACE + 5: enough, where nodes answer
+  echo '{"kill_delay": 35}' >"$CLUSTER_DIR/pbs/queue" # GRACE + 5: enough if the nodes answer
   for what in qdel walltime qsig; do
     stop_jobs "$what" "$times" >"$what.out" 2>&1 &
     shells+=($!)

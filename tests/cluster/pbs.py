@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""A small stand-in for OpenPBS on the cluster in a box: jobs and their ends look as they do there.
+"""A small stand-in for OpenPBS on the cluster in a box: jobs, and how they end, look the same.
 
     tests/cluster/pbs.py FOLDER     make FOLDER/bin with PBS's commands, and pbs_mom for each node
 
 All hosts see FOLDER. Commands leave requests in a job's folder; the mom of the job's first node
-acts on them. It does what OpenPBS 23.06 was seen to do; tests/README.md lists what it leaves out.
+acts on them. It does what OpenPBS 23.06 was observed to do; tests/README.md lists what it omits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def qsub(words: Sequence[str]) -> None:
     is_command = words[-len(rest) - 1 : len(words) - len(rest)] == ["--"]
     if not rest or (len(rest) > 1 and not is_command):
         fail(2, USAGE)
-    if not is_command:  # the script's own lines; the command line wins
+    if not is_command:  # the script's own options; the command line wins
         lines = re.findall(r"^#PBS (.*)", Path(rest[0]).read_text(), re.MULTILINE)
         own = read_options([word for line in lines for word in line.split()])
         options, resources = {**own[0], **options}, {**own[1], **resources}
@@ -96,7 +96,7 @@ def qsub(words: Sequence[str]) -> None:
 
 
 def next_number() -> int:
-    """Take the next job number, also where others submit at the same time."""
+    """Take the next job number, even if others submit at the same time."""
     with (PBS / "numbers").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write("\n")
@@ -127,7 +127,7 @@ def place(select: str) -> list[dict[str, str]]:
 
 
 def request(words: Sequence[str]) -> None:
-    """Be qdel, qrerun, qsig or qalter: ask the mom of a job."""
+    """Act as qdel, qrerun, qsig or qalter: send a request to a job's mom."""
     pairs, jobs = getopt.getopt(words, "W:s:l:")
     options, asked = dict(pairs), dict[str, Any]()
     if NAME == "qalter":
@@ -163,10 +163,10 @@ def show(head: str, attributes: dict[str, Any]) -> None:
 
 
 def pbsdsh(words: Sequence[str]) -> None:
-    """Run a command for each line of the node file; the output goes to the job's.
+    """Run a command for each line of the node file; the output goes to the job's output.
 
-    By pbsdsh(1B) and pbsdsh.c of OpenPBS: its code is 0 whatever the tasks' are, which it prints;
-    a signal it passes on to them, and ends with 1.
+    As in pbsdsh(1B) and OpenPBS's pbsdsh.c, it prints the tasks' exit codes, but exits with 0; it
+    forwards a signal to the tasks, and exits with 1.
     """
     _, command = getopt.getopt(words, "v")
     folder = find(os.environ["PBS_JOBID"])

@@ -1,4 +1,4 @@
-"""The moms of the stand-in for PBS, which run its jobs, and what its commands share with them."""
+"""The moms of the stand-in for PBS, which run its jobs, and code that its commands share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BIN = Path(sys.argv[0]).absolute().parent  # of the links
 HOST = os.uname().nodename
 PBS = BIN.parent
 QUEUE = "workq"
-KILL_DELAY_S = 10  # where the queue says nothing else
+KILL_DELAY_S = 10  # unless the queue sets another
 LOOK_S = 0.1  # a real mom looks every 7 to 11 s
 Job = dict[str, Any]  # attributes as qstat shows them, and "own": what it does not show
 
@@ -26,7 +26,7 @@ Job = dict[str, Any]  # attributes as qstat shows them, and "own": what it does 
 def write(path: Path, value: Any) -> None:
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.write_text(json.dumps(value))
-    new.replace(path)  # whole, or not at all
+    new.replace(path)  # atomically
 
 
 def read(path: Path) -> Any:
@@ -40,7 +40,7 @@ def lines_of(job: Job) -> list[int]:
 
 
 def session_of(leader: int) -> Iterator[int]:
-    """Yield the living processes of a session."""
+    """Yield the live processes of a session."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
@@ -56,12 +56,12 @@ def send(leader: int, signum: int) -> None:
 
 
 class Task:
-    """The leader of a session that a mom has started: a job's first, or pbsdsh's on a node."""
+    """The leader of a session started by a mom: a job's first process, or pbsdsh's on a node."""
 
     def __init__(self, name: str, job: Job, number: int, command: Sequence[str]) -> None:
         chunks, own = job["own"]["chunks"], job["own"]["chunks"][number]
         hosts = [chunks[place]["host"] for place in lines_of(job)]
-        numbers = list(dict.fromkeys(one["host"] for one in chunks))  # PBS_NODENUM is the host's
+        numbers = list(dict.fromkeys(one["host"] for one in chunks))  # PBS_NODENUM numbers hosts
         aux, folder, home = PBS / "aux" / name, PBS / "tmp" / f"pbs.{name}", os.environ["HOME"]
         aux.write_text("".join(f"{host}\n" for host in hosts))
         folder.mkdir(exist_ok=True)
@@ -77,7 +77,7 @@ class Task:
                 "PBS_NODENUM": str(numbers.index(own["host"])),
                 "TMPDIR": str(folder),
             },
-            **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),  # as the cgroups hook
+            **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),  # like the cgroups hook
         }
         words, program = (command, command[0]) if command else (["-bash"], "/bin/bash")
         with (PBS / "spool" / f"{name}.OU").open("ab") as out:
@@ -90,20 +90,20 @@ class Task:
                 out.write(f"pbs_mom, exec of {program} failed: {error.strerror}\n".encode())
                 self.leader = subprocess.Popen(["sh", "-c", "exit 254"], stdin=subprocess.PIPE)
         assert self.leader.stdin is not None
-        with self.leader.stdin as stdin:  # where a login shell reads what its child is to be
+        with self.leader.stdin as stdin:  # where a login shell reads its command
             stdin.write(b"" if command else f"{PBS}/jobs/{name}/{name}.SC\n".encode())
         self.began, self.kill_at, self.why = time.time(), 0.0, ""
 
     @property
     def status(self) -> int | None:
-        """The leader's end as PBS tells it, once the session is empty."""
+        """The leader's exit status as PBS reports it, once the session is empty."""
         code = self.leader.poll()
         if code is None or any(session_of(self.leader.pid)):
             return None
         return code if code >= 0 else 256 - code
 
     def signal(self, signum: int, why: str) -> None:
-        """Signal the session; where that is to end the job, SIGKILL follows."""
+        """Signal the session; if that is meant to end the job, SIGKILL follows."""
         send(self.leader.pid, signum)
         if why and not self.why:
             delay_s = read(PBS / "queue").get("kill_delay", KILL_DELAY_S)
@@ -111,11 +111,11 @@ class Task:
 
 
 class Mom:
-    """A node's: it starts the jobs whose first chunk is here, and pbsdsh's tasks for this node."""
+    """A node's mom: starts the jobs whose first chunk is here, and pbsdsh's tasks for this node."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, Task] = {}
-        self.tasks: dict[Path, Task] = {}  # by the file that tells pbsdsh of the end
+        self.tasks: dict[Path, Task] = {}  # by the file in which pbsdsh finds the status
 
     def look(self) -> None:
         for folder in sorted((PBS / "jobs").iterdir()):
@@ -187,7 +187,7 @@ def pbs_mom(_words: Sequence[str]) -> None:
     if os.fork():
         return
     os.setsid()
-    os.closerange(0, 256)  # bats waits for whoever holds them
+    os.closerange(0, 256)  # bats waits for every process that holds them
     for _ in range(3):
         os.open(PBS / f"mom-{HOST}.log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
     mom = Mom()

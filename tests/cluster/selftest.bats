@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# The self-test on several nodes, by both of its scripts: what is slow is named, with its node.
+# The self-test on several nodes, with both scripts: it names what is slow, with its node.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
 bats_require_minimum_version 1.5.0
 load helper
@@ -33,7 +33,7 @@ found() { # <jq-like path in Python>
   "$PYTHON" -c "import json; f = json.load(open('found.json')); print($1)"
 }
 
-# Whether that node alone is to be left out, for that fault.
+# Whether only this node should be omitted, because of this fault.
 names() { # <node> <fault>
   ((CODE == 1)) && grep -q "^\[0\] FAIL .*$1.*\[$2\]" out && grep -q "^FAILED .*\[$2\]$" out &&
     [[ $(found '*f["exclude"]') == "$1" ]]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# Scripts in the shape of public ones do under every launcher what they do under torchrun.
+# Scripts modelled on public ones behave under every launcher as under torchrun.
 
 # bats file_tags=prove,long
 bats_require_minimum_version 1.5.0

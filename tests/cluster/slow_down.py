@@ -1,4 +1,4 @@
-"""Make the self-test's ranks of this host so many times slower: slow_down.py TIMES, until killed.
+"""Slow the self-test's ranks on this host by a factor, until killed: slow_down.py FACTOR.
 
 It stops and continues them many times a second, as cpulimit does.
 """
@@ -17,7 +17,7 @@ LOOK_S = 0.05  # for new ranks
 
 
 def find_ranks() -> list[int]:
-    """Return the processes of the self-test that have no child of it: the ranks."""
+    """Return the self-test's processes that have no child among them: the ranks."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# The scripts for SLURM, under a real one.
+# The scripts for SLURM, under a real SLURM.
 # shellcheck disable=SC2030,SC2031,SC2153 # each test is a subshell, and is meant to be
 
 bats_require_minimum_version 1.5.0
@@ -10,7 +10,7 @@ SHORT=(train.max_steps=6 train.eval_every=0 train.global_batch_size=12)
 SMALL=("${SHORT[@]}" model.layers=1 model.width=16)
 LONG=("${SMALL[@]}" train.max_steps=100000 checkpoint.every=0)
 
-# A minute passes slowly: the job that meets its time limit runs beside the first tests.
+# Minutes are long, so the job that reaches its time limit runs beside the first tests.
 setup_file() {
   cluster_up 5 # the guide's commands ask for 4; a lost node's job needs one more
   cd -- "$BATS_FILE_TMPDIR" || return
@@ -32,7 +32,7 @@ setup() {
 
 teardown() {
   local node
-  [[ -n ${BATS_TEST_COMPLETED:-} ]] && return # else the next tests would wait for what this one holds
+  [[ -n ${BATS_TEST_COMPLETED:-} ]] && return # otherwise the next tests would wait for its nodes
   on login scancel --user=root
   for node in node{1..5}; do "$CLUSTER" restore "$node"; done
   set_slurmd_timeout 10
@@ -43,7 +43,7 @@ setup_folder() {
   export PYTHON=${PYTHON:-$ROOT/.venv/bin/python} PYTHONPATH=$ROOT OMP_NUM_THREADS=1
 }
 
-# Runs a job to its end; returns its exit code. (sbatch --wait looks every 10 s only.)
+# Runs a job to its end; returns its exit code. (sbatch --wait polls only every 10 s.)
 job() { # <sbatch's options, the script and its arguments...>
   local code
   JOB=$(on login sbatch --parsable --output=job.out "$@")
@@ -188,7 +188,7 @@ PY
 }
 
 # bats test_tags=prove,long
-# The last task of an array has the array's own job id: it alone is to come back.
+# The last task of an array has the array's job id: only this task must come back.
 @test "in an array: USR1 to a task saves, requeues and resumes it alone; TERM saves and does not" {
   local script=(scripts/slurm/slurm_train.sh config/local3.yaml) array task
   mkdir logs
@@ -228,7 +228,7 @@ PY
   [[ $(<job.out) == *"did you mean train.max_steps? [config-invalid]" && $(wc -l <job.out) == 1 ]]
 }
 
-# Stops the job in one way, a random moment after it has come (back).
+# Stops the job in one way, at a random moment after it has started (again).
 stop_once() { # <urgent|notice|requeue> <restarts so far>
   if (($2 == 0)); then
     eventually grep -q '^step ' job.out
@@ -413,7 +413,7 @@ save_and_stop() { # <signal>
   TRAIN_SCRIPT=deaf.py on login salloc -Q --nodes=1 --nodelist=node1 scripts/slurm/slurm_train.sh - >deaf.out 2>&1 3>&- &
   eventually grep -q '^deaf' deaf.out
   on login pkill -INT -o -f "lib/start.py slurm_train "
-  sleep 1 # two that are closer count as one
+  sleep 1 # two closer together count as one
   run ! is_gone_from node1 "deaf.py"
   on login pkill -INT -o -f "lib/start.py slurm_train "
   eventually is_gone_from node1 "deaf.py"
@@ -430,7 +430,7 @@ save_and_stop() { # <signal>
   [[ $(field "$JOB" ExitCode) == ExitCode=75:0 && $(field "$JOB" Restarts) == Restarts=0 ]]
 }
 
-# What a user types at salloc's shell; the screen is in the file "screen".
+# Types keys at salloc's shell; its output is in the file "screen".
 type_keys() { # <text>
   printf '%b' "$1" >&7
 }
@@ -460,13 +460,13 @@ PY
   type_keys '\032' # Ctrl-Z
   eventually grep -q 'Stopped .*slurm_train.sh' screen
   touch go
-  eventually test -e passed # the ranks go on
+  eventually test -e passed # the ranks continue
   # shellcheck disable=SC2016 # for salloc's shell
   type_keys 'echo at-the-shell-$((40 + 2))\n'
   eventually grep -q 'at-the-shell-42' screen
   type_keys 'fg\necho code-$?\n'
-  eventually grep -q 'xxx' screen   # it goes on, and shows what has come meanwhile
-  run ! grep -q 'code-[0-9]' screen # the shell has not been given this yet
+  eventually grep -q 'xxx' screen   # it continues, and shows the output that came meanwhile
+  run ! grep -q 'code-[0-9]' screen # the shell has not received this yet
   touch end
   eventually grep -q 'code-7' screen
   type_keys 'exit\n'
@@ -531,7 +531,7 @@ SH
   other=$(on login scontrol show hostnames "$(on login squeue -h -j "$two" -o %N)" | tail -n 1)
   "$CLUSTER" cut "$lost"
   "$CLUSTER" cut "$other"
-  # The job ends 8 s after srun, unless SLURM starts it again. SLURM's own notice has come 3 s too late.
+  # The job ends 8 s after srun unless SLURM starts it again. SLURM's own notice came 3 s too late.
   eventually grep -q "^FAILED   node agent 1 ($other) .*\[link-lost\]$" two.out
   on login scontrol update nodename="$other" state=down reason=lost
   eventually grep -q '^resumed    after step' job.out
@@ -546,7 +546,7 @@ SH
   "$CLUSTER" restore "$other"
   on login scancel "$JOB"
   eventually has_ended "$JOB"
-  # The error of the cut-off rank is not its successor's; the cut-off start may get to tell its own.
+  # The cut-off rank's error is not its successor's; the cut-off start may still report its own.
   grep -q '^stopped  by SIG[A-Z]* after saving a checkpoint (code 75)' job.out || { cat job.out && false; }
   if grep '^FAILED' job.out | grep -v "^FAILED   rank [01] (local rank [01], $lost) "; then cat job.out && false; fi
   "$PYTHON" -m distributed.checkpoint verify "checkpoints/$JOB"
@@ -554,7 +554,7 @@ SH
   eventually node_state_is "$other" idle
 }
 
-# SLURM itself gives a lost node up only after minutes, as is usual.
+# As usual, SLURM itself gives up a lost node only after minutes.
 set_slurmd_timeout() { # <seconds>
   sed -i "s/^SlurmdTimeout=.*/SlurmdTimeout=$1/" "$CLUSTER_DIR/etc/slurm.conf"
   on login scontrol reconfigure
@@ -577,14 +577,14 @@ is_not_running() { # <job>
     ended_s=$((SECONDS - cut_at))
     wait $!
     cat job.out
-    ((ended_s <= 28)) # 13 until it is known, 15 until the job ends
+    ((ended_s <= 28)) # 13 until the loss is known, 15 until the job ends
     [[ $(field "$JOB" ExitCode) == ExitCode=137:0 ]]
     [[ $(grep -c '^FAILED ' job.out) == 1 ]]
     grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' job.out
     [[ $(tail -n 1 job.out) == "see      TROUBLESHOOTING.md#link-lost" ]]
     rm job.out
-    on login scontrol update nodename=node2 state=down reason=test                   # else SLURM asks it again in minutes
-    on login scontrol update nodename=node2 state=resume || node_state_is node2 idle # its slurmd was quicker
+    on login scontrol update nodename=node2 state=down reason=test                   # or SLURM asks it only in minutes
+    on login scontrol update nodename=node2 state=resume || node_state_is node2 idle # its slurmd was faster
   done
   set_slurmd_timeout 10
   eventually node_state_is node2 idle
@@ -610,7 +610,7 @@ is_not_running() { # <job>
     (cd elsewhere && run -2 job --nodes=1 mine.sh)
     [[ $(<elsewhere/job.out) == "$name.sh: this copy finds no scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" ]]
     rm elsewhere/job.out
-    run -2 elsewhere/mine.sh # in no job at all
+    run -2 elsewhere/mine.sh # outside any job
     [[ $output == "$name.sh: this copy finds no scripts/lib; "* && ${#lines[@]} == 1 ]]
     RUN_ID=$name job --nodes=1 elsewhere/mine.sh config/local3.yaml --dry-run # from the project's folder
   done
@@ -633,7 +633,7 @@ is_not_running() { # <job>
   on node2 tee -a "$own/my.yaml" <<<"seed: 2"
   MASTER_PORT=4321 run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] --gpus-per-node=1 \
     scripts/slurm/slurm_train.sh "$own/my.yaml" checkpoint.dir="$own/checkpoints"
-  [[ $(grep -v '^srun: ' <<<"$output") == "slurm_train.sh: node2: my.yaml is "*"; make them the same [code-mismatch]"$'\n'"slurm_train.sh: node2: '$own' is another folder on node rank 0; "*" [dir-not-shared]" ]]
+  [[ $(grep -v '^srun: ' <<<"$output") == "slurm_train.sh: node2: my.yaml is "*"; make them the same [code-mismatch]"$'\n'"slurm_train.sh: node2: '$own' is not the same folder as on node rank 0; "*" [dir-not-shared]" ]]
   "$CLUSTER" drop node1 4321
   MASTER_PORT=4321 run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] --gpus-per-node=1 \
     scripts/slurm/slurm_train.sh config/local3.yaml
@@ -802,7 +802,7 @@ TABLE
   # shellcheck disable=SC2016 # for the job
   printf '#!/bin/bash\necho "$SLURM_GPUS_ON_NODE GPU for $1" >prepared\n' >prepare.sh
   printf '#!/bin/bash\nexit 5\n' >fails.sh
-  echo 'import sys; sys.exit(7)' >seven.py # beside it, for SLURM looks every 10 s whether a job has ended
+  echo 'import sys; sys.exit(7)' >seven.py # at the same time: SLURM checks for ended jobs only every 10 s
   TRAIN_SCRIPT=seven.py on login scripts/submit_with_config.sh config=- num_gpus_train=1 --wait &>seven.out 3>&- &
   local seven=$! never
   on login scripts/submit_with_config.sh config=config/local3.yaml num_gpus=1 prepare=fails.sh num_gpus_train=2 --wait &>never.out 3>&- &
@@ -824,7 +824,7 @@ nothing_queued() {
 }
 
 # bats test_tags=prove,long
-# Each as it stands to SLURM's own check, and to its end with two steps on small nodes.
+# Each goes unchanged to SLURM's own check, and runs to its end with two steps on small nodes.
 @test "a chain: each job resumes the run of the one before, and the one that ends it cancels the rest" {
   local jobs steps=400 words=(config=config/local3.yaml num_gpus_train=2 "${SMALL[@]}")
   RUN_ID=one SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}" train.max_steps=$steps
@@ -949,7 +949,7 @@ with_torchrun() { # <script>
 # bats test_tags=prove,long
 @test "a script of one's own, killed under four launchers, ends with the bytes of a run that was not" {
   local strategy launcher kill='    if epoch == 2 and env.rank == 1 and progress["step"] == 0: __import__("os").kill(__import__("os").getpid(), 9)'
-  export PYTHONPATH=$ROOT/launcher/importable:$ROOT # srun and torchrun do not know us
+  export PYTHONPATH=$ROOT/launcher/importable:$ROOT # srun and torchrun do not add it
   for strategy in ddp fsdp; do
     sed "s/^STRATEGY, DTYPE = \"ddp\"/STRATEGY, DTYPE = \"$strategy\"/" "$ROOT/examples/mixed_precision.py" >whole.py
     sed "s/^    model.eval()/$kill\n&/" whole.py >killed.py
@@ -973,7 +973,7 @@ with_torchrun() { # <script>
   run ! on login srun --nodes=2 --ntasks=4 bash -c '((SLURM_PROCID == 0)) || exec "$@"' bash "${train[@]}"
   [[ $(grep -c '^train.py: rank . on .* could not connect to .* within 10 s; .*\[node-missing\]$' <<<"$output") == 3 ]]
   [[ $output != *Traceback* && $output != *.cpp:* ]]
-  # shellcheck disable=SC2016 # the task's shell is to read them
+  # shellcheck disable=SC2016 # for the task's shell
   run ! on login srun --nodes=2 --ntasks=4 bash -c 'SLURM_PROCID=$((SLURM_PROCID == 3 ? 2 : SLURM_PROCID)) exec "$@"' bash "${train[@]}"
   [[ $(grep -c '^train.py: rank 2 runs twice, on .*\[duplicate-node-rank\]$' <<<"$output") == 1 ]]
   [[ $output != *Traceback* ]]
@@ -990,11 +990,11 @@ with_torchrun() { # <script>
   grep -q '"world_size": 2' logs/again/run.json
 }
 
-# The last test, for the jobs of the others are gone with the cluster.
+# The last test, because the jobs of the others are gone with the cluster.
 # bats test_tags=prove,long
 @test "a job that has the id of an earlier job is refused, and leaves that one's run alone" {
   local words=(--nodes=1 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}")
-  cluster_up 1 # counts its jobs from 1 again
+  cluster_up 1 # job ids start at 1 again
   job "${words[@]}"
   cluster_up 1
   run -3 job "${words[@]}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# Nodes that are lost during a run over ssh: a spare takes their place, or fewer go on.
+# Nodes lost during a run over ssh: a spare replaces them, or the run continues with fewer.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
 # bats file_tags=prove,long
 bats_require_minimum_version 1.5.0
@@ -34,7 +34,7 @@ weights_of() { # <run id>
   PYTHONPATH=$ROOT "$PYTHON" -m distributed.checkpoint hash "checkpoints/$1"
 }
 
-# Starts a run in the background; it has saved when this returns.
+# Starts a run in the background, and waits until it has saved.
 start() { # <run id> <the launcher's arguments...>
   RUN_ID=$1 launch "${@:2}" >"$1.out" 2>&1 3>&- &
   PID=$!
@@ -205,7 +205,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
     MAX_RESTARTS=0 start "$host" config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/150/100000}" checkpoint.every=0 checkpoint.snapshot_every=5
     eventually has_step "$host" 300
     on "$host" mount --bind checkpoints checkpoints
-    on "$host" mount -o remount,ro,bind checkpoints # a shared disk is behind the cable, too
+    on "$host" mount -o remount,ro,bind checkpoints # the cable also leads to the shared disk
     "$CLUSTER" cut "$host"
     end_of "$PID"
     "$CLUSTER" restore "$host"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# The launchers over ssh, to real sshds.
+# The launchers over ssh, with real sshds.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
 bats_require_minimum_version 1.5.0
 load helper
@@ -40,7 +40,7 @@ run_ours() { # <command...>
   (cd -- "$ROOT" && "$@")
 }
 
-# A script that meets the others and then does nothing, or nothing but work.
+# A script that joins the other ranks and then sleeps, or only computes.
 make_idle() {
   cat >idle.py <<'PY'
 import sys, time
@@ -53,7 +53,7 @@ while True:
 PY
 }
 
-# Starts a run of id $1 on node1 and node2 in the background; its ranks have met when this returns.
+# Starts a run of id $1 on node1 and node2 in the background, and waits until its ranks have met.
 start() { # <run id> <the launcher's arguments...>
   RUN_ID=$1 launch "${@:2}" >"$1.out" 2>&1 3>&- &
   PID=$!
@@ -71,7 +71,7 @@ launcher_of() { # <its last argument>
   on login pgrep -o -f "/start.py launch_.* $1$"
 }
 
-# The process that is to die.
+# The process to be killed.
 find_victim() { # <run id> <host> <rank|agent|sshd|pdsh>: the last is the sshd of pdsh's connection
   local pid
   pid=$(on "$2" pgrep -o -f "rdzv-id $1 ")
@@ -86,7 +86,7 @@ find_victim() { # <run id> <host> <rank|agent|sshd|pdsh>: the last is the sshd o
   esac
 }
 
-# Kills one process of a run at a random moment; adds to TOOK the milliseconds until all was gone.
+# Kills one process of a run at a random moment; adds to TOOK the milliseconds until all are gone.
 kill_one() { # <rank|agent|sshd|pdsh|launcher> <run id> <idle|busy> <fault> <who is named>
   local place=$((RANDOM % ${#HOSTS[@]})) host=login victim began who
   LAUNCH=scripts/ssh/launch_torchrun_auto.sh
@@ -151,7 +151,7 @@ train_equally() { # <script> <N>
   done
 }
 
-# Cut node2 off: the run, whose launcher is PID, ends everywhere and names it.
+# Cuts off node2: the run, whose launcher is PID, ends everywhere and names node2.
 end_by_a_cut() { # NAME PID
   "$CLUSTER" cut node2
   end_of "$2"
@@ -162,7 +162,7 @@ end_by_a_cut() { # NAME PID
   grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' "$1.out"
 }
 
-# Of all launchers on login; and none has left a file.
+# Of all launchers, only one is left on login, and the others left no files.
 only_one_is_left() {
   [[ -z $(ls tmp) && $(on login pgrep -f "ssh .*node1 exec bash" | wc -l) == 1 ]]
 }
@@ -171,7 +171,7 @@ only_one_is_left() {
 @test "a death or a cut anywhere ends the run everywhere, by name; a neighbour goes on" {
   make_idle
   export TRAIN_SCRIPT=idle.py
-  LIMIT_S=$((600 * ${TIMES:-1})) start neighbour - 1 "${HOSTS[@]}" -- idle # it outlives them all
+  LIMIT_S=$((600 * ${TIMES:-1})) start neighbour - 1 "${HOSTS[@]}" -- idle # it outlives the others
   local neighbour=$PID what fault who number work=idle
   while read -r what fault who; do
     TOOK=()
@@ -191,9 +191,9 @@ TABLE
   kill -0 "$neighbour"
   run ! is_gone neighbour
   end_by_a_cut neighbour "$neighbour"
-  # 10 s; or 8 and more, where the other agent last heard node2 up to 2 s earlier and gave up first.
+  # 10 s, or from 8 s if the other agent last heard from node2 up to 2 s earlier and gave up first.
   grep -qE '^launch_torchrun_auto.sh: node2: no heartbeat for ([89]|10) s \(network down\?\)' neighbour.out
-  grep -q '^launch_torchrun_auto.sh: node2: ssh: connect to host node2 port 22: ' neighbour.out # why it is so
+  grep -q '^launch_torchrun_auto.sh: node2: ssh: connect to host node2 port 22: ' neighbour.out # the cause
 }
 
 # bats test_tags=prove,long
@@ -227,7 +227,7 @@ TABLE
     done
     echo "# SIG$signal to the launcher of ${#HOSTS[@]} nodes: $number times saved, code 75, all gone" >&3
   done
-  # What timeout is sent goes to all of the launcher's group.
+  # Signals sent to timeout go to the launcher's whole group.
   local launcher
   for launcher in torchrun_auto pdsh_multinode; do
     printf '#!/bin/sh\nexec timeout 1000 scripts/ssh/launch_%s.sh "$@"\n' "$launcher" >limited
@@ -244,7 +244,7 @@ TABLE
 # bats test_tags=prove
 @test "an ordinary script ends every time, on one machine, over ssh and through pdsh" {
   local number times=$((${TIMES:-0} ? TIMES * 5 / 2 : 1)) script scripts=(torchrun_auto pdsh_multinode)
-  [[ -z ${TIMES:-} ]] || scripts+=(singlenode) # else tests/unit/test_shapes.py has one
+  [[ -z ${TIMES:-} ]] || scripts+=(singlenode) # otherwise tests/unit/test_shapes.py has one
   make_ordinary
   export TRAIN_SCRIPT=ordinary.py
   for script in "${scripts[@]}"; do
@@ -259,7 +259,7 @@ TABLE
 }
 
 # bats test_tags=prove,long
-# In place of agents, what ends only when it runs on every node. ssh's far end forks the agent.
+# Instead of agents, a program that ends only once it runs on every node. ssh's remote end forks it.
 @test "64 nodes start at once over ssh, and 40 through pdsh" {
   mkdir root
   cp -rs "$ROOT"/{launcher,distributed,scripts} root
@@ -309,7 +309,7 @@ PY
 ended      code 0; nothing is left running on 64 nodes" ]]
 }
 
-# Makes terminal.py, which runs a command in a terminal and presses Ctrl-C at its first step.
+# Creates terminal.py, which runs a command in a terminal and presses Ctrl-C at its first step.
 make_terminal() {
   cat >terminal.py <<'PY'
 import os, pty, sys
@@ -322,7 +322,7 @@ try:
         if b"step 1/" in data and b"step 1/" not in shown:
             os.write(terminal, b"\x03")
         shown += data
-except OSError:  # a terminal's end
+except OSError:  # the terminal is closed
     pass
 print(shown.decode())
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -356,7 +356,7 @@ PY
   TRAIN_SCRIPT=deaf.py start deaf - 1 node1 node2 -- deaf
   on login kill -TERM "$(launcher_of deaf)"
   on login kill -INT "$(launcher_of deaf)"
-  sleep 1 # two that are closer count as one
+  sleep 1 # two closer together count as one
   run ! is_gone deaf
   on login kill -INT "$(launcher_of deaf)"
   eventually is_gone deaf
@@ -377,7 +377,7 @@ shows_ranks() { # <output>
   for script in launch_torchrun_auto launch_pdsh_multinode; do
     LAUNCH=scripts/ssh/$script.sh
     TRAIN_SCRIPT=idle.py start "$script" - 2 node1 node2 -- idle
-    eventually shows_ranks "$script.out" # the first time, a rank may not be there yet
+    eventually shows_ranks "$script.out" # the first time, a rank may not exist yet
     run on node3 "$LAUNCH" --stacks "$script"
     [[ $status == 0 && ${lines[1]} == "  ranks 0-3: idle.py:7 in <module>" ]]
     on login kill -TERM "$(launcher_of idle)"
@@ -418,7 +418,7 @@ shows_ranks() { # <output>
   [[ $(tail -n 1 full.out) == "ended      code 0; nothing is left running on 2 nodes" ]]
 }
 
-# After the preflight, the process that ssh has started forks the agent.
+# After the preflight, the process started by ssh forks the agent.
 is_started() { # <run id>
   grep -q '^logs ' "$1.out" && (($(on node1 pgrep -c -f "rdzv-id $1 ") == 2))
 }
@@ -525,14 +525,14 @@ PY
   [[ ${lines[0]} == "launch_torchrun_auto.sh: node3: ssh: connect to host node3"*" [host-unreachable]" ]]
   [[ ${lines[1]} == "launch_torchrun_auto.sh: nobody@node2: nobody@node2: Permission denied "*" [ssh-refused]" ]]
   [[ ${lines[2]} == "launch_torchrun_auto.sh: no-such-host: ssh: Could not resolve "*" [name-unresolved]" ]]
-  [[ ${lines[3]} == "launch_torchrun_auto.sh: node4: no answer within 17 s; see that the machine is up, and a login there asks nothing, or give it more time with PREFLIGHT_SECONDS [host-unreachable]" ]]
+  [[ ${lines[3]} == "launch_torchrun_auto.sh: node4: no answer within 17 s; check that the machine is up and that ssh logs in without a prompt, or raise PREFLIGHT_SECONDS [host-unreachable]" ]]
   [[ ${lines[4]} == "launch_torchrun_auto.sh: node1: port 4321 is taken by "*" [port-in-use]" ]]
   [[ ! -e logs ]]
   echo "exit 0" >home/.bashrc
   on node4 mount --bind home "$CLUSTER_DIR/home"
   run launch my.yaml 1 node1 node4 train.batch_size=1
   on node4 umount --lazy "$CLUSTER_DIR/home"
-  [[ $status == 3 && $output == "launch_torchrun_auto.sh: node4: ssh to node4 ended without a message; see that 'ssh node4 true' works without a question [ssh-refused]" ]]
+  [[ $status == 3 && $output == "launch_torchrun_auto.sh: node4: ssh to node4 ended without a message; make sure that 'ssh node4 true' works without a prompt [ssh-refused]" ]]
   run on login env SSH_OPTS="-o NoSuchOption=1" "$LAUNCH" my.yaml 1 node1 train.batch_size=1
   [[ $status == 3 && $output == *"node1: "*"Bad configuration option: nosuchoption"*"[ssh-refused]" ]]
   SSH_OPTS="-F $CLUSTER_DIR/etc/ssh_config -o UserKnownHostsFile=/dev/null" run on login env \
@@ -574,14 +574,14 @@ PY
   mkdir -p broken/torch
   ln -s "$torch"/{version.py,_C.*} broken/torch
   echo "import not_there" >broken/torch/__init__.py
-  # shellcheck disable=SC2016 # each node says its name
+  # shellcheck disable=SC2016 # each node uses its own name
   printf '#!/bin/sh\n[ "$(hostname)" = node2 ] && export PYTHONPATH=%q\nexec %q "$@"\n' "$PWD/broken" "$PYTHON" >python
   chmod +x python
   make_idle
   export PYTHON=$PWD/python TRAIN_SCRIPT=idle.py
   run launch - 1 node1 node2 -- idle
   [[ $status == 3 && $output == *"node2: "*" cannot import torch: there is no libtorch_python.so; "*"[env-missing]" ]]
-  ln -s "$torch/lib" broken/torch # now only an import shows it
+  ln -s "$torch/lib" broken/torch # now only an import shows the fault
   run launch - 1 node1 node2 -- idle
   echo "$output"
   ((status == 1))
@@ -601,7 +601,7 @@ has_agent() { # <output of the launcher>
 @test "a node agent killed before it has checked in is named, over ssh and under SLURM" {
   make_idle
   mkdir slow
-  cat >slow/sitecustomize.py <<'END' # the others wait for node1
+  cat >slow/sitecustomize.py <<'END' # the other nodes wait for node1
 import builtins, os, time
 at_once = builtins.__import__
 def slowly(name, *rest, **more):
@@ -664,7 +664,7 @@ PY
   "$CLUSTER" cut node2
   sleep 5 # the time without network
   "$CLUSTER" restore node2
-  sleep 10 # SILENCE_S: so long a run that has lost a node goes on
+  sleep 10 # SILENCE_S: for this long, a run that has lost a node continues
   run ! grep -q FAILED cut.out
   end_by_a_cut cut "$PID"
 }
@@ -689,7 +689,7 @@ PY
 # bats test_tags=prove,long
 @test "by hand: a master that is down is host-unreachable" {
   "$CLUSTER" cut node1
-  on node2 ip neigh flush all # else the kernel may believe for 53 s that node1 is there
+  on node2 ip neigh flush all # otherwise the kernel may believe for 53 s that node1 is up
   LAUNCH=scripts/ssh/launch_torchrun_multinode.sh
   run timeout 300 "$CLUSTER" run node2 "$LAUNCH" config/local3.yaml 1 2 1 node1 distributed.join_timeout=20 "${SHORT[@]}"
   "$CLUSTER" restore node1
@@ -772,7 +772,7 @@ PY
     faults=("${faults[@]:1}")
   done <<'TABLE'
 node1: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-interface]
-node2: */python* cannot import torch: */own/torch' holds no _C for this Python; *\[env-missing]
+node2: */python* cannot import torch: */own/torch' has no _C module for this Python; *\[env-missing]
 node2: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-interface]
 node3: */python* has no torch; *\[env-missing]
 node3: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-interface]

@@ -1,10 +1,10 @@
-"""What a machine with a GPU has to show, in at most 9 minutes: `make test-gpu`.
+"""Test what must work on a machine with a GPU, in at most 9 minutes: `make test-gpu`.
 
     PYTHONPATH=.:bench python tests/gpu [--json FILE] [--keep FOLDER] [--seconds N] [WORD...]
 
-Needs torch, pydantic and PyYAML; no root, no network. Prints a table: a row for each thing that has
-to work, with pass, FAIL or what it needs, and figures. With WORDs, only rows whose names have one.
-Without a GPU the rows that need one say so. The code is 1 if a row has failed.
+Needs torch, pydantic and PyYAML; no root, no network. Prints a table: a row for each thing that
+must work, with pass, FAIL or what it needs, and figures. With WORDs, it runs only rows whose names
+contain one. Without a GPU, the rows that need one say so. Exits with 1 if a row fails.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from gpu_runs import HAS_GPU, Failed, Machine
 from harness import describe_machine, render
 from rows import ROWS, Row
 
-LIMIT_S = 520.0  # of all rows
-LEAST_S = 5.0  # a row is not begun with less
+LIMIT_S = 520.0  # for all rows
+LEAST_S = 5.0  # no row begins with less time left
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What came of one row."""
+    """The result of one row."""
 
     name: str
     result: str  # pass, FAIL, needs a GPU, no time left
@@ -36,7 +36,7 @@ class Seen:
 
 
 def see(row: Row, machine: Machine) -> Seen:
-    """Try one row; a failure must not cost the others."""
+    """Run one row; a failure must not stop the others."""
     began = time.monotonic()
     if row.needs_gpu and not HAS_GPU:
         return Seen(row.name, "needs a GPU", "", 0.0)
@@ -52,7 +52,7 @@ def see(row: Row, machine: Machine) -> Seen:
 
 
 def main() -> int:
-    """Try the rows, print the table and write it as JSON; returns the exit code."""
+    """Run the rows, print the table and write it as JSON; returns the exit code."""
     parser = argparse.ArgumentParser(prog="tests/gpu")
     parser.add_argument("--json", type=Path, help="a file for the table")
     parser.add_argument("--keep", type=Path, help="a folder for the output and logs of all runs")

@@ -1,4 +1,4 @@
-"""train.py, of which rank 0 is killed before step 34 of its first attempt.
+"""train.py, but rank 0 is killed before step 34 of its first attempt.
 
 Appends a line to the file STEPS before each step: attempt, step, seconds since the epoch.
 """

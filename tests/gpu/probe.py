@@ -1,6 +1,6 @@
 """What one rank does in a row of `make test-gpu`: python tests/gpu/probe.py WHAT.
 
-On a machine without a GPU, `holds_memory` alone works; it uses the CPU's.
+On a machine without a GPU, only `holds_memory` works; it uses the CPU's memory.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def untouched() -> None:
-    """Print what this rank and its agent had of CUDA before and after the rank's first use."""
+    """Print how this rank and its agent used CUDA before and after the rank's first use of it."""
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     before = [used, *cuda_files(os.getppid())]
     is_shared = "torch._dynamo" in sys.modules  # the agent has imported it
@@ -26,10 +26,10 @@ def untouched() -> None:
 
 
 def cuda_files(pid: int) -> list[str]:
-    """Return the device that CUDA alone opens, if a process has it open; NVML opens others."""
+    """Return the device that only CUDA opens, if a process has it open; NVML opens others."""
     found = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed since, as the listing itself
+        with contextlib.suppress(FileNotFoundError):  # closed since, like the listing's own
             found.add(os.readlink(link))
     return sorted(name for name in found if "nvidia-uvm" in name)
 
@@ -63,7 +63,7 @@ def out_of_memory() -> None:
 
 
 def illegal_access() -> None:
-    """Write to memory that was given back to the driver."""
+    """Write to memory that was returned to the driver."""
     size = 64 << 20
     pointer = torch.cuda.caching_allocator_alloc(size)
     interface = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3}
@@ -82,7 +82,7 @@ def bad_index() -> None:
 
 
 def holds_memory() -> None:
-    """Hold a GB until somebody ends the run."""
+    """Hold 1 GB until someone ends the run."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     held = torch.ones(1 << 30, dtype=torch.uint8, device=device)
     print("holds", held.numel(), flush=True)

@@ -31,16 +31,16 @@ from gpu_runs import (
 from launcher.preflight.gpus import Gpu, visible_gpus
 
 STEPS = ["train.max_steps=60", "train.log_every=5", "train.eval_every=0", "checkpoint.every=0"]
-if not HAS_GPU:  # any machine can try the rows that need none
+if not HAS_GPU:  # any machine can run the rows that need no GPU
     STEPS += ["model.layers=1", "model.width=32", "model.context=64", "train.global_batch_size=8"]
-WIDE = ["model.width=512", "model.heads=8", "model.context=256"]  # a GPU has something to do
+WIDE = ["model.width=512", "model.heads=8", "model.context=256"]  # enough work for a GPU
 PROBE = str(ROOT / "tests/gpu/probe.py")
 HANG_S = 15
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that has to work."""
+    """One thing that must work."""
 
     name: str
     see: Callable[[Machine], str]
@@ -76,7 +76,7 @@ def fork(machine: Machine) -> str:
 
 
 def untouched(ended: Ended) -> dict[str, Any]:
-    """Return what the probe told. Raises Failed if CUDA was in use too early, or in the agent."""
+    """Return what the probe printed. Raises Failed if CUDA was used too early, or by the agent."""
     told: dict[str, Any]
     told = json.loads(next(line for line in ended.text.splitlines() if line.startswith("{")))
     if told["before"] != [False] or told["after"]:
@@ -93,7 +93,7 @@ def preflight(machine: Machine) -> str:
     return "; ".join(" ".join(line.split()) for line in told)
 
 
-@row("nvidia-smi's facts against NVML's")
+@row("nvidia-smi's values compared with NVML's")
 def facts(machine: Machine) -> str:
     seen = visible_gpus({})
     known = [*nvml()]
@@ -173,10 +173,10 @@ def self_test(machine: Machine) -> str:
 
 
 def tell(lines: list[dict[str, float]]) -> str:
-    """Return a run's figures. Raises Failed where it has not learned."""
+    """Return a run's figures. Raises Failed if it has not learned."""
     first, last = lines[0], lines[-1]
     if not last["loss"] < first["loss"] - 0.3:
-        raise Failed(f"loss {first['loss']:.3f} at first, {last['loss']:.3f} at last")
+        raise Failed(f"loss {first['loss']:.3f} at first, {last['loss']:.3f} at the end")
     speed = statistics.median(line["tokens_per_second"] for line in lines[len(lines) // 2 :])
     return f"loss {first['loss']:.2f} to {last['loss']:.2f}, {speed:,.0f} tokens/s"
 
@@ -229,11 +229,11 @@ def restart(machine: Machine) -> str:
     back = next(line for line in lines if line[0] == "1")
     lost = int(dead[1]) - int(back[1])
     if not 0 <= lost <= 5:
-        raise Failed(f"killed before step {dead[1]}, and went on from {back[1]}")
+        raise Failed(f"killed before step {dead[1]}, but continued from {back[1]}")
     return f"{lost} steps lost, further after {float(back[2]) - float(dead[2]):.2f} s"
 
 
-@row("a rank that waits for a kernel without an end: named, with its stack")
+@row("a rank that waits for a kernel that never ends: named, with its stack")
 def hang(machine: Machine) -> str:
     ended = run_probe(machine, "hang", HANG_SECONDS=str(HANG_S))
     if ended.fault != "rank-stuck" or "synchronize" not in ended.text:
@@ -269,7 +269,7 @@ def left_on_gpu(machine: Machine) -> str:
         time.sleep(0.05)
     seconds = time.monotonic() - began
     if used > before + 16 or held < before + 1024:
-        raise Failed(f"{before} MiB used before, {held} in the run, {used} at last")
+        raise Failed(f"{before} MiB used before, {held} during the run, {used} at the end")
     return f"nothing ({before} MiB used before, {held} in the run, {used} after {seconds:.1f} s)"
 
 
@@ -280,7 +280,7 @@ def used_mib() -> int:
 
 @row("stopped by SIGTERM, and resumed", needs_gpu=False)
 def stop_and_resume(machine: Machine) -> str:
-    """Compare with two runs that nobody stopped: kernels may add up in another order."""
+    """Compare with two uninterrupted runs, because kernels may add in a different order."""
     losses = [machine.train(run_id, *STEPS)[-1]["loss"] for run_id in ("whole", "twice")]
     words = [*STEPS, f"checkpoint.dir={machine.folder / 'checkpoints'}", "tracking=[]"]
     stopped = machine.start([TRAIN, SMALL_CONFIG, "1", *words], RUN_ID="parts")
@@ -313,7 +313,7 @@ def saves(machine: Machine) -> str:
     return ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in stalls.items())
 
 
-@row("GPT-2 124M, compiled, in bfloat16: train.py beside a bare loop")
+@row("GPT-2 124M, compiled, in bfloat16: train.py compared with a bare loop")
 def gpt2(machine: Machine) -> str:
     settings = ["train.max_steps=100", "train.log_every=10", "train.eval_every=0"]
     settings += ["checkpoint.every=0", *machine.gpt2_settings()]

@@ -6,7 +6,7 @@ launch() {
   "$ROOT/scripts/cluster_train.sh" "$@"
 }
 
-# The variables of a step as srun sets them, for node 1 of node[1-2].
+# The variables that srun sets in a step, for node 1 of node[1-2].
 export_step() {
   export SLURM_JOB_ID=9 SLURM_JOB_NUM_NODES=3 SLURM_STEP_ID=0 SLURM_NODEID=1 SLURM_PROCID=1 SLURM_LOCALID=0 \
     SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST='node[1-2]' SLURM_STEP_TASKS_PER_NODE='1(x2)'

@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# CONTAINER: what each runtime is given. tests/cluster/containers.bats runs those that are to be had.
+# CONTAINER: the command for each runtime. tests/cluster/containers.bats runs the available ones.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, on purpose
 bats_require_minimum_version 1.5.0
 load helper
@@ -16,7 +16,7 @@ setup() {
   export RUN_ID=golden MASTER_PORT=23456 PYTHON=/opt/python TRAIN_SCRIPT=own.py
 }
 
-# What comes after the variables in the command of a dry run.
+# The part of a dry run's command that follows the variables.
 command_of() { # <script and arguments...>
   run --separate-stderr "$ROOT/scripts/$1" "${@:2}" --dry-run
   # shellcheck disable=SC2154 # set by run
@@ -48,7 +48,7 @@ command_of() { # <script and arguments...>
 
 @test "a folder: Charliecloud; image.sqsh: Enroot; podman:NAME: podman" {
   local seen="--bind=$ROOT "
-  [[ $ROOT != /tmp/* ]] || seen='' # which every container of Charliecloud sees
+  [[ $ROOT != /tmp/* ]] || seen='' # which every Charliecloud container sees
   CONTAINER=image command_of ssh/launch_singlenode.sh plain.yaml 2
   [[ $WORDS == "ch-run --cd=$FOLDER $seen$FOLDER/image -- $AGENT --nnodes 1 "* ]]
   CONTAINER=image.sqsh command_of ssh/launch_singlenode.sh plain.yaml 2

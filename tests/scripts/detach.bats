@@ -9,7 +9,7 @@ launch() {
   "$ROOT/scripts/ssh/launch_singlenode.sh" "$@"
 }
 
-# A script that leaves with 75 when it is to stop, and with 7 when there is a file `fail-<run id>`.
+# A script that exits with 75 when asked to stop, and with 7 if a file `fail-<run id>` exists.
 make_waiting() {
   cat >own.py <<'PY'
 import os, signal, sys, time
@@ -25,12 +25,12 @@ PY
   export TRAIN_SCRIPT=own.py KIT=$ROOT
 }
 
-# The preflight does not get on before there is a file `go`.
+# The preflight waits until a file `go` exists.
 hold_preflight() {
   fake_tool nvidia-smi "touch '$PWD/held'; until [[ -e '$PWD/go' ]]; do sleep 0.1; done"
 }
 
-# None may outlive its test.
+# No run may outlive its test.
 teardown() {
   local record
   for record in logs/*/run.json; do
@@ -42,12 +42,12 @@ state_is() { # <run id> <state>
   [[ $(launch --status "$1") == "$1  $2  "* ]]
 }
 
-# What run.json says of a run's launcher.
+# What run.json says about a run's launcher.
 launcher_of() { # <run id>
   "$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["launcher"]["process"])' "logs/$1/run.json"
 }
 
-# On this host: those of a cluster in a box can have the same run id.
+# Only on this host: processes of a cluster in a box can have the same run id.
 is_gone() { # <text in a command line>
   ! pgrep --ns $$ --nslist net -f "$1"
 }
@@ -201,7 +201,7 @@ the end of 0"* ]]
   local script=$ROOT/scripts/ssh/launch_torchrun_multinode.sh
   run "$script" --detach plain.yaml 1 2 1 127.0.0.1
   assert_refused 2 "set the same RUN_ID on every node"
-  # shellcheck disable=SC2016 # nothing here is to expand
+  # shellcheck disable=SC2016 # nothing here must expand
   run "$script" --detach plain.yaml 1 2 'a[$(touch file)]' 127.0.0.1
   [[ $status == 2 && ! -e file ]]
   SLURM_JOB_ID=1 run launch --detach plain.yaml

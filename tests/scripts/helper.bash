@@ -1,5 +1,5 @@
 # shellcheck shell=bats disable=SC2034,SC2154 # shared with the tests, and with run
-# What the tests of the scripts share. Each test has a folder of its own as working directory.
+# Shared by the tests of the scripts. Each test has its own working directory.
 
 ROOT=$(cd -- "$BATS_TEST_DIRNAME/../.." && pwd -P)
 HOST=${HOSTNAME%%.*}
@@ -17,7 +17,7 @@ make_config() { # <file>
   echo "train: {max_steps: 1, batch_size: 1}" >"$1"
 }
 
-# A training script that writes what it was given, byte for byte, as JSON.
+# A training script that writes its arguments, byte for byte, as JSON.
 make_dump() {
   cat >dump.py <<'PY'
 import json, os, sys
@@ -38,8 +38,8 @@ PY
   export TRAIN_SCRIPT="-m pkg.mod"
 }
 
-# What a shell on the way could spoil.
-# shellcheck disable=SC2016 # nothing here is to expand
+# Text that a shell on the way could change.
+# shellcheck disable=SC2016 # nothing here must expand
 {
   ODD_CONFIG=$'odd \'name\' "$HOME" `x` \\ \u00fc\n.yaml'
   ODD_SETTINGS=('a.b=1 2' 'c="$x" *' $'d=\u00e9\n' 'e=')
@@ -54,7 +54,7 @@ assert_dumped() { # <argument expected...>
   "$PYTHON" -c 'import json, sys; got = json.load(open("dump.json")); assert got == sys.argv[1:], got' "$@"
 }
 
-# The last run was refused with this code, in one line that holds the text; nothing was started.
+# The last run was rejected with this code, in one line that contains the text; nothing was started.
 assert_refused() { # <exit code> <text> [<fault>]
   # Every line that stops a launch ends with one name.
   local ends='\[[a-z-]+\]$|^make init: ' twice='\[[a-z-]+\] \[[a-z-]+\]$'
@@ -70,14 +70,14 @@ assert_output() { # <text>
   diff <(printf '%s\n' "$1") <(printf '%s\n' "$output")
 }
 
-# The golden command of a node, with what differs between machines filled in.
+# The golden command of a node, with the parts that differ between machines filled in.
 golden_command() { # <launcher's line> <nnodes> <node rank> <nproc> <master> <script and arguments>
   printf '%s' "cd $PWD && env RUN_ID=golden 'LAUNCH_COMMAND=$1' $PYTHON $ROOT/scripts/lib/agent.py" \
     " --nnodes $2 --node-rank $3 --master-addr $5 --nproc-per-node $4 --master-port 23456" \
     " --rdzv-conf join_timeout=300 --log-dir logs --rdzv-id golden $6"
 }
 
-# Makes `name` on PATH print the text: a machine's tool that this one has not, or has otherwise.
+# Puts a tool on PATH that this machine lacks, or that behaves differently here.
 fake_tool() { # <name> <bash script>
   mkdir -p fake
   printf '#!/usr/bin/env bash\n%s\n' "$2" >"fake/$1"
@@ -90,7 +90,7 @@ fake_gpus() { # <number>
 for ((i = 0; i < $1; i++)); do echo \"\$i, GPU-\$i, 0, 580.65.06, Disabled\"; done"
 }
 
-# Makes hang_up.py, which runs a line of bash in a terminal and then hangs up.
+# Creates hang_up.py, which runs a line of bash in a terminal and then hangs up.
 make_hang_up() {
   cat >hang_up.py <<'PY'
 import os, pty, signal, sys
@@ -107,13 +107,13 @@ print(shown.decode().replace("\r", ""))
 PY
 }
 
-# A PATH with what the launchers themselves need, and nothing else.
+# A PATH with only what the launchers themselves need.
 bare_path() {
   local tool
   mkdir -p bare
   for tool in bash env dirname readlink sed awk cat uname; do
     ln -sf "$(type -P "$tool")" bare/
   done
-  # shellcheck disable=SC2123 # it is meant
+  # shellcheck disable=SC2123 # intended
   PATH=$PWD/bare
 }

@@ -7,12 +7,12 @@ launch() {
   "$ROOT/scripts/launch.sh" "$@"
 }
 
-# The agent's arguments in the dry run of a launch.
+# The agent's arguments, from the dry run of a launch.
 planned() { # <argument...>
   launch --dry-run "$@" | sed -n 's|^cd .*/scripts/lib/agent.py ||p'
 }
 
-# A script of nanoGPT's shape: its globals, a config file that is run, and --name=value.
+# A script like nanoGPT: globals as settings, a config file that is executed, and --name=value.
 make_nano() {
   mkdir config
   echo 'batch_size = 8; learning_rate = 1e-3' >config/x.py
@@ -55,7 +55,7 @@ PY
   ln -s "${PYTHON%/*}" export/bin
   touch export/own/x.py
   local up=$PWD typed
-  for typed in home export; do # the second is no link, so that nothing is to be found out
+  for typed in home export; do # the second is not a link, so there is nothing to find out
     cd "$up/$typed/own"
     PYTHON=$up/export/bin/python run ../../kit/scripts/launch.sh --dry-run x.py
     [[ $status == 0 && $output == *"cd $up/$typed/own && env "*" $up/$typed/bin/python $up/kit/scripts/lib/agent.py "* ]]
@@ -150,7 +150,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   run launch --show
   assert_refused 2 "option --show has no value"
   run launch --fast own.py
-  assert_refused 2 "unknown option '--fast'; see launch.sh --help, and put the training script's own after its name"
+  assert_refused 2 "unknown option '--fast'; see launch.sh --help, and put the training script's own options after its name"
   run launch --no own.py
   assert_refused 2 "unknown option '--no'"
   run launch --nnodes 1:4 own.py
@@ -168,7 +168,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   run bash -c '"$0" --help >/dev/full' "$ROOT/scripts/launch.sh"
   assert_refused 1 "launch.sh: cannot write the help; free some disk space" disk-full
   run bash -c '"$0" --help 2>err | head -c 1; cat err' "$ROOT/scripts/launch.sh"
-  [[ $output == R ]] # a reader that leaves early is no full disk
+  [[ $output == R ]] # a reader that exits early is not a full disk
   PYTHONHOME=/nowhere run launch own.py
   assert_refused 3 "PYTHONHOME=/nowhere does not fit " env-missing
   mkdir gone && cd gone && rmdir "$OLDPWD/gone"
@@ -187,9 +187,9 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   [[ $status == 0 && $output =~ ^"inner "[0-9]+-[0-9]+-[0-9a-f]+" 1"$ && -f logs/outer/run.json ]]
 }
 
-# --- beside a repository of one's own ---
+# --- in a user's repository ---
 
-# The kit's folders copied into a repository that has a train.py of its own, and names of Python's.
+# The kit's folders, copied into a repository with its own train.py and Python's module names.
 make_repository() {
   cp -r "$ROOT"/{scripts,launcher,distributed} .
   echo 'open("was_run", "a").write("train.py"); print("mine", __import__("sys").argv[1:], flush=True)' >train.py
@@ -220,7 +220,7 @@ make_repository() {
 # bats test_tags=slow
 @test "a user's own train.py runs as the ranks' program, and only so" {
   make_repository
-  rm torch.py types.py dataclasses.py selectors.py json.py # torchrun's ranks would import them, too
+  rm torch.py types.py dataclasses.py selectors.py json.py # torchrun's ranks would import these
   run --separate-stderr scripts/launch.sh train.py a
   [[ $status == 0 && $output == "mine ['a']" && $(<was_run) == train.py ]]
 }
@@ -255,7 +255,7 @@ make_repository() {
   unset MODULES VENV
   MODULES=none SITE='' run --separate-stderr launch --dry-run x.py
   [[ $status == 0 && $stderr != *MODULES* ]]
-  SITE=missing/site.env run launch --dry-run x.py # a path is meant for us
+  SITE=missing/site.env run launch --dry-run x.py # a path can only be meant for us
   [[ $status == 2 && $output == *"SITE names 'missing/site.env', which cannot be read"* ]]
 }
 

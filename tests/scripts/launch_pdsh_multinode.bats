@@ -23,5 +23,5 @@ launch() {
   local PATH=$PATH
   bare_path
   run launch plain.yaml 2 node1
-  assert_refused 3 "there is no pdsh here; install it, or use" env-missing
+  assert_refused 3 "pdsh is not installed here; install it, or use" env-missing
 }

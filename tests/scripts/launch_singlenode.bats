@@ -126,10 +126,10 @@ PY
   run launch plain.yaml ""
   assert_refused 2 "the number of processes is ''"
   run launch plain.yaml 2 3
-  assert_refused 2 "one argument too many, '3'"
+  assert_refused 2 "unexpected argument '3'"
   run launch plain.yaml 2 --fast
-  assert_refused 2 "unknown option '--fast'; see launch_singlenode.sh --help, and put the training script's own after --"
-  # shellcheck disable=SC2016 # nothing here is to expand
+  assert_refused 2 "unknown option '--fast'; see launch_singlenode.sh --help, and put the training script's own options after --"
+  # shellcheck disable=SC2016 # nothing here must expand
   run launch plain.yaml '-x[$(touch file)]' 2
   assert_refused 2 "unknown option '-x[\$(touch file)]'"
   [[ ! -e file ]]
@@ -196,7 +196,7 @@ PY
 @test "more processes than GPUs: exit 3" {
   fake_gpus 2
   run launch plain.yaml 3
-  # A torch without CUDA is refused, too.
+  # A torch without CUDA is also rejected.
   [[ $status == 3 && ${lines[0]} == *"$HOST: 3 processes but 2 visible GPUs; "*"[too-few-gpus]" && ! -e logs ]]
 }
 

@@ -25,7 +25,7 @@ ssh -t -6 -- me@node2 \"$(golden_command "$line" 2 1 4 node1 "$ROOT/train.py --c
 hosts      node1 (master, node1:23456)  me@node2
 ranks      6 = 2 nodes x 2,4, gloo
 batch      6 samples a step = 6 ranks x 1
-variables  OMP_NUM_THREADS go with it
+variables  OMP_NUM_THREADS are sent to the nodes
 preflight  not run (--dry-run)
 logs       logs/golden/   (tail -f logs/node_*.log)" ]]
 }
@@ -67,19 +67,19 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   local PATH=$PATH
   bare_path
   run launch plain.yaml 1 node1
-  assert_refused 3 "there is no ssh here; install OpenSSH's client" "env-missing"
+  assert_refused 3 "ssh is not installed here; install OpenSSH's client" "env-missing"
 }
 
 # bats test_tags=slow
 @test "what goes to the nodes is named, and no value is shown" {
   export NCCL_DEBUG=WARN WANDB_API_KEY=hush OTHER=hush MINE=hush FORWARD_ENV=MINE
   run launch plain.yaml 1 node1 --dry-run
-  [[ $output == *"variables  MINE "*" WANDB_API_KEY go with it"* && $output == *NCCL_DEBUG* ]]
+  [[ $output == *"variables  MINE "*" WANDB_API_KEY are sent to the nodes"* && $output == *NCCL_DEBUG* ]]
   [[ $output != *hush* && $output != *OTHER* ]]
   module() { export TOOLKIT=hush; }
   export -f module
   MODULES=tools run launch plain.yaml 1 node1 --dry-run
-  [[ $output == *"variables  "*" TOOLKIT "*" go with it"* && $output != *hush* ]]
+  [[ $output == *"variables  "*" TOOLKIT "*" are sent to the nodes"* && $output != *hush* ]]
 }
 
 @test "bad arguments: exit 2, one line" {

@@ -67,7 +67,7 @@ PY
   run launch plain.yaml 2 2 0 10.0.0.1 port
   assert_refused 2 "the port is 'port'"
   run launch plain.yaml 2 2 0 10.0.0.1 29500 more
-  assert_refused 2 "one argument too many"
+  assert_refused 2 "unexpected argument"
   run launch plain.yaml 2 2 0 10.0.0.1 --nnodes=2
   assert_refused 2 "unknown option '--nnodes'"
 }

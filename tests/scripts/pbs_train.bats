@@ -2,18 +2,18 @@
 bats_require_minimum_version 1.5.0
 load helper
 
-# A job's copy of the script, in the spool folder of PBS, started in the user's home.
+# A job's copy of the script, in PBS's spool folder, started in the user's home.
 launch() {
   cp -- "$ROOT/scripts/pbs/pbs_train.sh" 7.host.SC
   (cd / && PBS_JOBID=7.host PBS_O_WORKDIR=$OLDPWD PBS_NODEFILE=$OLDPWD/nodes "$OLDPWD/7.host.SC" "$@")
 }
 
-# What OpenPBS 23.06 showed of a job of two nodes.
+# What OpenPBS 23.06 showed for a job of two nodes.
 fake_qstat() {
   fake_tool qstat "cat '$ROOT/tests/cluster/pbs/qstat-f-running.txt'"
 }
 
-# The qsub of OpenPBS: its letters, and either one script or `--` with a program and its arguments.
+# OpenPBS's qsub: its options, and either one script or `--` with a program and its arguments.
 fake_qsub() {
   # shellcheck disable=SC2016 # for qsub
   fake_tool qsub '[[ $1 != --version ]] || { echo pbs_version = 23.06.06 && exit; }
@@ -28,7 +28,7 @@ printf "%s\n" "${all[@]}" >qsub.words
 echo 7.head'
 }
 
-# The folder for what the job prints is there, and nothing else.
+# Only the folder for the job's output exists.
 assert_refused_in_job() { # <exit code> <text>
   rmdir logs
   assert_refused "$@"
@@ -48,7 +48,7 @@ setup_folder() {
   [[ $output == *"'LAUNCH_COMMAND=qsub -V -N train -l walltime=24:00:00 -j oe -o /home/user/kit/logs/ -l select=2:ncpus=2:mpiprocs=2 -l place=scatter -- $PWD/scripts/pbs/pbs_train.sh'"* ]]
   TRAIN_SCRIPT=x CONFIG=- run launch a=1 resume=never --dry-run -- 2
   [[ $output == *"LAUNCH_COMMAND=TRAIN_SCRIPT=x"*" CONFIG=-"*" qsub"*" -V"*" -- "*"/scripts/pbs/pbs_train.sh a=1 -- 2'"* ]]
-  fake_tool qstat false # then no command is known that asks for a job of this size
+  fake_tool qstat false # then the command for a job of this size is unknown
   run launch --dry-run
   [[ $status == 0 && $output == *" LAUNCH_COMMAND= "* ]]
   NPROC_PER_NODE=4 CONFIG=plain.yaml run launch --dry-run
@@ -109,9 +109,9 @@ setup_folder() {
   local words=(-V -N train -l walltime=24:00:00 -j oe -o logs/ -l select=1:ncpus=2:mpiprocs=2 --)
   TRAIN_SCRIPT=own.py NPROC_PER_NODE=2 run scripts/pbs/pbs_train.sh plain.yaml "a.b=1  2" --dry-run -- "--x=\$y"
   [[ $status == 0 && $output == *"set the job's size in it"* ]]
-  bash -c "${lines[-1]}" # TRAIN_SCRIPT is in it
+  bash -c "${lines[-1]}" # it contains TRAIN_SCRIPT
   diff <(printf '%s\n' "${words[@]}" "$PWD/scripts/pbs/pbs_train.sh" plain.yaml "a.b=1  2" -- "--x=\$y") qsub.words
-  run qsub -V -F plain.yaml scripts/pbs/pbs_train.sh # as OpenPBS answers to Torque's option
+  run qsub -V -F plain.yaml scripts/pbs/pbs_train.sh # OpenPBS's answer to Torque's option
   [[ $status == 2 && $output == "qsub: invalid option -- 'F'" ]]
 }
 
@@ -138,7 +138,7 @@ setup_folder() {
 @test "each launch in one job is a run of its own, and qsub's -v reaches the ranks" {
   setup_folder
   echo n1 >nodes
-  fake_qstat # it tells of -v X=1
+  fake_qstat # it shows -v X=1
   # shellcheck disable=SC2016 # for ssh
   fake_tool ssh 'exec env -u X -u PBS_JOBID bash -s'
   echo 'import os; print("X is", os.environ["X"])' >own.py

@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# The batch scripts of SLURM, without SLURM. Real jobs: tests/cluster.
+# SLURM's batch scripts, without SLURM. tests/cluster runs real jobs.
 
 load helper
 
@@ -18,7 +18,7 @@ load helper
       SUBMITTED=$submitted SLURM_JOB_ID=7 run bash spool/slurm_script --version
       [[ $status == 0 && $output == "$name.sh "* ]]
     done
-    cp -- "$ROOT/scripts/slurm/$name.sh" "a repo/jobs/mine.sh" # below the folder that is submitted from
+    cp -- "$ROOT/scripts/slurm/$name.sh" "a repo/jobs/mine.sh" # below the folder of sbatch
     SUBMITTED="$PWD/a repo/jobs/mine.sh" SLURM_SUBMIT_DIR="$PWD/a repo" run bash spool/slurm_script --version
     [[ $status == 0 && $output == "$name.sh "* ]]
     TRAIN_SCRIPT=x run "a repo/mine.sh" - --dry-run
@@ -36,7 +36,7 @@ load helper
   local name here=$PWD
   for name in slurm_train slurm_train_single_node; do
     cp -- "$ROOT/scripts/slurm/$name.sh" spool/slurm_script
-    cd /tmp # as SLURM does where the folder is not there
+    cd /tmp # as SLURM does if the folder does not exist
     SLURM_SUBMIT_DIR=/behind TRAIN_SCRIPT=x run env PWD="$here/typed" bash "$here/spool/slurm_script" - --dry-run
     [[ $status == 0 && $output == *"sbatch"* && $output != *"[dir-not-shared]"* ]]
     SLURM_SUBMIT_DIR=/behind run env PWD=/behind bash "$here/spool/slurm_script"

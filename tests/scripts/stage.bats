@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# stage_env.sh, with an environment that is small: its Python is a script around the real one.
+# stage_env.sh, with a small environment, whose Python is a script around the real one.
 # shellcheck disable=SC2030,SC2031,SC2119,SC2120 # each test is a subshell, on purpose
 bats_require_minimum_version 1.5.0
 load helper
@@ -101,21 +101,21 @@ staged() {
   [[ $status == 3 && $output == *"stage_env.sh: $HOST: $PWD/$archive cannot be unpacked, or is incomplete, see above; remove it, and run stage_env.sh again [env-missing]" ]]
   [[ ! -e $folder ]]
   run "$ROOT/scripts/stage_env.sh" --run "$PWD/none/none.tar" "${folder%/}" "$PYTHON" -u -c ''
-  [[ $status == 3 && $output == "stage_env.sh: $HOST: there is no $PWD/none/none.tar of yours here; give a LOG_DIR that all nodes share, "* ]]
+  [[ $status == 3 && $output == "stage_env.sh: $HOST: $PWD/none/none.tar does not exist here, or belongs to another user; give a LOG_DIR that all nodes share, "* ]]
 }
 
 @test "a folder of packed environments that is a link is refused" {
   mkdir -p elsewhere logs
   ln -s "$PWD/elsewhere" "logs/environments-$UID"
   run stage
-  [[ $status == 3 && $output == "stage_env.sh: $HOST: $PWD/logs/environments-$UID is another user's; give another LOG_DIR or FOLDER [env-missing]" ]]
+  [[ $status == 3 && $output == "stage_env.sh: $HOST: $PWD/logs/environments-$UID belongs to another user; give another LOG_DIR or FOLDER [env-missing]" ]]
 }
 
 @test "what someone else could have put there is not run" {
   mkdir elsewhere
   ln -s "$PWD/elsewhere" "place/launch-kit-$UID"
   run launch
-  [[ $status == 3 && $output == *"stage_env.sh: $HOST: $PWD/place/launch-kit-$UID is another user's; give another LOG_DIR or FOLDER [env-missing]" ]]
+  [[ $status == 3 && $output == *"stage_env.sh: $HOST: $PWD/place/launch-kit-$UID belongs to another user; give another LOG_DIR or FOLDER [env-missing]" ]]
 }
 
 # bats test_tags=slow

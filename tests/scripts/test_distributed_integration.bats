@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# A real job of it is in tests/cluster/slurm.bats.
+# tests/cluster/selftest.bats runs it in a real job.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, on purpose
 bats_require_minimum_version 1.5.0
 load helper
@@ -17,7 +17,7 @@ launch() {
 
 @test "salloc gets the options; without it, without SLURM, and inside a job, they are refused" {
   run launch --nodes=4
-  assert_refused 3 "there is no salloc here; use a login node, or test_distributed.sh" env-missing
+  assert_refused 3 "salloc is not installed here; use a login node, or test_distributed.sh" env-missing
   SLURM_JOB_ID=7 run launch --nodes=4
   assert_refused 2 "--nodes=4: this job already has its size; omit the options"
   fake_tool salloc 'printf "%s\n" "$@"'

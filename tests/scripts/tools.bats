@@ -1,9 +1,9 @@
 #!/usr/bin/env bats
-# scripts/explain.sh and scripts/checkpoint.sh, from any folder and beside any package.
+# scripts/explain.sh and scripts/checkpoint.sh, from any folder and next to any package.
 bats_require_minimum_version 1.5.0
 load helper
 
-# A package of somebody else's, as Dask's.
+# Another project's package of the same name, such as Dask's.
 make_distributed() {
   mkdir distributed
   echo 'raise SystemExit("the other distributed")' >distributed/__init__.py

@@ -1,4 +1,4 @@
-"""A loop with Hugging Face's accelerate, in the shape of its `nlp_example.py`."""
+"""A loop with Hugging Face's accelerate, modelled on its `nlp_example.py`."""
 
 import argparse
 

@@ -1,6 +1,6 @@
-"""Plain DDP with a snapshot, in the shape of PyTorch's tutorial `multigpu_torchrun.py`.
+"""Plain DDP with a snapshot, modelled on PyTorch's tutorial `multigpu_torchrun.py`.
 
-It crashes once in its second epoch if told to, and goes on from the snapshot when it is restarted.
+If asked to, it crashes once in its second epoch; when restarted, it continues from the snapshot.
 """
 
 import argparse

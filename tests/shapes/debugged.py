@@ -1,4 +1,4 @@
-"""A breakpoint in rank 0, as people leave one in a script; the others wait at the barrier."""
+"""A breakpoint that was left in the script, on rank 0; the others wait at the barrier."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's own start, in the shape of its CIFAR example: it reads RANK itself."""
+"""DeepSpeed's own initialization, modelled on its CIFAR example: it reads RANK itself."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Sets variables before it imports torch, as many scripts do, and logs to a file of its own."""
+"""Sets variables before it imports torch, as many scripts do, and logs to its own file."""
 
 import logging
 import os

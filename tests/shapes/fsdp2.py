@@ -1,4 +1,4 @@
-"""FSDP2, in the shape of PyTorch's example: shards each layer, saves with DCP, and loads again."""
+"""FSDP2, modelled on PyTorch's example: shards each layer, saves with DCP, and loads again."""
 
 import os
 

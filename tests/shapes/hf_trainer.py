@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on a tiny model, in the shape of `run_clm.py`."""
+"""Hugging Face's Trainer on a tiny model, modelled on `run_clm.py`."""
 
 import sys
 

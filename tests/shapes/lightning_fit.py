@@ -1,4 +1,4 @@
-"""A LightningModule and its Trainer, in the shape of Lightning's `boring_model`."""
+"""A LightningModule and its Trainer, modelled on Lightning's `boring_model`."""
 
 import os
 

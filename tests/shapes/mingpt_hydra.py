@@ -1,4 +1,4 @@
-"""The shape of PyTorch's minGPT example: Hydra reads the config and names the run's folder."""
+"""Modelled on PyTorch's minGPT example: Hydra reads the config and names the run's folder."""
 
 import logging
 import os

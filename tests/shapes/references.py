@@ -1,4 +1,4 @@
-"""The shape of torchvision's references: print only on rank 0, by a print of one's own."""
+"""Modelled on torchvision's references: replaces print() by one that prints only on rank 0."""
 
 import builtins
 import datetime

@@ -1,4 +1,4 @@
-"""Tensor parallelism over a device mesh, in the shape of PyTorch's `tensor_parallel_example.py`."""
+"""Tensor parallelism over a device mesh, modelled on PyTorch's `tensor_parallel_example.py`."""
 
 import os
 

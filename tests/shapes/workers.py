@@ -1,4 +1,4 @@
-"""Data workers that are spawned or of a fork server, and a pool of the script's own class."""
+"""Data workers from spawn and from a fork server, and a pool that uses the script's own class."""
 
 import multiprocessing
 import sys

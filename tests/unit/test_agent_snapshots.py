@@ -309,7 +309,7 @@ def test_of_parts_on_other_nodes_one_line_tells(capfd: pytest.CaptureFixture[str
     found = node.find_parts([third, NodeEnd(parts={"10": [3]})], 0)
     assert found and (found.step, found.lost) == (10, [])
     assert node.save(is_first_node=True, saved_step=5, limit_s=9) == -1
-    told = "node agent: warning: what is in memory was not saved: parts of it are lost\n"
+    told = "node agent: warning: the snapshot in memory was not saved: parts of it are lost\n"
     assert capfd.readouterr().err == told
 
 

@@ -224,7 +224,7 @@ def test_a_node_of_another_run_is_sent_away_and_the_run_waits_on(
         refused = check_in(port, replace(THERE, host="other", run_id="own"))
         assert refused == [f"{told}do not set RUN_ID, or set the same one [wrong-world]"]
         assert (check_in(port, THERE), first.result()) == (["1"], ["0"])
-    assert f"warning: {told}sent it away, waiting for this run's own" in capsys.readouterr().err
+    assert f"warning: {told}rejected it; still waiting for" in capsys.readouterr().err
 
 
 TWICE = [replace(one, num_nodes=3) for one in (HERE, THERE, THERE)]
@@ -347,7 +347,7 @@ def attack_a_run(folder: Path, *, times: int, silent: int) -> None:
         waiting = [connect(port) for _ in range(silent)]
         attack(port, rng, times)
         false = begin(1, handshake.new_secret())
-        assert "has another RUN_SECRET than this node" in false.finish()
+        assert "has a different RUN_SECRET from this node" in false.finish()
         assert false.process.returncode == 3
         second = begin(1, secret)
         for run in (first, second):

@@ -292,7 +292,7 @@ def test_help_wherever_it_stands() -> None:
             "--hosts and --rdzv-endpoint both name the nodes; omit one",
         ),
         ("launch_singlenode", ["--strict", "--stop", "a"], "--strict cannot be used with --stop"),
-        ("launch_singlenode", ["--stop", "-"], "- cannot be used with --stop; give the names"),
+        ("launch_singlenode", ["--stop", "-"], "- cannot be used with --stop; give only"),
     ],
 )
 def test_what_is_refused_in_one_line(command: str, words: list[str], cause: str) -> None:

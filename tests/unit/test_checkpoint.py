@@ -206,7 +206,7 @@ def test_what_is_no_manifest_of_a_checkpoint_is_damage(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a file of its own"):
         load(tmp_path)
     (folder / "manifest.json").write_text('{"version": 1, "saved": 0.0, "files": {}}')
-    with pytest.raises(CheckpointError, match="is not what was written"):
+    with pytest.raises(CheckpointError, match="differs from what was written"):
         load(tmp_path)
 
 
@@ -520,7 +520,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert code == 1
     intact, damaged = verified.splitlines()
     assert intact.split() == ["step-1", "intact"]
-    cause = f"{run}/step-2/optimizer.pt: is not what was written (SHA-256)"
+    cause = f"{run}/step-2/optimizer.pt differs from what was written (SHA-256)"
     assert damaged.endswith(f"damaged: {cause}")
     assert told("hash", tmp_path / "no") == (
         2, "", f"checkpoint: {tmp_path}/no holds no checkpoint\n",

@@ -104,7 +104,7 @@ def nccl(name: str) -> dict[str, Any]:
         ("cpus", {"cpus": 0, "nproc": 8}, "", ""),  # not known
         ("master", {"num_nodes": 2, "master_addr": "no-such-host.invalid"}, "name-unresolved?", ""),
         ("master", {"num_nodes": 2, "master_addr": "localhost"}, "loopback-address?", ""),
-        ("master", ELSEWHERE, "no-such-interface?", "192.0.2.1 is none of this node's"),
+        ("master", ELSEWHERE, "no-such-interface?", "192.0.2.1 does not belong to this node"),
         ("master", {**ELSEWHERE, "node_rank": 1}, "", ""),
         ("interfaces", gloo("lo"), "", ""),
         *(("interfaces", gloo(name), "no-such-interface", "") for name in ("none9", "^lo")),
@@ -251,7 +251,7 @@ def test_gpus_of_amd(
 def test_a_driver_that_hangs(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tool(tools / "nvidia-smi", "exec sleep 60")
     monkeypatch.setattr(limits, "NVIDIA_SMI_S", 0.1)
-    with pytest.raises(GpuError, match="no answer"):
+    with pytest.raises(GpuError, match="did not answer"):
         visible_gpus({})
 
 
@@ -435,7 +435,7 @@ def test_an_nvidia_smi_that_hangs_on_nvlinks_alone_does_no_harm(
     [
         ([4, 4, 0], ""),  # a bridge joins two of three cards
         ([12, 12, 0, 0], ""),
-        ([18, 17], "GPU 1 has 17 active NVLinks, others of the model have 18"),
+        ([18, 17], "GPU 1 has 17 active NVLinks, other GPUs of this model have 18"),
         ([None, None], ""),
     ],
 )
@@ -448,7 +448,7 @@ def test_clocks_that_vendors_choose_are_no_fault() -> None:
     clocks = enumerate((2100, 2115, 1410))
     told = [Gpu(str(i), "", 0, model="RTX 3090", max_clock_mhz=clock) for i, clock in clocks]
     (odd,) = find_slow(told)
-    assert odd == "GPU 2 has at most 1410 MHz, others of the model have 2115"
+    assert odd == "GPU 2 has at most 1410 MHz, other GPUs of this model have 2115"
 
 
 # --- InfiniBand ---------------------------------------------------------------------------------
@@ -526,7 +526,7 @@ def test_the_ports_that_nccl_is_to_use(chosen: str, left: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
-        ({"environ": {"NCCL_IB_HCA": "ib0"}}, "NCCL_IB_HCA=ib0 names none of the active ports"),
+        ({"environ": {"NCCL_IB_HCA": "ib0"}}, "NCCL_IB_HCA=ib0 does not match any active port"),
         ({"can_open_ports": False}, "port mlx5_0:1 is active, but /dev/infiniband cannot be op"),
     ],
 )

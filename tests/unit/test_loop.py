@@ -142,8 +142,8 @@ def test_a_node_is_ill_that_does_not_answer_has_a_fault_or_was_lost_twice(tmp_pa
     [
         ({1}, "n0 n3 n2 n4", "n0,n2,n3,n4", "n3 takes n1's place"),
         ({0, 2}, "n3 n1 n4", "n1,n3,n4", "n3 takes n0's place; n4 takes n2's place"),
-        ({1, 3}, "n0 n4 n2", "n0,n2,n4", "n3 is no spare; n4 takes n1's place"),
-        ({4}, "n0 n1 n2 n3", "n0,n1,n2,n3", "n4 is no spare"),
+        ({1, 3}, "n0 n4 n2", "n0,n2,n4", "n3 cannot be a spare; n4 takes n1's place"),
+        ({4}, "n0 n1 n2 n3", "n0,n1,n2,n3", "n4 cannot be a spare"),
         ({0, 1, 2}, "", "", ""),
     ],
 )

@@ -259,7 +259,7 @@ TOLD = Outcome(9, failed(5), 1, 2)
         (  # nobody failed, one left too early
             Facts(codes={0: 1, 1: 0}, failures=[victim(0)]),
             outcome(
-                1, replace(victim(0), cause="cause of 0 (before it rank 1 exited with code 0)")
+                1, replace(victim(0), cause="cause of 0 (rank 1 had already exited with code 0)")
             ),
         ),
         (  # the stacks of all nodes

@@ -308,7 +308,7 @@ def test_settings_of_the_submission_and_of_the_training() -> None:
     ("settings", "cause"),
     [
         (("num_gpus_train=2",), "no config; usage: x.sh ..."),
-        ((*OURS, "partitoin=a"), "unknown setting 'partitoin'; did you mean partition? known here"),
+        ((*OURS, "partitoin=a"), "unknown setting 'partitoin'; did you mean partition? known settings"),
         ((*OURS, "num_gpus=x"), "num_gpus is 'x'; give a whole number from 0"),
         ((*OURS, "chain=2"), "--wait follows one job"),
     ],

@@ -126,7 +126,7 @@ def test_any_value_is_taken_or_refused_in_one_line(key: str, value: str) -> None
     [
         ("train.batchsize=3", "train.batchsize: unknown key; did you mean train.batch_size?"),
         ("max_steps=3", "max_steps: unknown key; did you mean train.max_steps?"),
-        ("zzz=3", "known here: seed, task, resume, data"),
+        ("zzz=3", "known keys: seed, task, resume, data"),
         ("seed=99999999999999999999999", "seed: should be less than 4294967296"),
         ("train.max_steps=x", "train.max_steps: should be a valid integer, not 'x'"),
         ("train.max_steps=true", "train.max_steps: should be a valid integer"),

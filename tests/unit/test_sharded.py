@@ -128,7 +128,7 @@ def test_files_of_other_names_are_no_parts(saved: Path, tmp_path: Path) -> None:
     run = shutil.copytree(saved, tmp_path / "run", symlinks=True)
     (tmp_path / "run/secret").write_text("")
     forge(run / "step-2", {"../secret": files.entry_of(run / "secret")})
-    with pytest.raises(CheckpointError, match=r"manifest\.json: is not what was written"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json differs from what was written"):
         files.read(run / "step-2")
 
 
@@ -163,7 +163,7 @@ def _work_apart(rank: int, folder: Path, run: Path) -> None:
     os.chdir(folder / str(rank))
     saver = Saver(Path("run"), keep_last=1, enabled=rank == 0, format="sharded")
     saver.save(1, make_state(1, "fsdp"))
-    unseen = r"rank 1: run/step-1.tmp-.* is not there on .*\[dir-not-shared\]$"
+    unseen = r"rank 1: run/step-1.tmp-.* does not exist on .*\[dir-not-shared\]$"
     with pytest.raises(CheckpointError, match=unseen):
         saver.wait()
     if rank == 0:

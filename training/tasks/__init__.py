@@ -1,4 +1,4 @@
-"""What train.py can train: the built-in language model, or a class of yours.
+"""What train.py can train: the built-in language model, or your own class.
 
     # my_task.py, next to the config or in the folder you start from; `task: my_task:Digits`
     class Digits(Task):
@@ -13,7 +13,7 @@
             return F.cross_entropy(model(pixels), labels)
 
 `settings.model` holds your config's `model:` section. train.py does the rest: logging, checkpoints,
-the learning rate and everything distributed. What else a task may have is below, with its default.
+the learning rate and everything distributed. All other members of a task have defaults: see below.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from training.asked import make_task, where
 from training.classes import load_class
 from training.settings import BUILT_IN_TASK, Settings
 
-SCORES = ("validation_loss", "score")  # what a checkpoint's progress keeps of a validation
+SCORES = ("validation_loss", "score")  # the validation results that a checkpoint keeps
 
 
 class Task(Protocol):
@@ -40,10 +40,10 @@ class Task(Protocol):
     train: Dataset[Any] | IterableDataset[Any]  # `loss` gets its batches on the model's device
     validation: Dataset[Any]  # has a length
     unit: str = "samples"  # what `weight` counts
-    flops: float = 0.0  # operations of a training step for each of these, for MFU; 0: not known
+    flops: float = 0.0  # operations per unit in a training step, for MFU; 0: not known
     best: str = "loss"  # the checkpoint with the best value of this metric is kept
     best_is_highest: bool = False
-    collate: Callable[[list[Any]], Any] | None = None  # makes a batch of samples; None: as torch
+    collate: Callable[[list[Any]], Any] | None = None  # makes a batch from samples; None: torch's
 
     def __init__(self, settings: Settings) -> None: ...
 
@@ -60,9 +60,9 @@ class Task(Protocol):
         return len(batch if isinstance(batch, Tensor) else next(iter(batch)))
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[float | Tensor, float]]:
-        """Return (sum, weight) of each metric over a batch: a validation's value is sum / weight.
+        """Return (sum, weight) of each metric over a batch; its value is all sums / all weights.
 
-        `{"loss": ..., "accuracy": (right, len(labels))}`; the sums are those of all ranks.
+        For example `{"loss": ..., "accuracy": (right, len(labels))}`. "All" includes all ranks.
         """
         terms = self.weight(batch)
         return {"loss": (self.loss(model, batch).item() * terms, terms)}
@@ -72,28 +72,28 @@ class Task(Protocol):
         return {}
 
     def optimizer(self, model: nn.Module) -> Optimizer | None:
-        """Return an optimizer; None: AdamW, with the settings' weight decay."""
+        """Return an optimizer, or None for AdamW with the settings' weight decay."""
         return None
 
     def schedule(self, optimizer: Optimizer, last_step: int | None) -> LRScheduler | None:
-        """Return what changes the learning rate after each step; None: warm-up and cosine."""
+        """Return a scheduler that runs after each step, or None for warm-up and cosine."""
         return None
 
     def loader(
         self, batch_size: int, *, rank: int, world_size: int, epoch: int, skip: int
     ) -> Iterable[Any]:
-        """Return this rank's batches of an epoch, from batch `skip` on: as many as on each rank.
+        """Return this rank's batches of an epoch, from batch `skip` on, as many as other ranks.
 
-        Without this method, `train` is read.
+        If this method is not overridden, `train` is read.
         """
         return ()
 
     def on_step(self, step: int) -> bool:
-        """Return whether to end the run; asked on every rank after each step."""
+        """Return whether to end the run; called on every rank after each step."""
         return False
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Return whether to end the run, as for early stopping; asked on every rank."""
+        """Return whether to end the run, as for early stopping; called on every rank."""
         return False
 
     def describe(self) -> str:
@@ -102,12 +102,12 @@ class Task(Protocol):
         return f"{len(train):,} samples" if isinstance(train, Sized) else "a stream of samples"
 
     def summary(self, model: nn.Module, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Return (label, text) pairs that are printed at the end; `metrics` of the validation."""
+        """Return (label, text) pairs to print at the end; `metrics` are the last validation's."""
         return [("validation", ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))]
 
 
 def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]:
-    """Return what a checkpoint keeps of a validation, for the best one to be found: lower wins."""
+    """Return the scores that a checkpoint keeps, so that the best can be found: lower is better."""
     best = validated.get(task.best)
     if validated and best is None:
         warnings.warn(
@@ -122,7 +122,7 @@ def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]
 
 
 def load_task(settings: Settings) -> Task:
-    """Create the task that the settings name. Raises SettingsError, such as for missing data."""
+    """Create the task that the settings name. Raises SettingsError, for example without data."""
     ours = "training.tasks.language_model:LanguageModelTask"
     kind = load_class(ours if settings.task == BUILT_IN_TASK else settings.task)
     task: Task = make_task(kind, Task, settings.task, settings)
@@ -130,7 +130,7 @@ def load_task(settings: Settings) -> Task:
 
 
 def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
-    """Return the task's loss; raises TypeError if it is no single number."""
+    """Return the task's loss; raises TypeError if it is not a single number."""
     loss = task.loss(model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else repr(loss)[:80]

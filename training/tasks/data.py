@@ -1,14 +1,14 @@
-"""What the built-in task reads: text or tokens, in files that stay where they are.
+"""The data of the built-in task: text or tokens, read from files where they are.
 
-    FOLDER    text: all files below it but hidden ones. One in sixteen is validation data, by the
-              SHA-256 of its name: files keep their side when others come and go.
+    FOLDER    text: all files below it except hidden ones. One in sixteen is validation data, by the
+              SHA-256 of its name, so files stay on their side when others are added.
     FOLDER    with train.bin and val.bin: tokens, as training/prepare.py and nanoGPT write them.
     FILE      text, or tokens in FILE.bin; its last sixteenth is validation data.
     null      the sources of Python's standard library, without its tests and IDLE.
 
-A sample is read when it is needed: a start takes as long with 2 GB as with 20 MB. It is read, not
-mapped: the pages of a map count as the process's memory, and where a file has been cut short
-since, a map kills the process without a word.
+A sample is read when it is needed, so a start takes as long with 2 GB as with 20 MB. Files are not
+mapped into memory: mapped pages count as the process's memory, and if a file has been truncated
+since, the process is killed without a message.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from training.config_file import SettingsError
 from training.settings import data_path
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}  # of the library
-SHARE = 16  # one in so many files or bytes is validation data
-VALIDATION_TOKENS = 131_072  # used of it
-OPEN_FILES = 256  # at most, at a time
+SHARE = 16  # one in this many files or bytes is validation data
+VALIDATION_TOKENS = 131_072  # of the validation data that are used
+OPEN_FILES = 256  # at most at the same time
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.uint32}
 FACTS = "tokens.json"  # beside train.bin: dtype, vocabulary, tokenizer
 
@@ -52,13 +52,13 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Both sides of the data, and what is known of its tokens."""
+    """Training and validation data, and what is known about its tokens."""
 
     train: Sequence[Piece]
     validation: Sequence[Piece]
-    name: str  # for a reader
+    name: str  # shown to the user
     folder: Path = Path()  # where its tokenizer's file is
-    left_out: Sequence[str] = ()  # files, and why
+    left_out: Sequence[str] = ()  # files left out, and why
     dtype: torch.dtype = torch.uint8  # of one token
     vocabulary: int = 256
     tokenizer: str = "bytes"  # see training/tokenizer.py; empty: not known
@@ -73,15 +73,15 @@ class Windows(Dataset[Tensor]):
     """Tokens cut into windows; window i is tokens i * context to (i + 1) * context inclusive.
 
     Neighbours share one token, the last target of one and the first input of the next, so every
-    token but the first is predicted exactly once.
+    token except the first is predicted exactly once.
     """
 
-    block = 256  # windows in a row that are shuffled together, see training/batches.py
+    block = 256  # consecutive windows that are shuffled together, see training/batches.py
 
     def __init__(
         self, pieces: Sequence[Piece], context: int, dtype: torch.dtype, most: int = sys.maxsize
     ) -> None:
-        """Use the first tokens, `most` of them."""
+        """Use at most the first `most` tokens."""
         self.context = context
         self._dtype = dtype
         self._pieces = [piece for piece in pieces if piece.size]
@@ -100,7 +100,7 @@ class Windows(Dataset[Tensor]):
         return tokens if self._dtype == torch.uint8 else tokens.to(torch.int64)
 
     def read(self, first: int, count: int) -> bytearray:
-        """Return the bytes of so many tokens."""
+        """Return the bytes of `count` tokens, from `first` on."""
         at, missing = first * self._dtype.itemsize, count * self._dtype.itemsize
         found = bytearray()
         for number in range(bisect.bisect_right(self._ends, at), len(self._ends)):
@@ -121,7 +121,7 @@ class Windows(Dataset[Tensor]):
 
 
 class _Opened:
-    """A file that stays open as long as this object exists."""
+    """A file that stays open while this object exists."""
 
     def __init__(self, path: Path) -> None:
         self.fd = os.open(path, os.O_RDONLY)
@@ -134,7 +134,7 @@ _open = functools.lru_cache(OPEN_FILES)(_Opened)
 
 
 def find_corpus(path: str | None) -> Corpus:
-    """Return where the data is that data.path names. SettingsError: nowhere, or too little."""
+    """Find the data at `data.path`; raises SettingsError if it is missing or too small."""
     found = data_path(path)
     if found and (found / "train.bin").is_file():
         if not (found / "val.bin").is_file():
@@ -144,7 +144,7 @@ def find_corpus(path: str | None) -> Corpus:
         return _tokens(found, found / FACTS, *sides)
     if found and found.is_file():
         size = found.stat().st_size
-        start = size - size // SHARE // 8 * 8  # between two tokens
+        start = size - size // SHARE // 8 * 8  # at a token boundary
         sides = [[Piece(found, 0, start)], [Piece(found, start, size - start)]]
         if found.suffix == ".bin":
             return _tokens(found, found.with_name(FACTS), *sides)
@@ -157,7 +157,7 @@ def _tokens(name: Path, facts: Path, train: list[Piece], validation: list[Piece]
         told = dict(json.loads(facts.read_text())) if facts.is_file() else {}
     except (ValueError, TypeError):
         raise SettingsError(f"data.path: {facts} is damaged; prepare the tokens again") from None
-    kind = told.get("dtype", "uint16")  # as nanoGPT writes them
+    kind = told.get("dtype", "uint16")  # as in nanoGPT's files
     if kind not in DTYPES:
         raise SettingsError(f"data.path: {facts}: dtype {kind!r} is none of {', '.join(DTYPES)}")
     return Corpus(
@@ -176,8 +176,8 @@ def text_files(
 ) -> list[tuple[bytes, Path]]:
     """Return (SHA-256 of the name, path) of each file, sorted by hash: a fixed shuffle.
 
-    These are all files below the folder; without one, the standard library's *.py files. Whoever
-    gives `leave_out` is told of folders that cannot be read.
+    These are all files below the folder; without one, the standard library's *.py files. If
+    given, `leave_out` is called with the error of each folder that cannot be read.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
     skipped = () if folder else SKIPPED_FOLDERS
@@ -193,7 +193,7 @@ def text_files(
 
 
 def _text(folder: Path | None) -> Corpus:
-    """Return the text files below a folder. One with a NUL byte at its beginning is no text."""
+    """Return the text files below a folder. A NUL byte in the first 4 KB means it is not text."""
     train: list[Piece] = []
     validation: list[Piece] = []
     left_out = []

@@ -1,4 +1,4 @@
-"""The built-in task: a small GPT that learns text byte by byte, or tokens; data.py reads them."""
+"""The built-in task: a small GPT that learns the bytes or tokens of text, which data.py reads."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from training.tokenizer import Tokenizer
 SAMPLE_TOKENS = 240
 SAMPLE_PROMPT = b"\n    def "
 BITS = 1 / math.log(2)  # per nat
-NGRAM_ROWS = 1 << 12  # of each length
+NGRAM_ROWS = 1 << 12  # for each length
 HASH_FACTOR = 1_000_003  # a prime
-SHOWN = 3  # files that are left out, named
+SHOWN = 3  # names of files left out
 
 
 class GPT(nn.Module):
     """A decoder-only transformer over tokens (Radford et al. 2019) with tied embeddings.
 
     With `ngrams`, each position also gets embeddings of its last 2, 3, ... tokens, each found by a
-    hash (Pagnoni et al. 2024): what often follows a few bytes need not be learned by attention.
+    hash (Pagnoni et al. 2024), so attention need not learn what often follows a few bytes.
     """
 
     def __init__(self, shape: config.LanguageModel) -> None:
@@ -63,7 +63,7 @@ class GPT(nn.Module):
 
 
 def ngram_rows(text: Tensor, rows: int) -> Iterator[Tensor]:
-    """Yield where the embeddings of the last 2, 3, ... tokens are, as [batch, context] each."""
+    """Yield the rows of the embeddings of the last 2, 3, ... tokens, each as [batch, context]."""
     hashes = before = text
     for first in range(0, rows, NGRAM_ROWS):
         before = F.pad(before, (1, 0))[:, :-1]
@@ -82,7 +82,7 @@ def generate(
     text = torch.tensor([list(prompt)], device=device)
     for _ in range(length):
         logits = model(text[:, -model.context :])[:, -1].float().cpu()
-        shares = F.softmax(logits / max(temperature, 1e-6), -1)  # at 0: the likeliest alone
+        shares = F.softmax(logits / max(temperature, 1e-6), -1)  # at 0: only the likeliest
         drawn = torch.multinomial(shares, 1, generator=generator)
         text = torch.cat([text, drawn.to(device)], 1)
     tokens: list[int] = text[0].tolist()
@@ -102,7 +102,7 @@ class LanguageModelTask(Task):
             raise SettingsError(
                 f"data.path: {corpus.name} is too short to fill model.context, {context} tokens"
             )
-        vocabulary = corpus.vocabulary or self.validation.largest() + 1  # as far as that shows
+        vocabulary = corpus.vocabulary or self.validation.largest() + 1  # the least it can be
         if vocabulary > self.shape.vocabulary:
             raise SettingsError(
                 f"model.vocabulary: {self.shape.vocabulary} is less than the {vocabulary} "
@@ -111,7 +111,7 @@ class LanguageModelTask(Task):
 
         layers, width = self.shape.layers, self.shape.width
         matrices = 12 * layers * width**2 + width * self.shape.vocabulary
-        self.flops = 6.0 * matrices + 12 * layers * width * context  # the second: of attention
+        self.flops = 6.0 * matrices + 12 * layers * width * context  # the second term: attention
 
     def model(self) -> GPT:
         return GPT(self.shape)
@@ -142,7 +142,7 @@ class LanguageModelTask(Task):
         windows, corpus = self.validation, self.corpus
         measure = f"loss {metrics['loss']:.4f}"
         if corpus.is_text:
-            count = len(windows) * windows.context  # those that are predicted
+            count = len(windows) * windows.context  # tokens that are predicted
             predicted = torch.frombuffer(windows.read(1, count), dtype=torch.uint8)
             yardsticks = f"order-0 entropy {entropy(predicted):.3f}"
             yardsticks += f", zlib -9 {zlib_rate(predicted):.3f}"
@@ -153,10 +153,10 @@ class LanguageModelTask(Task):
         return found
 
     def _sample(self, model: GPT) -> str:
-        """Return what the model writes, or why that cannot be read here."""
+        """Return text from the model, or the reason why its tokens cannot be decoded here."""
         try:
             tokenizer = Tokenizer(self.corpus.tokenizer, self.corpus.folder)
-        except SettingsError as error:  # its library may be where the tokens were made alone
+        except SettingsError as error:  # its library may not be on this machine
             generate(model, [0], SAMPLE_TOKENS)  # ranks that share a model compute together
             return f"none: {error}"
         tokens = generate(model, tokenizer.encode(SAMPLE_PROMPT), SAMPLE_TOKENS)

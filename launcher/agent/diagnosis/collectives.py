@@ -1,6 +1,6 @@
-"""Which collectives do not match, from what torch's flight recorder has of each rank (no torch).
+"""Find collectives that do not match, from torch's flight recorder in each rank (no torch).
 
-A rank writes its newest ones to a file when it is asked (flight_recorder.py).
+A rank writes its latest collectives to a file when asked (flight_recorder.py).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from launcher.text import name_ranks
 from launcher.typed_json import MessageError
 from launcher.wire import limits
 
-DUMP_SIGNAL = signal.SIGRTMIN + 10  # on it a rank writes its collectives; no script uses this one
-WINDOW = 20  # of each process group
-# Every rank calls these with arrays of the same size.
+DUMP_SIGNAL = signal.SIGRTMIN + 10  # makes a rank write its collectives; not used by scripts
+WINDOW = 20  # the latest calls kept for each process group
+# Every rank calls these with tensors of the same size.
 _EQUAL_SIZES = ("all_reduce", "broadcast", "reduce")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call, as a rank has made it."""
+    """One rank's call of a collective."""
 
     group: str  # the process group's name
-    number: int  # of its collectives, from 1
+    number: int  # the call's number in the group, from 1
     operation: str
-    sizes: str  # of the input, with its type
+    sizes: str  # the input's sizes and type
     is_done: bool
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Calls:
-    """A rank's newest collectives."""
+    """A rank's latest collectives."""
 
     calls: Sequence[Collective] = ()
 
@@ -54,7 +54,7 @@ def file_of(error_file: Path) -> Path:
 
 
 def read(files: Mapping[int, Path], limit_s: float) -> dict[int, Calls]:
-    """Return what ranks write to files that are not there yet, within the time, by rank."""
+    """Wait at most `limit_s` for the ranks to write these files. Returns their calls, by rank."""
     deadline, found = time.monotonic() + limit_s, dict[int, Calls]()
     while len(found) < len(files) and time.monotonic() < deadline:
         for rank, file in files.items():
@@ -99,7 +99,7 @@ def _group(calls: Mapping[int, Collective | None], tell: Callable[[Collective | 
 
 
 def newest(calls: Iterable[Collective]) -> Calls:
-    """Return the newest calls of each process group."""
+    """Return the latest calls of each process group."""
     groups: dict[str, list[Collective]] = {}
     for call in calls:
         groups.setdefault(call.group, []).append(call)

@@ -1,8 +1,8 @@
-"""Whether NCCL uses the network that it should, read from its own log (no torch).
+"""Check from NCCL's own log whether it uses the network that it should (no torch).
 
-NCCL that cannot use InfiniBand takes TCP, many times slower, and says so in its log alone. If a
-port is active, rank 0 writes that log to a file, which no terminal shows. If the user has NCCL log,
-it is in the node's log. Rank 0 is enough: if the ranks differ, NCCL fails.
+If NCCL cannot use InfiniBand, it uses TCP, which is many times slower, and reports that only in its
+log. If a port is active, rank 0 writes that log to a file, which no terminal shows. If the user has
+enabled the log, it is in the node's log. Rank 0's is enough: if the ranks differ, NCCL fails.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from launcher.preflight import infiniband
 from launcher.record.run_json import RunFolder
 from launcher.text import Environ, short_host_name
 
-_CHOSEN = re.compile(rb"NCCL INFO Using network (\S+)")  # so in NCCL 2.10 to 2.32
+_CHOSEN = re.compile(rb"NCCL INFO Using network (\S+)")  # in NCCL 2.10 to 2.32
 _REASON = re.compile(
     rb"NCCL (?:INFO|WARN) "
     rb"((?:Failed to open libibverbs|Call to ibv_\w+ failed|NET/IB : (?:No|Unable))[^\r\n]*)"
 )
-_SWITCHED_OFF = b"NCCL_IB_DISABLE set by environment to 1"  # or by nccl.conf
-_MOST = 1 << 20  # bytes of the log that are read; NCCL says it before the first collective
+_SWITCHED_OFF = b"NCCL_IB_DISABLE set by environment to 1"  # also if nccl.conf sets it
+_MOST = 1 << 20  # bytes to read of the log; NCCL names its network before the first collective
 CURE = "give ranks /dev/infiniband and libibverbs, see NCCL_IB_HCA, or set NCCL_PROFILE=ethernet"
 
 
 @dataclass
 class NetworkWatch:
-    """Waits for the line of NCCL's log that names its network."""
+    """Waits for the line in NCCL's log that names the network."""
 
-    log: Path | None = None  # None: there is nothing more to wait for
-    start: int = 0  # bytes already in it
-    port: str = ""  # one that NCCL could use
-    variables: Environ = field(default_factory=dict)  # for rank 0, so that it logs there
+    log: Path | None = None  # None if there is nothing to wait for
+    start: int = 0  # bytes already in the log
+    port: str = ""  # a port that NCCL could use
+    variables: Environ = field(default_factory=dict)  # make rank 0 write this log
 
     def look(self, show: Callable[[str], None]) -> None:
         """Show a warning, once, if NCCL has chosen TCP."""
         if self.log is None:
             return
         said = b""
-        with contextlib.suppress(OSError), self.log.open("rb") as log:  # once NCCL has begun it
+        with contextlib.suppress(OSError), self.log.open("rb") as log:  # it may not exist yet
             log.seek(self.start)
             said = log.read(_MOST)
         chosen = _CHOSEN.search(said)
@@ -61,27 +61,27 @@ class NetworkWatch:
 def prepare(
     folder: RunFolder | None, node_rank: int, num_nodes: int, environ: Environ
 ) -> NetworkWatch:
-    """Return the watch of node rank 0 over a run on several nodes; elsewhere one that is idle."""
+    """Return a watch on node rank 0 of a run on several nodes; elsewhere, one that does nothing."""
     if folder is None or node_rank != 0 or num_nodes == 1 or "NCCL_NET" in environ:
         return NetworkWatch()
     active = [port.name for port in infiniband.read_ports() if port.is_active]
     if not active or not infiniband.is_wanted(environ) or "NCCL_DEBUG_FILE" in environ:
         return NetworkWatch()
-    is_debug = environ.get("LOG_LEVEL", "").upper() == "DEBUG"  # train.py has NCCL log
+    is_debug = environ.get("LOG_LEVEL", "").upper() == "DEBUG"  # train.py enables NCCL's log
     if is_debug or environ.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
         return NetworkWatch(folder.node_log, folder.node_log.stat().st_size, active[0])
     if any(name.startswith("NCCL_DEBUG") for name in environ) or _is_set_in_file(environ):
         return NetworkWatch()
     log = folder.path / "nccl.log"
     with contextlib.suppress(OSError):
-        log.unlink()  # of an earlier run of this id
+        log.unlink()  # of an earlier run with this id
     name = str(log).replace("%", "%%")
     variables = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV", "NCCL_DEBUG_FILE": name}
     return NetworkWatch(log, 0, active[0], variables)
 
 
 def _is_set_in_file(environ: Environ) -> bool:
-    """Whether NCCL's own files say what to log; a variable has precedence."""
+    """Whether NCCL's configuration files set what to log; variables take precedence."""
     for name in ("/etc/nccl.conf", "~/.nccl.conf", environ.get("NCCL_CONF_FILE", "")):
         with contextlib.suppress(OSError):  # NCCL will not read it either
             if b"NCCL_DEBUG" in Path(os.path.expanduser(name)).read_bytes():

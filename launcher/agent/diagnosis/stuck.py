@@ -1,6 +1,6 @@
-"""Which rank is stuck: the one that all others wait for, silent for too long; and where (no torch).
+"""Find the stuck rank, which is silent while all others wait for it, and its stack (no torch).
 
-Ranks write their Python stacks to files on a signal (distributed/heartbeat.py).
+Ranks write their Python stacks to files when they receive a signal (distributed/heartbeat.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from launcher.text import name_ranks
 from launcher.wire import limits
 
 STOPPED = "its process is stopped (SIGSTOP)"
-# A library's frame as faulthandler writes it, and where a rank is that waits for others.
+# A library's frame and any frame, as faulthandler writes them; where a rank waits for others.
 _IN_LIBRARY = re.compile(
     r'^ {2}File ".*/(site|dist)-packages/(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$'
 )
@@ -35,16 +35,16 @@ class RankState:
     is_stuck: bool  # it has been silent for longer than its limit
     is_stopped: bool  # its process is stopped (SIGSTOP)
     silence_s: float  # since its last beat, or its start
-    ends_run: bool = True  # its silence; that of a slow start may only be told
-    equals: tuple[int, ...] = ()  # the ranks that are as far behind, of a straggler
+    ends_run: bool = True  # whether its silence ends the run; a slow start is only reported
+    equals: tuple[int, ...] = ()  # of a straggler: all ranks that are as far behind
 
 
 def find_straggler(ranks: Sequence[RankState | None]) -> RankState | None:
-    """Return the rank furthest behind: of several the stopped one, then the most silent.
+    """Return the rank furthest behind; of several, a stopped one, otherwise the longest silent.
 
-    It is stuck only if all that are as far behind are. The ranks are those of a node or, for the
-    whole run, each node's straggler. None without ranks, and where one is unknown: it may be the
-    one furthest behind.
+    It is stuck only if all ranks that are as far behind are stuck. The ranks are those of a node
+    or, for the entire run, each node's straggler. Returns None if there are no ranks, or if one is
+    unknown, because it may be the one furthest behind.
     """
     known = [state for state in ranks if state is not None]
     if not known or len(known) < len(ranks):
@@ -57,15 +57,15 @@ def find_straggler(ranks: Sequence[RankState | None]) -> RankState | None:
 
 
 def size_of(file: Path) -> int:
-    """Return how much has been written to a file, in bytes; 0 if it is not there."""
+    """Return the size of a file in bytes; 0 if it does not exist."""
     return file.stat().st_size if file.exists() else 0
 
 
 def wait_for_stacks(files: Mapping[Path, int], limit_s: float) -> None:
-    """Wait until all files have grown beyond their old sizes, or the time is up: some never do."""
+    """Wait until all files have grown beyond their old sizes, but at most `limit_s`."""
     deadline = time.monotonic() + limit_s
     sizes: list[int] = []
-    same = 0  # looks: a busy machine writes a stack in parts
+    same = 0  # checks without a change: a busy machine writes a stack in parts
     while files and time.monotonic() < deadline:
         before, sizes = sizes, [*map(size_of, files)]
         same = same + 1 if sizes == before else 0
@@ -75,16 +75,16 @@ def wait_for_stacks(files: Mapping[Path, int], limit_s: float) -> None:
 
 
 def read_stack(file: Path) -> list[str]:
-    """Return where the main thread was when faulthandler last wrote, innermost call first.
+    """Return the main thread's stack when faulthandler last wrote, innermost call first.
 
-    These are the user's own frames, below the function of a library that they have called. If it
-    has none, as at Python's exit, they are Python's, and another thread's.
+    These are the user's own frames, after the library function that they called, if any. If there
+    are no such frames, as at Python's exit, they are Python's and another thread's.
     """
     try:
         threads = ["", *file.read_text(errors="replace").split("hread 0x")]
     except OSError:
         return []
-    other, main_thread = threads[-2:]  # it comes last
+    other, main_thread = threads[-2:]  # the main thread comes last
     frames = main_thread.splitlines()[1:]
     called = _IN_LIBRARY.match(frames[0]) if frames else None
     inner = [f"{called['file']}:{called['line']} in {called['name']}"] if called else []
@@ -95,7 +95,7 @@ def read_stack(file: Path) -> list[str]:
 
 
 def group_stacks(stacks: Mapping[int, Sequence[str]]) -> list[str]:
-    """Return one line for all ranks that have the same stack, those of few ranks last."""
+    """Return one line for each stack, with the ranks that have it; the rarest stack is last."""
     ranks: dict[str, list[int]] = {}
     for rank, frames in sorted(stacks.items()):
         ranks.setdefault(" < ".join(frames) or "no Python stack", []).append(rank)
@@ -104,10 +104,10 @@ def group_stacks(stacks: Mapping[int, Sequence[str]]) -> list[str]:
 
 
 def find_odd(straggler: RankState, stacks: Mapping[int, Sequence[str]]) -> int | None:
-    """Return the rank that the others wait for; None if neither progress nor stacks tell.
+    """Return the rank that the others wait for; None if neither progress nor stacks show it.
 
-    Of the ranks as far behind as the straggler it is the stopped one, else one that does not wait
-    in a collective itself, and of several one that few are with.
+    Of the ranks as far behind as the straggler, it is the stopped one, otherwise one that is not
+    waiting in a collective itself; of several such ranks, one whose stack is rarest.
     """
     if straggler.is_stopped or len(straggler.equals) == 1:
         return straggler.rank

@@ -1,1 +1,1 @@
-"""The agents of all nodes together: they meet, hold connections, and replace lost nodes."""
+"""How the agents of all nodes meet, stay connected, and replace lost nodes."""

@@ -34,20 +34,20 @@ class Meeting:
     """The outcome of check-in, for one node's agent."""
 
     assignment: Assignment
-    peers: dict[int, Link]  # on node rank 0 every other agent by node rank, else node rank 0's
+    peers: dict[int, Link]  # on node rank 0: all others, by node rank; elsewhere: node rank 0's
     listener: socket.socket | None = None  # on node rank 0: where the agents met
-    team: Team | None = None  # there
-    failover: socket.socket | None = None  # elsewhere: where this agent can replace that one
-    took_over: Sequence[str] = ()  # whose places, where this agent has just replaced node rank 0
+    team: Team | None = None  # on node rank 0
+    failover: socket.socket | None = None  # elsewhere: this agent's failover port
+    took_over: Sequence[str] = ()  # replacements, if this agent just became node rank 0
 
     def everyone(self) -> list[Link]:
-        """Return the connections to other agents, those of spares among them."""
+        """Return the connections to all other agents, including spares."""
         spares = self.team.spares.values() if self.team is not None else ()
         return [*self.peers.values(), *spares]
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """On node rank 0, start the others after the body; if it raises Refused, refuse them."""
+        """On node rank 0, start the others after the body; if it raises Refused, reject them."""
         try:
             yield
         except Refused as refused:
@@ -66,11 +66,11 @@ def meet(
     access: Access,
     timeout_s: float,
     *,
-    num_spares: int = 0,  # of the agents that meet
+    num_spares: int = 0,  # among the agents that meet
     min_nodes: int = 0,
-    tries_pairs: bool = False,  # of nodes: no preflight has done so
+    tries_pairs: bool = False,  # have each pair of nodes test its link, as a preflight would
 ) -> Meeting:
-    """Meet the other nodes' agents at node rank 0; raises Refused if the run cannot start."""
+    """Meet the other nodes' agents at node rank 0. Raises Refused if the run cannot start."""
     wait = Wait(timeout_s, say)
     if me.node_rank != 0:
         return join(address, port, me, access.secret, wait)
@@ -94,7 +94,7 @@ def meet(
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on the master port (0: any free one); raises Refused if it is taken."""
+    """Listen on the master port (0 means any free port). Raises Refused if it is taken."""
     try:
         return open_port(port, address)
     except OSError as error:
@@ -104,19 +104,19 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Link, Member]]:
-    """On node rank 0: wait until every other agent has checked in; returns them by node rank.
+    """On node rank 0, wait until every other agent has checked in. Returns them by node rank.
 
-    Raises Refused if a node did not come, came twice, or does not match this one; all are told.
-    One of another run is sent away.
+    Raises Refused, after rejecting the nodes that have checked in, if a node is missing, came
+    twice, or does not match this one. A node of another run is turned away.
     """
     nodes: dict[int, NodeReport] = {me.node_rank: me}
     awaited = {*range(me.num_nodes)} - {me.node_rank}
-    newcomers: list[Link] = []  # they have checked in, and may yet be refused
+    newcomers: list[Link] = []  # they have checked in, but may still be rejected
 
     def admit(peer: Link, node: NodeReport) -> bool:
         if node.run_id not in ("", me.run_id):
             cause = f"{node.host} has run id {node.run_id}, {me.host} has {me.run_id}"
-            say(f"warning: {cause}; sent it away, waiting for this run's own [wrong-world]")
+            say(f"warning: {cause}; rejected it; still waiting for this run's nodes [wrong-world]")
             cure = "do not set RUN_ID, or set the same one"
             peer.send(Refusal("wrong-world", f"{cause}; {cure}"))
             return False
@@ -145,13 +145,13 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Li
 
 
 def refuse(peers: Iterable[Link], refused: Refused) -> None:
-    """Tell agents that the run does not start, or continues without them."""
+    """Notify agents that the run will not start, or continues without them."""
     for peer in peers:
         peer.send(Refusal(refused.fault, refused.message))
 
 
 def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) -> None:
-    """Raise Refused if a node that has come cannot be part of this run."""
+    """Raise Refused if a node that has checked in cannot be part of this run."""
     if node.num_nodes != me.num_nodes or not 0 <= node.node_rank < me.num_nodes:
         cause = f"{node.host} was started as node {node.node_rank} of {node.num_nodes}"
         cause += f", {me.host} as node 0 of {me.num_nodes}"
@@ -165,9 +165,9 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
 
 
 def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> Meeting:
-    """On any other node: check in with node rank 0, and wait for the start.
+    """On any other node, check in with node rank 0, and wait for the run to start.
 
-    Raises Refused if node rank 0 cannot be reached in time, or refuses this node or the run.
+    Raises Refused if node rank 0 cannot be reached in time, or rejects this node or the run.
     """
     last: OSError = TimeoutError("no answer")
     turned_away: float | None = None  # since when
@@ -176,7 +176,7 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
             return check_in(address, port, me, secret, wait)
         except (NotAccepted, WrongSecret) as error:
             if isinstance(error, WrongSecret) and turned_away is None:
-                say(f"warning: {address}:{port} has another RUN_SECRET, or none [stranger]")
+                say(f"warning: {address}:{port} has a different RUN_SECRET, or none [stranger]")
             last, turned_away = error, turned_away or time.monotonic()
             if own_time.since(turned_away) > limits.SILENCE_S:
                 break
@@ -185,12 +185,12 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
         wait.tell(f"node rank 0 at {address}:{port}")
         time.sleep(limits.CHECKIN_AGAIN_S)
     if isinstance(last, WrongSecret):
-        cause = f"node rank 0 at {address}:{port} has another RUN_SECRET than this node, or none"
-        raise Refused("stranger", f"{cause}; set the same one on every node")
+        cause = f"node rank 0 at {address}:{port} has a different RUN_SECRET from this node"
+        raise Refused("stranger", f"{cause}, or none; set the same one on every node")
     if isinstance(last, NotAccepted):
         which = f"node rank {me.node_rank}" if me.node_rank >= 0 else "more nodes"
-        cause = f"{address}:{port} rejected {which}: the run has already started; see whether "
-        raise Refused("duplicate-node-rank", f"{cause}this node was started elsewhere too")
+        cause = f"{address}:{port} rejected {which}: the run has already started; check whether "
+        raise Refused("duplicate-node-rank", f"{cause}this node was also started elsewhere")
     fault, cure = _explain(last)
     cause = f"node rank 0 at {address}:{port} did not answer within {wait.timeout_s:g} s"
     raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")
@@ -205,9 +205,9 @@ def check_in(
     *,
     connect_s: float = limits.CHECKIN_CONNECT_S,
 ) -> Meeting:
-    """Connect, and wait for the start; raises OSError, or Refused."""
+    """Connect, and wait for the run to start. Raises OSError or Refused."""
     peer = Link(connect(address, port, secret, min(connect_s, wait.timeout_s)))
-    failover = meeting.introduce(peer, replace(me, time=time.time()))  # it may have waited long
+    failover = meeting.introduce(peer, replace(me, time=time.time()))  # `me` may be minutes old
     if why := find_loss(peer.socket, limits.SILENCE_S):
         peer.close()
         cause = f"{me.host}: cannot reach node rank 0 at {address}:{port} ({why})"
@@ -216,13 +216,13 @@ def check_in(
             short = connect(address, port, secret, limits.CHECKIN_CONNECT_S)
             refuse([Link(short)], lost)
         raise lost
-    # Node rank 0 may have started later; it has its own limit.
+    # Node rank 0 may have started later, so its limit may expire later.
     limit_s = wait.timeout_s + limits.CHECKIN_TELL_S
     while isinstance(answer := peer.wait(own_time.now() + limit_s), PairTest):
         faults = [*meeting.try_members(answer.members, me.node_rank, limits.PAIRS_S)]
         peer.send(PairResult(faults))
     if me.attempt or not (isinstance(answer, Assignment) and answer.members):
-        failover.close()  # it has one from before, or needs none
+        failover.close()  # this agent already has one, or needs none
     if isinstance(answer, Assignment):
         return Meeting(answer, {0: peer}, failover=failover)
     peer.close()
@@ -232,7 +232,7 @@ def check_in(
 
 
 def _explain(error: OSError) -> tuple[str, str]:
-    """Return the fault behind a connection that failed, and its cure."""
+    """Return the fault behind a failed connection, and how to fix it."""
     if isinstance(error, socket.gaierror):
         return "name-unresolved", "correct the master's name, or give its address"
     if isinstance(error, ConnectionRefusedError):

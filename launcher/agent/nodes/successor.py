@@ -1,8 +1,8 @@
-"""Node rank 0 is lost: the agents that are left check in with the one that replaces it (no torch).
+"""When node rank 0 is lost, the remaining agents check in with its successor (no torch).
 
-Each tries the same agents in the same order, the spares first (Assignment.successors). The first
-that is reachable waits for the later ones, at its failover port. Without a majority the run ends:
-node rank 0 may still be alive for the others.
+Each tries the same agents in the same order, spares first (Assignment.successors). The first one
+that is reachable waits at its failover port for those after it. Without a majority the run ends,
+because node rank 0 may still be alive and connected to the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from launcher.wire.messages import Member, NodeReport
 
 
 def follow(before: Meeting, args: Arguments) -> Meeting | None:
-    """Check in with the new node rank 0; None if the run cannot continue."""
+    """Check in with the new node rank 0. Returns None if the run cannot continue."""
     old, until = before.assignment, own_time.now() + limits.SUCCESSOR_S
     everyone = [*old.members, *old.spares]
     own = next(member for member in everyone if member.node_id == args.node_rank)
@@ -37,7 +37,7 @@ def follow(before: Meeting, args: Arguments) -> Meeting | None:
                 return _lead(before, own, args)
             if own_time.now() > until:
                 break
-            wait = Wait(2 * limits.LOSS_SPREAD_S + args.grace_s)  # it may save first
+            wait = Wait(2 * limits.LOSS_SPREAD_S + args.grace_s)  # it may save a snapshot first
             where, secret = (successor.address, successor.failover_port), args.access.secret
             with contextlib.suppress(OSError):
                 new = checkin.check_in(*where, me, secret, wait, connect_s=limits.LOSS_SPREAD_S)
@@ -48,7 +48,7 @@ def follow(before: Meeting, args: Arguments) -> Meeting | None:
 
 
 def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
-    """Replace node rank 0, with all that come; raises Refused without a majority."""
+    """Become node rank 0 of all agents that check in. Raises Refused without a majority."""
     old, failover = before.assignment, before.failover
     assert failover is not None
     behind = old.successors[old.successors.index(me) + 1 :]
@@ -60,7 +60,7 @@ def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
     peers = {node_id: peer for node_id, (peer, _) in here.items()}
     is_spare = me in old.spares
     rest = old.members[1:] if is_spare else [member for member in old.members if member != me]
-    members = [me, *rest]  # without a spare, the lost one keeps its place
+    members = [me, *rest]  # without a spare, refill() removes the lost node
     there = {
         rank: peers[member.node_id]
         for rank, member in enumerate(members)

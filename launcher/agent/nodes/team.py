@@ -1,4 +1,4 @@
-"""The agents of a run as node rank 0 knows them: who has ranks, and who waits (no torch)."""
+"""The agents of a run as node rank 0 sees them: which have ranks, which are spares (no torch)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from launcher.wire.node_link import Link
 
 @dataclass
 class Team:
-    """Who has which node rank. `peers` and `spares` lose those whose connection has ended."""
+    """Which agent has which node rank. Lost agents are removed from `peers` and `spares`."""
 
     run_id: str
     members: list[Member]  # by node rank; the first is this agent's
-    peers: dict[int, Link]  # of the others, by node rank
+    peers: dict[int, Link]  # connections to the others, by node rank
     spares: dict[Member, Link] = field(default_factory=dict)
-    min_nodes: int = 0  # with which the run continues without a spare; 0: it replaces no node
+    min_nodes: int = 0  # the fewest nodes to continue with; 0 means never replace a node
 
     def __post_init__(self) -> None:
-        # Agents, at the last start of the ranks.
+        # The number of agents when the ranks last started.
         self.counted = len(self.members) + len(self.spares)
 
     @property
@@ -34,19 +34,19 @@ class Team:
 
     @property
     def is_majority(self) -> bool:
-        """Whether the others that are left, with node rank 0, are at least half of all."""
+        """Whether node rank 0 and the remaining agents are at least half of all agents."""
         return 2 * (1 + len(self.peers) + len(self.spares)) >= self.counted
 
     def why_not(self, *, are_all_quiet: bool = True) -> str:
-        """Return why the run cannot continue without the lost nodes; nothing if it can.
+        """Return why the run cannot continue without the lost nodes; empty if it can.
 
-        Those that are left have ended their ranks, unless not `are_all_quiet`.
+        `are_all_quiet` means that the ranks of all remaining nodes have exited.
         """
         if not self.min_nodes and (self.lost or not are_all_quiet):
             return "not restarting: a node's agent is gone"
         if not self.lost:
             return ""
-        if not self.is_majority:  # the others may go on, and then they are the run
+        if not self.is_majority:  # the others may continue the run without this node
             there = len(self.peers) + len(self.spares)
             return f"stopping: this node reaches only {there} of {self.counted - 1} others"
         left = len(self.members) - len(self.lost) + len({*self._find_spares()})
@@ -56,7 +56,7 @@ class Team:
         return ""
 
     def refill(self) -> list[str]:
-        """Let spares take the places of lost nodes, or close up; returns who took over."""
+        """Replace lost nodes with spares, or continue without them. Returns a line per change."""
         took_over = []
         for rank, spare in [*self._find_spares()]:
             took_over.append(f"{spare.host} takes {self.members[rank].host}'s place")
@@ -74,7 +74,7 @@ class Team:
         return took_over
 
     def _find_spares(self) -> Iterator[tuple[int, Member]]:
-        """Yield lost node ranks, each with a spare that runs as many ranks."""
+        """Yield lost node ranks, each with a spare that runs the same number of ranks."""
         free = [*self.spares]
         for rank in self.lost:
             nproc = self.members[rank].nproc
@@ -84,7 +84,7 @@ class Team:
                 yield rank, spare
 
     def assign(self, attempt: int = 0, address: str = "", port: int = 0) -> dict[int, Assignment]:
-        """Return every agent's assignment, by node id: ranks follow node ranks."""
+        """Return every agent's assignment, by node id. Ranks are numbered in node rank order."""
         counts = [member.nproc for member in self.members]
         common = Assignment(
             self.run_id,
@@ -104,7 +104,7 @@ class Team:
         return assignments
 
     def tell(self, assignments: Mapping[int, Assignment], verdict: Verdict | None = None) -> None:
-        """Send every other agent its assignment; with a verdict, also how the attempt ended."""
+        """Send every other agent its assignment and, if given, the verdict on the attempt."""
         others = [(self.members[rank], peer) for rank, peer in self.peers.items()]
         for member, peer in (*others, *self.spares.items()):
             own = assignments.get(member.node_id)
@@ -113,15 +113,15 @@ class Team:
             elif own is not None:
                 peer.send(own)
 
-    # --- spares during an attempt: it goes on without one that is gone --------------------------
+    # --- spares during an attempt, which continues if one is lost -------------------------------
 
     def beat(self, on_lost: Callable[[Failure], None]) -> None:
-        """Exchange heartbeats with the spares; reports those that are lost."""
+        """Exchange heartbeats with the spares, and report those that are lost."""
         for spare, peer in list(self.spares.items()):
             peer.send(NodeBeat(None))
             is_gone = peer.receive(limits.POLL_S) is None
             if is_gone or peer.is_silent:
                 del self.spares[spare]
                 peer.close()
-                self.counted -= is_gone  # else it may be there for others
+                self.counted -= is_gone  # others may still reach a silent spare
                 on_lost(peer.loss(spare.node_id, spare.host))

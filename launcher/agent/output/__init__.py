@@ -1,1 +1,1 @@
-"""What the ranks print, on its way to the node logs and the terminal."""
+"""The ranks' output, on its way to the node logs and the terminal."""

@@ -1,4 +1,4 @@
-"""Where the ranks of one node write: its log, the launcher's streams, and files of their own."""
+"""Where the ranks of one node write: the node log, the launcher's streams, and separate files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Outputs:
         out = open_again(1)
         self._terminals = out, out if are_one_file(1, 2) else open_again(2)
         self._log = NodeLog(None)
-        self._files: Path | None = None  # for streams with files of their own
-        self._step_due = 0.0  # time
+        self._files: Path | None = None  # the folder for streams with their own files
+        self._step_due = 0.0  # when show_step() next prints
 
     def keep_in(self, folder: RunFolder) -> None:
         """Write the log and the files to the run's folder from now on."""
@@ -37,15 +37,15 @@ class Outputs:
         self._log, self._files = NodeLog(folder.node_log), folder.path
 
     def open(self, part: Assignment, local_rank: int) -> list[tuple[int, Stream]]:
-        """Open a rank's stdout and stderr: for each the rank's end of it, and ours."""
+        """Open a rank's stdout and stderr. Returns the rank's end and the agent's end of each."""
         args, number, opened = self._args, part.first_rank + local_rank, []
         shown = args.shown_ranks(part.first_rank, has_log=self._log.path is not None)
         is_alone = len(shown) == 1 and not args.has_labels
         redirected, teed = args.redirected[local_rank], args.teed[local_rank]
         for terminal, (name, kind) in zip(self._terminals, STREAMS.items(), strict=True):
-            terminal.open_by = None  # what came after the attempt before has begun a line
+            terminal.open_by = None  # messages between attempts have begun a new line
             is_shown = local_rank in shown and kind not in redirected & ~teed
-            # A line with a label begins with the rank; it is not the only one on the terminal.
+            # A labelled stream shares the terminal with other ranks, so its rank gets a pipe.
             label = b"[rank%d]" % number if args.has_labels else b""
             own_terminal = terminal if is_shown and not label else None
             writer, stream = open_stream(number, self._log, own_terminal)
@@ -63,33 +63,33 @@ class Outputs:
 
     @property
     def is_line_open(self) -> bool:
-        """Whether what is printed now would continue a line of a rank."""
+        """Whether new output would continue an unfinished line of a rank."""
         return any(terminal.open_by is not None for terminal in self._terminals)
 
     def say(self, text: str) -> None:
-        """Print a line of the agent's own below what the ranks have shown."""
+        """Print one of the agent's own messages below the ranks' output."""
         self._terminals[1].write(f"node agent: {text}\n".encode())
 
     def show_step(self, step: int) -> None:
-        """Print now and then how far the ranks are, where none of them is shown."""
+        """Print the step every PROGRESS_S seconds, on a node that shows no rank."""
         now = time.monotonic()
         if step >= 0 and now >= self._step_due:
             self.say(f"step {step}")
             self._step_due = now + limits.PROGRESS_S
 
     def tell(self, message: Membership, control: Control | None) -> None:
-        """Tell a launcher elsewhere, if there is one; a message begins a line."""
+        """Send a message, at the beginning of a line, to the remote launcher if there is one."""
         if control is not None:
             self.drain()
             control.tell(message, is_line_open=self.is_line_open)
 
     def drain(self) -> None:
-        """Wait until all output is written, for DRAIN_S at most."""
+        """Wait until all output is written, at most DRAIN_S for each terminal."""
         for terminal in self._terminals:
             terminal.drain(limits.DRAIN_S)
 
     def close(self) -> None:
-        """In a rank, close what was opened here."""
+        """In a rank, close everything that this object has opened."""
         self._log.close()
         for terminal in {*self._terminals}:
             terminal.let_go()

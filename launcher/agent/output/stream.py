@@ -1,7 +1,7 @@
-"""What the ranks print: whole lines into the node's log, rank 0's output onto the terminal.
+"""The ranks' output: complete lines go to the node's log, rank 0's output to the terminal.
 
-A rank writes to pipes; rank 0 writes to a pseudo-terminal where the launcher has a terminal, so
-that a progress bar finds one. The agent reads them here and never blocks on a slow terminal.
+A rank writes to pipes. If the launcher has a terminal, rank 0 writes to a pseudo-terminal, so that
+progress bars work. The agent reads both here and never blocks on a slow terminal.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from launcher.wire import limits
 _NOWHERE = Path(os.devnull)
 _CHUNK = 65536
 _TRICKLE = 2048  # bytes
-_PAGE = 4096  # bytes; a read of a terminal gives no more, and asking for more costs time
+_PAGE = 4096  # bytes; one read of a terminal returns no more, and asking for more costs time
 _LONGEST_LINE = 1 << 20  # bytes; a longer one is logged in pieces
-_STATES = 5  # of a line that redraws itself: the newest ones are kept
+_STATES = 5  # how many of the latest states are kept of a line that redraws itself
 _FATAL = b"Traceback (most recent call last)", b"Fatal Python error"
 _TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^Fatal Python error")
-_TORCHS_WARNING = re.compile(rb"\[[WI]\d{4} ")  # from its C++ side
+_TORCHS_WARNING = re.compile(rb"\[[WI]\d{4} ")  # from its C++ code
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 
 
 def say(text: str) -> None:
-    """Print a line of the agent's own to stderr."""
+    """Print one of the agent's own messages to stderr."""
     print(f"node agent: {text}", file=sys.stderr, flush=True)
 
 
 class NodeLog:
-    """`node_<rank>.log`: every rank's lines, each after its rank; knows its own line numbers."""
+    """`node_<rank>.log`: every rank's lines, each prefixed with its rank. It counts its lines."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -61,7 +61,7 @@ class NodeLog:
         self._file.close()
 
     def write(self, rank: int, lines: Sequence[bytes]) -> int:
-        """Append lines, without their ends; returns the number of the last in the file, from 1."""
+        """Append lines, given without newlines. Returns the line number of the last one, from 1."""
         self.lines += len(lines)
         head = b"[%d] " % rank
         data = memoryview(head + (b"\n" + head).join(lines) + b"\n")
@@ -69,7 +69,7 @@ class NodeLog:
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:  # a full disk ends the log, not the run
-            what = f"{short_host_name()}: {self.path} ends here ({error.strerror})"
+            what = f"{short_host_name()}: {self.path} is incomplete from here ({error.strerror})"
             say(f"warning: {what}; the run continues [log-lost]")
             self._file = _NOWHERE.open("ab", buffering=0)
             self.is_kept = False
@@ -77,14 +77,14 @@ class NodeLog:
 
 
 class RankView(View):
-    """A rank's stream on the terminal: without torch's noise, and tracebacks are held at first."""
+    """A rank's stream on the terminal: torch's noise is dropped, tracebacks are held at first."""
 
     def __init__(
         self, screen: Terminal, *, is_alone: bool, label: bytes = b"", is_debug: bool = False
     ) -> None:
         """Begin each line with a label, such as `[rank3]`, in place of torch's own.
 
-        With `is_debug`, torch's noise is shown, too.
+        With `is_debug`, also show torch's noise.
         """
         super().__init__(screen, is_alone=is_alone, prefix=label + b" " if label else b"")
         self.traceback, self._is_debug = HeldTraceback(), is_debug
@@ -108,7 +108,7 @@ class RankView(View):
             super().put(held)
 
     def tick(self, now: float, traceback_s: float = math.inf) -> bool:
-        """Do the same; show a traceback that has been held back for so long."""
+        """As in View, and show a traceback that has been held back for `traceback_s` seconds."""
         if self.traceback.age(now) >= traceback_s:
             self.show_traceback()
         return super().tick(now) or bool(self.traceback.text)
@@ -116,29 +116,29 @@ class RankView(View):
 
 @dataclass
 class Stream:
-    """One rank's stdout or stderr: the read end, and the bytes of a line not yet ended."""
+    """One rank's stdout or stderr: the read end, and the bytes of the unfinished line."""
 
     rank: int
     fd: int
     log: NodeLog
-    view: RankView | None = None  # None: this rank is not shown
+    view: RankView | None = None  # None if this rank is not shown
     is_tty: bool = False
-    copy: BinaryIO | None = None  # a file of its own
-    is_trickle: bool = False  # the last read took little
-    traceback_line: int = 0  # of the last traceback's start in the log, 0 if there was none
+    copy: BinaryIO | None = None  # the stream's own file
+    is_trickle: bool = False  # the last read returned little
+    traceback_line: int = 0  # where the last traceback starts in the log; 0 if none
     last_line: int = 0
-    _last: bytes = b""  # its text
-    _partial: bytearray = field(default_factory=bytearray)  # with \r, it redraws itself: a bar
-    _logged: float = field(default_factory=time.monotonic)  # the last state of a bar
-    _logged_text: bytes = b""  # of the line not yet ended
+    _last: bytes = b""  # the text of the last line
+    _partial: bytearray = field(default_factory=bytearray)  # a progress bar if it has a \r
+    _logged: float = field(default_factory=time.monotonic)  # when a bar was last logged
+    _logged_text: bytes = b""  # the state of the bar that was last logged
 
     @property
     def last_text(self) -> str:
-        """The last line that is not a warning of torch's C++ side."""
+        """The last line that is not a warning from torch's C++ code."""
         return self._last.decode(errors="replace")
 
     def pump(self) -> bool:
-        """Take what is there; False at the end of the stream."""
+        """Read what is available. Returns False at the end of the stream."""
         data = self._read()
         self.is_trickle = 0 < len(data or b"") < _TRICKLE
         if data is None:
@@ -147,7 +147,7 @@ class Stream:
             try:
                 self.copy.write(data)
             except OSError as error:  # a full disk
-                say(f"{self.copy.name} ends here: {error.strerror}")
+                say(f"{self.copy.name} is incomplete from here: {error.strerror}")
                 self.copy = None
         self._log(data)
         if self.view is not None:
@@ -157,7 +157,7 @@ class Stream:
         return bool(data)
 
     def _read(self) -> bytes | None:
-        """Return what is there, nothing at the end of the stream, None if there is no more."""
+        """Return what is available: empty at the end of the stream, None if nothing is ready."""
         data = b""
         try:
             data = more = os.read(self.fd, _PAGE if self.is_tty else _CHUNK)
@@ -165,12 +165,12 @@ class Stream:
                 data += (more := os.read(self.fd, _PAGE))
         except BlockingIOError:
             return data or None
-        except OSError:  # a pseudo-terminal's way of saying that the other end is closed
+        except OSError:  # a pseudo-terminal raises this when the other end is closed
             pass
         return data
 
     def _log(self, data: bytes) -> None:
-        """Log the lines that have ended, and keep what has not."""
+        """Log the finished lines, and keep the unfinished one."""
         head, end, tail = data.rpartition(b"\n")
         if end:
             self._end_lines(head)
@@ -181,7 +181,7 @@ class Stream:
             self._end_lines(b"")
 
     def tick(self, now: float, traceback_s: float = math.inf) -> bool:
-        """Show and log what has waited for long enough; returns whether something waits.
+        """Show and log output held back long enough. Returns whether any is still held back.
 
         `now` is a time before the stream was last read.
         """
@@ -197,7 +197,7 @@ class Stream:
         return True
 
     def _end_lines(self, text: bytes) -> None:
-        """Log the line begun before and those of `text`, which is without its last end."""
+        """Log the unfinished line and the lines of `text`, which lacks the last newline."""
         whole = bytes(self._partial + text)
         logged, self._logged_text = self._logged_text, b""
         self._partial.clear()
@@ -217,7 +217,7 @@ class Stream:
                     self.traceback_line = number
 
     def _clean(self, lines: Sequence[bytes]) -> Iterator[bytes]:
-        """Yield what a terminal shows of lines in the end; of a pipe's, if they were redrawn."""
+        """Yield lines as a terminal finally shows them; lines of a pipe change only if redrawn."""
         for line in lines:
             if not self.is_tty and b"\r" not in line:
                 yield line
@@ -225,14 +225,14 @@ class Stream:
                 yield state
 
     def drain(self) -> None:
-        """Take what a dead rank has left, without waiting for children that hold the pipe."""
+        """Read what a dead rank has left, without waiting for children that hold the pipe open."""
         ready = select.poll()
         ready.register(self.fd, select.POLLIN)
         while ready.poll(0) and self.pump():
             pass
 
     def end(self, *, is_consequence: bool = False) -> None:
-        """Take and show all that is left; without a traceback that only follows from a failure."""
+        """Read and show the rest, except a traceback that is only a consequence of a failure."""
         self.drain()
         if self._partial:
             self._end_lines(b"")
@@ -249,12 +249,12 @@ class Stream:
 
 
 def _newest_state(line: bytes) -> bytes:
-    """Return what is last seen of a line that was drawn several times, before it was cleared."""
+    """Return the last visible state of a line that was redrawn, even if it was then cleared."""
     end = len(line)
     while end >= 0:
         start = line.rfind(b"\r", 0, end)
         state = line[start + 1 : end]
-        if b"\x1b" in state:  # the search is slow
+        if b"\x1b" in state:  # otherwise skip the slow search
             state = _ESCAPES.sub(b"", state)
         if state.strip():
             return state
@@ -267,9 +267,9 @@ def open_stream(
     log: NodeLog,
     terminal: Terminal | None,
 ) -> tuple[int, Stream]:
-    """One stream of one rank: the file descriptor for the rank, and the agent's reading end.
+    """Open one stream of a rank. Returns the rank's descriptor, and the agent's reading end.
 
-    If `terminal` is one, the rank's is of its size; None: it gets a pipe.
+    If `terminal` is a terminal, the rank gets one of the same size, otherwise a pipe.
     """
     is_tty = terminal is not None and terminal.isatty()
     if terminal is not None and is_tty:

@@ -1,7 +1,7 @@
 """The traceback at the end of a rank's output, held back from the terminal.
 
-When a rank fails, the others lose their connections to it and print tracebacks, too. Those would
-stand above the failure block and hide the cause.
+When a rank fails, the others lose their connections to it and print tracebacks too. Those would
+appear above the failure block and hide the cause.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import re
 import time
 
-_MOST_BYTES = 1 << 18  # more than a traceback has
+_MOST_BYTES = 1 << 18  # more than any traceback has
 _MARK = b"Traceback (most recent call last)"
-_BEFORE = re.compile(rb"(\[rank\d+\]: )?[^\w\n\r\]:]*(Exception Group )?\Z")  # on its line
+_BEFORE = re.compile(rb"(\[rank\d+\]: )?[^\w\n\r\]:]*(Exception Group )?\Z")  # on the same line
 
 
 class HeldTraceback:
-    """What a stream has written from a traceback's first line on, while it is not shown."""
+    """A stream's output from the first line of a traceback on, while it is held back."""
 
     def __init__(self) -> None:
         self.text = bytearray()
         self._since = 0.0
 
     def take(self, data: bytes) -> bytes:
-        """Return what is to be shown now of new output; hold the rest."""
+        """Return the part of new output to show now, and hold the rest."""
         if self.text:
             self.text += data
             return self.release() if len(self.text) > _MOST_BYTES else b""
@@ -36,11 +36,11 @@ class HeldTraceback:
         return data[:at]
 
     def release(self) -> bytes:
-        """Return what is held, and hold it no more."""
+        """Return the held text, and stop holding it."""
         held = bytes(self.text)
         self.text.clear()
         return held
 
     def age(self, now: float) -> float:
-        """Return for how many seconds something has been held; 0 if nothing is."""
+        """Return how many seconds text has been held; 0 if none is held."""
         return now - self._since if self.text else 0.0

@@ -1,1 +1,1 @@
-"""What a forked process does to be a rank."""
+"""What a forked process does to become a rank."""

@@ -1,4 +1,4 @@
-"""A rank's collectives, from torch's flight recorder: written to a file when its agent asks.
+"""Write a rank's collectives, from torch's flight recorder, to a file when its agent asks.
 
 https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
@@ -16,13 +16,13 @@ from distributed.torch_internals import recorders
 from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Collective, file_of, newest
 from launcher.typed_json import encode
 
-DEFAULT_SIZE = 2000  # for NCCL
+DEFAULT_SIZE = 2000  # calls that the recorder keeps; set only if torch has NCCL
 
 
 def answer_requests(error_file: Path) -> None:
-    """In a rank that records collectives, before its script runs: answer in a thread.
+    """In a rank that records collectives, start a thread that answers the agent's requests.
 
-    The main thread may wait in one, where it could handle no signal.
+    The main thread may be waiting in a collective, where it cannot handle a signal.
     """
     file = file_of(error_file)
     signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_SIGNAL})  # in all threads

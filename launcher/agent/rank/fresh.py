@@ -1,6 +1,6 @@
-"""Which variables a script sets before it imports torch: a forked rank has torch imported already.
+"""Find variables that a script sets before importing torch; forked ranks have already imported it.
 
-Such a script's ranks are new processes. Only its own text is read, not what it imports.
+The ranks of such a script are new processes. Only the script itself is read, not what it imports.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pathlib import Path
 from launcher.agent.output.stream import say
 from launcher.agent.rank.program import Program
 
-# What torch and the libraries below it read when they are imported, or once in a process.
+# Variables that torch and the libraries below it read on import, or only once in a process.
 _READ_EARLY = "(?:CUDA_|GOMP_|HIP_|KMP_|MKL_|OMP_|OPENBLAS_|PYTORCH_|ROCR_|TORCH|TRITON_)\\w+"
 _TORCH = re.compile(r"(import (.+, )?|from )torch\b")
 # environ["NAME"] = ..., update({"NAME": ...}), update(NAME=...), setdefault("NAME", ...), putenv.
 _SETS = re.compile(
     rf"""["']({_READ_EARLY})["']\s*(?:\]\s*=(?!=)|[:,])|[(,]\s*({_READ_EARLY})="""
-    # The names are not in the text.
+    # Also assignments whose names are not in the text.
     r"""|environ(?:\.update\((?!\s*(?:\{|\w+=))|\s*\|=(?!\s*\{)|\[(?!\s*["'])[^]]*\]\s*=(?!=))"""
 )
 
 
 def choose(program: Program, choice: str | None) -> Program:
-    """Return the program, its ranks forked or as new processes: by FRESH, otherwise by its text."""
+    """Return the program with `is_fresh` set: from FRESH, otherwise from the script's text."""
     if choice in ("0", "1") or program.is_command:
         return replace(program, is_fresh=choice == "1")
     script = Path(program.name)
@@ -39,15 +39,15 @@ def choose(program: Program, choice: str | None) -> Program:
 
 
 def variables_set_early(script: Path) -> list[str]:
-    """Return the names that a script sets above its first line that imports torch.
+    """Return the names of variables that a script sets above its first import of torch.
 
-    One that is set in a function there counts, too: it is not known when that is called.
+    Those set in a function count too, because it is not known when the function is called.
     """
     try:
         text = script.read_bytes()
         body = ast.parse(text).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return []  # Python will say it better
+        return []  # Python will report it better
     imports = (line for line in body if isinstance(line, ast.Import | ast.ImportFrom))
     ends = (line.lineno - 1 for line in imports if _TORCH.match(ast.unparse(line)))
     lines = text.splitlines(keepends=True)[: next(ends, None)]

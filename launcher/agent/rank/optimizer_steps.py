@@ -1,7 +1,7 @@
 """Heartbeats for a script that sends none: each step of its optimizer counts as progress.
 
-torch calls a global hook after every step of every optimizer, whoever wrote the loop: the user,
-accelerate, Lightning. A script that reports its own steps is not counted.
+torch calls a global hook after every step of every optimizer, no matter whether the loop is the
+user's, accelerate's or Lightning's. Steps are not counted if the script reports its own.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from distributed.heartbeat import Heart, find_record, stack_file_of
 
 
 def count_steps(record: str, error_file: Path) -> None:
-    """In a rank, before its script runs: count its steps, and write its stacks when asked."""
+    """In a rank, before its script runs, prepare to count its steps and to write its stacks."""
     place = find_record(record)
     assert place is not None
     counter = StepCounter(Heart(*place, stack_file_of(error_file), is_counted=True))
-    os.register_at_fork(after_in_child=counter.stop)  # what a rank forks counts its own steps
+    os.register_at_fork(after_in_child=counter.stop)  # a rank's children do not count
     register_optimizer_step_post_hook(counter)
 
 
 class StepCounter:
-    """The hook. Of several optimizers, the one with the most steps gives the step."""
+    """The hook. With several optimizers, it reports the highest of their step counts."""
 
     def __init__(self, heart: Heart) -> None:
         self._heart: Heart | None = heart
@@ -35,7 +35,7 @@ class StepCounter:
         self._step = 0
 
     def stop(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._heart = None
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:

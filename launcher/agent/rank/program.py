@@ -1,10 +1,10 @@
 """Become a rank: what a process forked from the node agent does to look freshly started.
 
-For a user's script the fork is like `python -u script.py`: `__main__` is the script, and
-arguments, path, streams, signals and random seeds are those of a new process. Only torch is
-imported already. `torch.distributed.elastic.multiprocessing.start_processes` forks too, but its
-child is a multiprocessing worker (no stdin, a fixed start method, not the main process), and some
-scripts refuse to run in one.
+To a user's script, the fork looks like `python -u script.py`: `__main__` is the script, and
+arguments, path, streams, signals and random seeds are those of a new process. The only difference
+is that torch is already imported. torch's own start_processes() also forks, but its child is a
+multiprocessing worker (no stdin, a fixed start method, not the main process), and some scripts
+refuse to run in one.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Program:
 
     @property
     def can_fork(self) -> bool:
-        """False for what only a new process can run."""
+        """Whether a fork can run it; some programs need a new process."""
         if self.is_command or self.is_fresh:
             return False
         is_file = os.path.isfile(self.name) and not zipfile.is_zipfile(self.name)
         return self.is_module or is_file
 
     def command(self) -> list[str]:
-        """The command line that starts it in a new process, as torchrun would."""
+        """Return the command line that starts it in a new process, as torchrun would."""
         if self.is_command:
             return [self.name, *self.arguments]
         option = ["-m"] if self.is_module else []
@@ -80,10 +80,10 @@ class Program:
 def run_and_exit(
     program: Program, variables: Environ, *, stdout: int, stderr: int, parent: int
 ) -> NoReturn:
-    """In the child of a fork: turn into a rank, run the program, and leave with its exit code.
+    """In the child of a fork, become a rank, run the program, and exit with its exit code.
 
-    It raises SystemExit through all callers, so the interpreter exits as for any script: it joins
-    threads and runs exit handlers.
+    This raises SystemExit through all callers, so that the interpreter exits as it does for any
+    script: it joins threads and runs exit handlers.
 
     Args:
         variables: environment variables to add to those inherited.
@@ -91,22 +91,22 @@ def run_and_exit(
         parent: the node agent's process id; the rank dies with it.
     """
     _restore_signals()
-    os.setsid()  # a terminal's Ctrl-C reaches the launcher alone; tells that the signals are ours
+    os.setsid()  # Ctrl-C reaches only the launcher; the agent sees that signals are reset
     processes.die_with_parent(parent)
     for fd, number in ((stdout, 1), (stderr, 2)):
         os.dup2(fd, number)
         os.close(fd)
     os.environ.update(variables)
-    is_too_late = program.can_fork and is_lost_by_fork()  # CUDA survives no fork
+    is_too_late = program.can_fork and is_lost_by_fork()  # CUDA does not survive a fork
     if is_too_late and variables["LOCAL_RANK"] == "0":
         say("CUDA is in use already: one import of torch per rank")
     if is_too_late or not program.can_fork:
         sys.exit(_execute_command(program.command()))
-    if "OMP_NUM_THREADS" in variables:  # its library read the environment when torch was imported
+    if "OMP_NUM_THREADS" in variables:  # OpenMP read this when torch was imported
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
     _renew_streams()
     _renew_seeds()
-    logging.getLogger().handlers.clear()  # torchrun's, before torch 2.6: no basicConfig would help
+    logging.getLogger().handlers.clear()  # torchrun's would disable basicConfig (torch < 2.6)
     error_file = Path(variables["TORCHELASTIC_ERROR_FILE"])
     count_steps(variables["HEARTBEAT_FILE"], error_file)
     if os.environ.get(RECORDER_SIZE, "0") not in ("", "0"):  # torch records collectives
@@ -117,7 +117,7 @@ def run_and_exit(
     kept.clear()
     if reports_leaks():
         gc.unfreeze()
-    time.sleep(0.001)  # without the GIL: torch's threads drop what they hold, and do not abort
+    time.sleep(0.001)  # yields the GIL: torch's threads release their objects and do not abort
     sys.exit(code)
 
 
@@ -131,7 +131,7 @@ def _restore_signals() -> None:
 
 
 def _execute_command(command: list[str]) -> int:
-    """Become the command; returns an exit code only if it cannot be executed."""
+    """Replace this process with the command. Returns an exit code only if that fails."""
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -140,7 +140,7 @@ def _execute_command(command: list[str]) -> int:
 
 
 def _renew_streams() -> None:
-    """Unbuffered, as `python -u` has them, because their descriptors have changed."""
+    """Reopen stdout and stderr, whose descriptors have changed, unbuffered as in `python -u`."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, name)
         raw = io.FileIO(fd, "wb", closefd=False)
@@ -151,7 +151,7 @@ def _renew_streams() -> None:
 
 
 def _renew_seeds() -> None:
-    """Fresh random numbers, as a new process has: forked ranks would all draw the same."""
+    """Reseed the random number generators: forked ranks would all draw the same numbers."""
     torch.seed()
     random.seed()
     if "numpy" in sys.modules:
@@ -159,7 +159,7 @@ def _renew_seeds() -> None:
 
 
 def _hide_the_agent(program: Program) -> None:
-    """Give the user's script its own path and its own package called `distributed`."""
+    """Give the user's script its own path, and let it import its own package `distributed`."""
     for name in list(sys.modules):
         if name.partition(".")[0] in ("distributed", "launcher"):
             del sys.modules[name]
@@ -173,9 +173,9 @@ def _hide_the_agent(program: Program) -> None:
 
 
 def _keep_groups() -> list[Any]:
-    """Keep the process groups that the script destroys; returns the list that holds them.
+    """Keep references to the process groups that the script destroys. Returns the list of them.
 
-    The last reference is often a DistributedDataParallel's, and that drops it with the GIL held.
+    The last reference is often a DistributedDataParallel's, which drops it with the GIL held.
     The group then joins gloo's thread, which may need the GIL for the last tensor it reduced.
     """
     destroy = dist.destroy_process_group
@@ -191,7 +191,7 @@ def _keep_groups() -> list[Any]:
 
 
 def _execute(program: Program, error_file: Path) -> int:
-    """Run the program as `__main__`; returns the exit code that Python would give it."""
+    """Run the program as `__main__`. Returns the exit code that Python would give it."""
     faulthandler.enable()
     try:
         if program.is_module:
@@ -221,7 +221,7 @@ def _run_script(path: str) -> None:
     main.__dict__["__builtins__"] = builtins
     main.__dict__["__cached__"] = None
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
-    # To the very end: its classes must pickle, those of spawned workers, too.
+    # Kept until exit: its classes must be picklable, also in spawned workers.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     with io.open_code(main.__file__) as source:
         code = compile(source.read(), main.__file__, "exec", dont_inherit=True)
@@ -236,23 +236,23 @@ def _code_of(leave: SystemExit) -> int:
 
 
 def _record(error: BaseException, code: int, file: Path) -> None:
-    """Write the error file, in torch's format; torch writes it for exceptions alone."""
+    """Write the error file, in torch's format; torch itself writes it only for exceptions."""
     try:
         text = str(error)
     except Exception as second:
         text = f"(its __str__ raised {type(second).__name__})"
     fault, has_left = getattr(error, "fault", ""), isinstance(error, SystemExit)
-    has_told = has_left and fault  # distributed.errors.Leave, which this process may have twice
+    has_told = has_left and fault  # distributed.errors.Leave, which may be imported twice
     stack = "" if has_told else traceback.format_exc()
     message = {
         "message": text if has_told else f"{type(error).__name__}: {text}",
         "errorCode": code,
         "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
-        "fault": fault,  # ours, as what follows; torch ignores them
+        "fault": fault,  # this field and the next two are ours; torch ignores them
         "notes": "; ".join(map(str, getattr(error, "__notes__", []))),
         "has_left": has_left and not fault,
     }
-    with contextlib.suppress(OSError):  # a full disk: stderr has it, too
+    with contextlib.suppress(OSError):  # a full disk; stderr has the error too
         file.write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
@@ -268,7 +268,7 @@ def _report(error: BaseException) -> int:
         sys.excepthook(type(error), error.with_traceback(frames), frames)
     except SystemExit as leave:
         return _code_of(leave)
-    except BaseException as second:  # as Python has it
+    except BaseException as second:  # as Python does
         print("Error in sys.excepthook:", file=sys.stderr)
         sys.__excepthook__(type(second), second, second.__traceback__)
         print("\nOriginal exception was:", file=sys.stderr)

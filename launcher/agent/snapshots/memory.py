@@ -1,7 +1,7 @@
 """The node agent's memory for its ranks' snapshots (laid out in distributed/checkpoint/memory.py).
 
-A copy of rank 0's newest is on another node, and outlives that of its own node. It goes over the
-agents' link, in pieces between which there is time for everything else.
+Another node keeps a copy of rank 0's newest snapshot, in case node rank 0 is lost. The copy goes
+over the agents' link in small pieces, with time for other messages between them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _AT_ONCE = 1 << 23  # bytes
 
 def _new_file() -> int:
     fd = processes.anonymous_file("snapshot")
-    os.set_inheritable(fd, True)  # also by what a rank executes
+    os.set_inheritable(fd, True)  # also for programs that a rank executes
     return fd
 
 
 class Snapshots:
-    """Two buffers for each rank of this node, and two for what it keeps of another node.
+    """Two buffers for each rank of this node, and two for its copy of another node's snapshot.
 
-    That is a rank's part, which the ranks exchange, or the copy of all that node rank 0 sends.
+    `_copies` holds parts that ranks exchange; `incoming` holds the copy that node rank 0 sends.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -45,23 +45,23 @@ class Snapshots:
         self.incoming = Incoming()
 
     def variables(self, local_rank: int) -> dict[str, str]:
-        """Return what tells a rank where its buffers are."""
+        """Return the environment variables that locate a rank's buffers."""
         pair = slice(2 * local_rank, 2 * local_rank + 2)
         buffers = *self._own[pair], *self._copies[pair]
         return {FILES: ",".join(name_record(buffer.fd, 0) for buffer in buffers)}
 
     def step(self) -> int:
-        """Return the step of the newest whole snapshot; -1: there is none."""
+        """Return the step of the newest complete snapshot, or -1 if there is none."""
         return max(_whole_steps(self._own), default=-1)
 
     def parts(self) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-        """Return whose parts of shared-out snapshots are here, by step: own ones, and copies."""
+        """Return which ranks' parts of sharded snapshots are here, by step: own ones and copies."""
         return _holders_of_parts(self._own), _holders_of_parts(self._copies)
 
     def find_parts(self, others: Iterable[NodeEnd], saved_step: int) -> Parts | None:
-        """Return the newest snapshot of which no part is missing, if other nodes hold some of it.
+        """Return the newest complete snapshot whose parts are on several nodes.
 
-        Also None if a checkpoint is as new.
+        Returns None if there is none, or if a checkpoint is as new.
         """
         own, copies = self.parts()
         nodes = [NodeEnd(parts=own, copies=copies), *others]
@@ -77,12 +77,12 @@ class Snapshots:
         return None
 
     def leave_to(self, first_node: Link, parts: Parts | None, limit_s: float) -> None:
-        """On another node, hand its parts over, and stay until the first one's agent has ended.
+        """On a node other than the first, hand over its parts, and wait for the first to finish.
 
-        Launchers give the others little time once one node has ended.
+        Launchers give the other nodes little time once one node has finished.
         """
         deadline = own_time.now() + limit_s
-        processes.die_with_parent(os.getppid())  # nobody watches the supervisor any more
+        processes.die_with_parent(os.getppid())  # the event loop no longer watches the supervisor
         if parts is not None:
             files = self._files(parts)
             _run(files, parts.step, deadline, folder=parts.folder, is_handed_over=True)
@@ -90,7 +90,7 @@ class Snapshots:
         first_node.wait_for_end(deadline)
 
     def save_parts(self, parts: Parts, peers: Mapping[int, Link], limit_s: float) -> int:
-        """Save a snapshot with what other nodes hand over; returns its step, or -1."""
+        """Save a snapshot, with the parts that other nodes hand over. Returns its step, or -1."""
         deadline = own_time.now() + limit_s
         for peer in peers.values():
             while not isinstance(peer.wait(deadline - limit_s / 2), HandedOver | None):
@@ -99,15 +99,15 @@ class Snapshots:
         return parts.step if is_saved else -1
 
     def save(self, saved_step: int, *, is_first_node: bool, limit_s: float) -> int:
-        """Save the newest snapshot as a checkpoint, if it is newer than what is saved.
+        """Save the newest snapshot as a checkpoint, if it is newer than the last checkpoint.
 
-        On a node other than the first, save its copy. Returns the step; -1: none was saved.
+        A node other than the first saves its copy. Returns the step, or -1 if none was saved.
         """
         deadline = own_time.now() + limit_s
         buffers = self._own if is_first_node else self.incoming.buffers
         newer = [step for step in _whole_steps(buffers) if step > max(0, saved_step)]
         if newer and 2 * max(buffer.header().holders for buffer in buffers) > len(buffers):
-            say("warning: what is in memory was not saved: parts of it are lost")
+            say("warning: the snapshot in memory was not saved: parts of it are lost")
             return -1
         for step in sorted(newer, reverse=True):
             files = [buffer.fd for buffer in buffers if buffer.header().step == step]
@@ -116,7 +116,7 @@ class Snapshots:
         return -1
 
     def _files(self, parts: Parts) -> list[int]:
-        """Return what this node holds of a snapshot: its own, and copies of what is lost."""
+        """Return this node's files of a snapshot: its own parts, and copies of lost parts."""
         own = [buffer for buffer in self._own if buffer.header().rank not in parts.lost]
         copies = [buffer for buffer in self._copies if buffer.header().rank in parts.lost]
         return [buffer.fd for buffer in (*own, *copies) if buffer.header().step == parts.step]
@@ -131,7 +131,7 @@ def _holders_of_parts(buffers: Sequence[Memory]) -> dict[str, list[int]]:
 
 
 def _whole_steps(buffers: Sequence[Memory]) -> list[int]:
-    """Return the steps of which no rank lacks its part; each rank has two buffers."""
+    """Return the steps for which every rank has its part; each rank has two buffers."""
     held = [{each.step: each.holders} for each in (buffer.header() for buffer in buffers)]
     pairs = zip(held[::2], held[1::2], strict=True)
     return whole_steps([first | second for first, second in pairs])
@@ -142,16 +142,16 @@ def _run(
     step: int,
     deadline: float,
     *,
-    folder: str = "",  # for the parts of several nodes
+    folder: str = "",  # for handing over parts between nodes
     is_handed_over: bool = False,  # to the first node, which saves it
 ) -> bool:
-    """Save files in a process of its own: a disk may hang. Returns whether they are saved."""
+    """Save files in a separate process, because a disk may hang. Returns whether that succeeded."""
     agent = os.getpid()
-    processes.die_with_parent(os.getppid())  # nobody watches the supervisor any more
+    processes.die_with_parent(os.getppid())  # the event loop no longer watches the supervisor
     if (pid := os.fork()) == 0:
         processes.die_with_parent(agent)
         try:
-            from launcher.agent.snapshots import save as saving  # which takes a while to import
+            from launcher.agent.snapshots import save as saving  # slow to import
 
             save = saving.hand_over if is_handed_over else saving.save
             os._exit(save(files, folder))
@@ -170,21 +170,21 @@ def _run(
 
 
 class Outgoing:
-    """Sends the newest snapshot in some buffers to another node, a small part at a time."""
+    """Sends the newest snapshot in the given buffers to another node, in small pieces."""
 
     def __init__(self, buffers: Sequence[Memory]) -> None:
-        """Send nothing before `begin`."""
+        """Send nothing until `begin` is called."""
         self._buffers = buffers
         self._parts = self.parts()
-        self.rest_s = 0.0  # until the next part
+        self.rest_s = 0.0  # until the next piece
         self.next_at = math.inf
 
     def begin(self) -> None:
-        """Send from now on: this is the first of several nodes, and another keeps a copy."""
+        """Start sending: this is the first of several nodes, and another one keeps a copy."""
         self.next_at = own_time.now()
 
     def on_time(self, peers: Mapping[int, Link]) -> None:
-        """Do the next part, if it is time to and the first of the other nodes can take it."""
+        """Send the next piece, if it is due and the first of the other nodes can receive it."""
         now = own_time.now()
         if now < self.next_at:
             return
@@ -195,9 +195,9 @@ class Outgoing:
             self.next_at = now + self.rest_s
 
     def parts(self) -> Iterator[SnapshotData | None]:
-        """Yield the pieces of each new snapshot, the header last; None if none is ready.
+        """Yield the pieces of each new snapshot, header last, or None while none is ready.
 
-        They come from a copy that the rank leaves alone.
+        The pieces come from a private copy, which the rank cannot overwrite.
         """
         image, sent_step = processes.anonymous_file("snapshot"), -1
         while True:
@@ -220,17 +220,17 @@ class Outgoing:
 
 
 class Incoming:
-    """Another node's snapshot: the newest that has arrived in full, and the one on its way."""
+    """Another node's snapshot: the newest complete one, and the one that is still arriving."""
 
     def __init__(self) -> None:
         self.buffers = [Memory(processes.anonymous_file("snapshot")) for _ in range(2)]
         self._next: Memory | None = None
 
     def take(self, arrived: SnapshotData) -> None:
-        """Keep a piece. With the last, the snapshot counts."""
+        """Store a piece. The last one, the header, makes the snapshot complete."""
         offset = arrived.piece.offset
         if offset == BEGIN:
             self._next = min(self.buffers, key=lambda buffer: buffer.header().step)
             os.ftruncate(self._next.fd, 0)
-        if self._next is not None:  # else it began before this agent was there
+        if self._next is not None:  # otherwise this agent missed its beginning
             os.pwrite(self._next.fd, arrived.data, offset)

@@ -1,4 +1,4 @@
-"""Save a snapshot that the node agent holds as an ordinary checkpoint."""
+"""Save the node agent's snapshot as an ordinary checkpoint."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from launcher.agent.output.stream import say
 
 
 def save(files: Sequence[int], folder_name: str = "") -> int:
-    """Save a snapshot, of which each rank's part is in one of the files, or in a folder's.
+    """Save a snapshot whose parts, one per rank, are in these files or in those of a folder.
 
-    The folder is below that of the run, and is deleted. Returns an exit code.
+    The folder is inside the run's checkpoint folder, and is deleted later. Returns an exit code.
     """
     step = Buffer(files[0]).header().step if files else -1
     try:
@@ -29,7 +29,7 @@ def save(files: Sequence[int], folder_name: str = "") -> int:
             folder = Path(part.folder, folder_name)
             others = [folder / str(rank) for rank in {*range(part.holders)} - {*parts}]
             try:
-                with contextlib.ExitStack() as stack:  # NFS keeps what is open in its folder
+                with contextlib.ExitStack() as stack:  # close first: NFS keeps open files
                     parts |= _read(
                         stack.enter_context(other.open("rb")).fileno() for other in others
                     )
@@ -44,7 +44,7 @@ def save(files: Sequence[int], folder_name: str = "") -> int:
 
 
 def hand_over(files: Sequence[int], folder_name: str) -> int:
-    """Write parts of a snapshot to a folder for the first node's agent; returns an exit code."""
+    """Write parts of a snapshot to a folder for the first node's agent. Returns an exit code."""
     try:
         for buffer in map(Buffer, files):
             if (rest := buffer.about()) is None:
@@ -53,13 +53,13 @@ def hand_over(files: Sequence[int], folder_name: str) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(f"/proc/self/fd/{buffer.fd}", folder / str(buffer.header().rank))
     except Exception as error:
-        say(f"warning: a part of a snapshot, in memory, was not handed over: {error}")
+        say(f"warning: part of the snapshot in memory could not be handed over: {error}")
         return 1
     return 0
 
 
 def _read(files: Iterable[int]) -> dict[int, Snapshot]:
-    """Return the parts that are whole, by rank."""
+    """Return the intact parts, by rank."""
     parts: dict[int, Snapshot] = {}
     for buffer in map(Buffer, files):
         if buffer.header().rank not in parts and (rest := buffer.about()):

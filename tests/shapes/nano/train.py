@@ -1,4 +1,4 @@
-"""nanoGPT's shape: globals as settings, a config file is run, RANK comes from the environment."""
+"""Like nanoGPT: globals as settings, a config file that is run, RANK from the environment."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The part of the package that its training imports."""
+"""The part of the package that its training module imports."""
 
 import torch
 
