@@ -113,8 +113,8 @@ class Silence:
 
     @property
     def awaited(self) -> list[Connection]:
-        """The nodes whose part of the run has not ended."""
-        there = [node for node in self.connections if not (node.lost or node.is_left)]
+        """The nodes whose connection is open, and whose part of the run has not ended."""
+        there = [node for node in self.connections if node.code is None and not node.is_left]
         return [node for node in there if node.answer(Exit) is None]
 
     def note_turn(self, *, is_ending: bool) -> None:

@@ -199,7 +199,8 @@ class Fanout:
         for node in self.connections:
             self.note(node)
         for node in self.silence.find() if self.is_open else ():
-            self.lose(node, f"no heartbeat for {limits.SILENCE_S:g} s (network down?)")
+            if not node.lost:
+                self.lose(node, f"no heartbeat for {limits.SILENCE_S:g} s (network down?)")
             node.terminate()
         for node in self.nodes.find_left_behind():
             self.say(f"continuing without {node.name}")

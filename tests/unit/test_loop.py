@@ -91,8 +91,11 @@ def test_a_node_that_is_silent_at_the_first_end_is_blamed(
 ) -> None:
     cut, other = connect("node1"), connect("node2")
     cut.heard -= silent_s  # its packets still wait for TCP to send them again
-    Silence([cut, other]).recall()
+    silence = Silence([cut, other])
+    silence.recall()
     assert bool(cut.lost) == cut.is_silent == is_blamed
+    cut.heard -= limits.SILENCE_S
+    assert silence.find() == [cut]  # nobody waits longer for it
     assert not other.lost
 
 
