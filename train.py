@@ -161,7 +161,8 @@ class Run:
         with refuse_together(environment):
             told = helper.gather_json(self.batches.per_epoch)
             if odd := next((rank for rank, one in enumerate(told) if one != told[0]), 0):
-                raise SettingsError(f"data: rank {odd} and rank 0 differ; give every node the same")
+                cause = f"data: rank {odd} and rank 0 have different data"
+                raise SettingsError(f"{cause}; give every node the same")
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")
             plan_snapshots(self.model, settings, environment)
         optimizer = self.task.optimizer(self.model)
@@ -332,7 +333,7 @@ class Run:
         ended = f", which ended the run; task {self.settings.task}" if self.is_over else ""
         print(f"done       step {step}{ended} ({session}), {speed}")
         if skipped := int(self.scaler.skipped):
-            print(f"skipped    {skipped} steps, whose gradients were not finite in float16")
+            print(f"skipped    {skipped} steps, because their gradients were not finite in float16")
         for label, text in rows:
             print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
         print(f"checkpoint {self.folder.absolute() / f'step-{step}'}")

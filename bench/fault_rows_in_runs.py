@@ -122,6 +122,6 @@ IN_RUNS: tuple[Fault | Elsewhere, ...] = (
         make='"$CLUSTER" up 4 >/dev/null; slurm >first 2>&1; "$CLUSTER" up 4 >/dev/null',
         command="slurm",
         torchrun="",
-        host="another job of the same id",
+        host="another job with the same id",
     ),
 )

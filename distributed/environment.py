@@ -1,4 +1,4 @@
-"""Which launcher started this process, and its rank among the others.
+"""Detect which launcher started this process, and its rank among the others.
 
 Only this module and job.py read the variables of launchers. No torch, so the import is fast.
 """
@@ -88,14 +88,14 @@ class _Variables(dict[str, str]):
         if value.isascii() and value.isdigit() and low <= int(value) <= high:
             return int(value)
         raise LauncherError(
-            f"{name}={value} is not a number of {low}..{high}{why}; {self.cure or 'unset it'}"
+            f"{name}={value} is not a number from {low} to {high}{why}; {self.cure or 'unset it'}"
         )
 
     def rank(self, name: str, size: int, size_name: str) -> int:
         return self.number(name, 0, size - 1, f" ({size_name}={size})")
 
     def master(self, address: str = "", port_id: str = "") -> tuple[str, int]:
-        """Return MASTER_ADDR and MASTER_PORT; the arguments give the default of each."""
+        """Return MASTER_ADDR and MASTER_PORT; the arguments are their defaults."""
         address = self["MASTER_ADDR"] or address or self.text("MASTER_ADDR")
         if port_id and not self["MASTER_PORT"]:
             return address, port_from_id(port_id)
@@ -146,8 +146,8 @@ def no_local_rank(v: _Variables) -> Environment:
     mark = next(mark for mark in _SIZES if v[mark])
     if v[_SIZES[mark]] == "1":
         return plain(v)
-    cause = f"{mark}={v[mark]}, but no variable tells this rank's local rank"
-    cure = "start the ranks with torchrun or scripts/launch.sh; for one process alone, unset"
+    cause = f"{mark}={v[mark]}, but no variable gives this rank's local rank"
+    cure = "start the ranks with torchrun or scripts/launch.sh; for a single process, unset"
     raise LauncherError(f"{cause}; {cure} {mark}")
 
 
@@ -203,7 +203,7 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
     tasks_of = dict(zip(hostlist.expand(hosts), tasks, strict=False))
     order = [host for host in hostlist.expand(",".join(groups)) if host in tasks_of]
     if {*order} != tasks_of.keys():
-        cause = f"SLURM_STEP_NODELIST={hosts!r:.80} has hosts of none of the job's groups"
+        cause = f"SLURM_STEP_NODELIST={hosts!r:.80} lists no hosts of the job's groups"
         raise LauncherError(f"{cause}; {v.cure}")
     return order[0], [tasks_of[host] for host in order]
 
@@ -321,10 +321,10 @@ def _run_id(v: _Variables) -> str:
 def check_run_id(run_id: str) -> str:
     """Return the run id if it can name a folder; otherwise raise LauncherError."""
     if not _RUN_ID.fullmatch(run_id):
-        rule = "use letters, digits and _ . - only, the first no . or -, at most 128"
+        rule = "use at most 128 letters, digits, _, . and -, and do not begin with . or -"
         raise LauncherError(f"RUN_ID is {run_id!r:.150}; {rule}", fault="config-invalid")
     if _TAKEN_RUN_ID.fullmatch(run_id):
-        cause = f"RUN_ID is {run_id!r}, a name that the log folder needs itself"
+        cause = f"RUN_ID is {run_id!r}, a name that is reserved in the log folder"
         raise LauncherError(f"{cause}; choose another", fault="config-invalid")
     return run_id
 

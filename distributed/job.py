@@ -44,7 +44,7 @@ def job_id(environ: Mapping[str, str]) -> str:
 
 
 def job_run_id(environ: Mapping[str, str]) -> str:
-    """Return the run id that a job gives its run; each step after the first has its own."""
+    """Return the run id derived from the job; each step after the first has its own."""
     job, step = job_id(environ), environ.get("SLURM_STEP_ID", "")
     return f"{job}.{step}" if in_slurm_step(environ) and step != "0" else job
 

@@ -75,8 +75,8 @@ class RunLock:
             is_named_after_it = name == job or name.startswith(f"{job}.")
             if is_named_after_it and _is_foreign(holder, me):
                 whose = f"cluster {holder.get('cluster')}, submitted {holder.get('submitted')}"
-                cause = f"{self.what} belongs to another job of the same id ({whose})"
-                cure = f"choose another RUN_ID, and resume={self.path.parent} to continue from it"
+                cause = f"{self.what} belongs to another job with the same id ({whose})"
+                cure = f"choose another RUN_ID; to continue this run, add resume={self.path.parent}"
                 raise Refused("foreign-run", f"{cause}; {cure}")
             _refuse_live(before, self.what, me)
             os.replace(new, self.path)
@@ -133,7 +133,7 @@ def _refuse_live(fd: int, what: str, me: Mapping[str, Any]) -> None:
 def _refusal(what: str, holder: Mapping[str, Any]) -> Refused:
     job = f"job {holder['run_id']}, " if "job" in holder else ""
     cause = f"{what} is live: {job}process {holder.get('process')} on {holder.get('host')}"
-    return Refused("run-is-live", f"{cause}; wait for its end, or choose another RUN_ID")
+    return Refused("run-is-live", f"{cause}; wait until it ends, or choose another RUN_ID")
 
 
 def _this_process() -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Digits(Task):
         self.validation = TensorDataset(pixels[~is_trained], labels[~is_trained])
 
     def describe(self) -> str:
-        return f"{len(self.train)} digits, and {len(self.validation)} to validate on"
+        return f"{len(self.train)} digits, and {len(self.validation)} for validation"
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(64, self.hidden), nn.ReLU(), nn.Linear(self.hidden, 10))

@@ -81,7 +81,7 @@ class Batches:
             length, block = len(task.train), getattr(task.train, "block", 1)  # type: ignore[arg-type]
             self.per_epoch = length // self.samples
             if self.per_epoch == 0:
-                raise SettingsError(f"data: too little for {share.ranks} batches of {batch_size}")
+                raise SettingsError(f"data: too few for {share.ranks} batches of {batch_size}")
             done = self._epoch * self.per_epoch + self._batch
             self._numbers = functools.partial(_samples, length, block, settings.seed, share)
             self._rest = _load(task, self._numbers(done), done, self.per_epoch, settings)

@@ -44,7 +44,7 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
             model.load_state_dict(weights)
         except RuntimeError as error:
             raise SettingsError(
-                "model: the checkpoint is of another model "
+                "model: the checkpoint belongs to another model "
                 f"({str(error).splitlines()[-1].strip()}); use its settings, or another RUN_ID"
             ) from None
     if settings.train.compile:
@@ -53,7 +53,7 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
     chosen = settings.distributed
     is_off = chosen.mixed_precision.enabled and not is_mixed(settings)
     if is_off and helper.is_main_process():
-        _log.warning("precision  float32: mixed precision is for GPUs")
+        _log.warning("precision  float32: mixed precision needs a GPU")
     return helper.setup_distributed_models(
         model,
         strategy=chosen.strategy,
@@ -122,7 +122,7 @@ def load_moments(optimizer: Optimizer, model: nn.Module, saved: State) -> None:
         optimizer.load_state_dict(saved.fetch({"optimizer": state})["optimizer"])
     except (ValueError, IndexError) as error:
         raise SettingsError(
-            f"resume: the checkpoint is of another optimizer ({error}); "
+            f"resume: the checkpoint belongs to another optimizer ({error}); "
             "use its task, or another RUN_ID"
         ) from None
 

@@ -104,9 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     folders = {run: Path(run) if "/" in run else logs / run for run in chosen.runs}
     for file in (folder / METRICS for folder in folders.values()):
         if not file.is_file():
-            print(
-                f"plot: there is no {file}; give a run id, or its folder of logs", file=sys.stderr
-            )
+            print(f"plot: there is no {file}; give a run id or its log folder", file=sys.stderr)
             return 2
     first = folders[chosen.runs[0]]
     to = chosen.to or (first if len(folders) == 1 else first.parent) / "runs.png"

@@ -71,7 +71,7 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
     for name in ("val.bin", "train.bin"):
         (to / f"{name}.new").replace(to / name)
     for file in corpus.left_out:
-        print(f"left out {file}")
+        print(f"skipped {file}")
 
 
 def encode(piece: Piece, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:

@@ -58,7 +58,7 @@ def load(folder: Path) -> tuple[GPT, Tokenizer]:
         raise CheckpointError(f"{folder} holds no checkpoint")
     settings = state.progress["settings"]  # only those used below must be valid
     if settings["task"] != BUILT_IN_TASK:
-        raise SettingsError(f"{folder} is of the task {settings['task']}")
+        raise SettingsError(f"{folder} was trained with the task {settings['task']}")
     shape = LanguageModel.model_validate(settings["model"])
     model = GPT(shape)
     model.load_state_dict(state.model)
@@ -66,7 +66,7 @@ def load(folder: Path) -> tuple[GPT, Tokenizer]:
         return model, Tokenizer("bytes")
     corpus = find_corpus(settings["data"]["path"])
     if not corpus.tokenizer:
-        raise SettingsError(f"{corpus.name} names no tokenizer; see training/prepare.py")
+        raise SettingsError(f"{corpus.name} has no tokenizer; see training/prepare.py")
     return model, Tokenizer(corpus.tokenizer, corpus.folder)
 
 

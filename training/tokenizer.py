@@ -55,7 +55,7 @@ class Tokenizer:
         return list(self._tokens.encode(readable, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """Return the text of tokens; ignores those that only the model has, which have no text."""
+        """Return the text of tokens; ignores tokens outside the vocabulary, which have no text."""
         tokens = [token for token in tokens if token < self.vocabulary]
         if self.name == "bytes":
             return bytes(tokens)

@@ -265,7 +265,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         for name, entry in manifest["files"].items():
             status = (folder / name).lstat()
             if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{folder}/{name}: is not a file of its own")
+                raise CheckpointError(f"{folder}/{name}: is not a regular file")
             if status.st_size != entry["size"]:
                 found = f"has {status.st_size} bytes, not {entry['size']}"
                 raise CheckpointError(f"{folder}/{name}: {found}")

@@ -4,7 +4,7 @@
                  only names, types and shapes (torch's meta device); their content is in
       __0_0.distcp  __1_0.distcp ...    the parts, one from each rank
       index.pt                          where each tensor is in the parts
-      .metadata                         the same as a pickle, for torch's own tools; not read here
+      .metadata                         the same, pickled, for torch's own tools; not read here
 
 Any number of ranks, with any strategy, read what they need from all parts. The import is slow, so
 import this module only to read or write a sharded checkpoint.

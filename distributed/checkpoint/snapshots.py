@@ -174,7 +174,7 @@ class Snapshots:
         for name in shared:
             places = tensors[name].placements  # type: ignore[attr-defined]
             if any(place.is_shard() and not place.is_shard(0) for place in places):
-                raise ValueError(f"{name} is not shared out by rows; take no snapshots of it")
+                raise ValueError(f"{name} is not sharded by rows; do not take snapshots of it")
         marks = (f"{_MARK}{number}" for number in range(len(tensors)))
         parts = [one.to_local() if hasattr(one, "to_local") else one for one in tensors.values()]
         rest = {
@@ -196,7 +196,7 @@ class Snapshots:
         self._sealing.start()
 
     def _complete(self, taken: Buffer) -> None:
-        if self._neighbours is None:  # nobody waits for it: the next step's compute goes first
+        if self._neighbours is None:  # no rank waits for it: the next step's compute goes first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         taken.seal()
         if self._neighbours is not None:

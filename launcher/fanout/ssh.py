@@ -199,8 +199,7 @@ class Fanout:
         for node in self.connections:
             self.note(node)
         for node in self.silence.find() if self.is_open else ():
-            if not node.lost:
-                self.lose(node, f"no heartbeat for {limits.SILENCE_S:g} s (network down?)")
+            self.lose(node, f"no heartbeat for {limits.SILENCE_S:g} s (network down?)")
             node.terminate()
         for node in self.nodes.find_left_behind():
             self.say(f"continuing without {node.name}")
@@ -213,6 +212,8 @@ class Fanout:
 
         That ends the run, unless others continue. If it is silent, the other agents may save first.
         """
+        if node.lost:
+            return
         node.lost, node.is_silent = why, time.monotonic() - node.heard > limits.SILENCE_S / 2
         self.say_lost(node)
         if not self.nodes.can_change:
@@ -249,7 +250,7 @@ class Fanout:
                     self.say_lost(silent)
             may_save = any(other.is_silent for other in self.connections)
             self.close_within(limits.OTHERS_S + (self.saving_s if may_save else 0))
-        elif (node.code is not None or is_cut) and not node.lost and self.is_open:
+        elif (node.code is not None or is_cut) and self.is_open:
             which = "the connection of pdsh" if is_cut else "the ssh connection"
             words = "" if is_cut else node.last_words
             self.lose(node, f"{which} has ended{words and ': '}{words}")

@@ -207,7 +207,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
         holder = _holder(port)
         if f" --rdzv-id {machine.run_id} " in holder:
             cause = f"run {machine.run_id} is live: its node agent runs here"
-            yield Fault("run-is-live", cause, "wait for its end, or choose another RUN_ID")
+            yield Fault("run-is-live", cause, "wait until it ends, or choose another RUN_ID")
             return
         cause = f"port {port} is taken{holder[:120]}"
         yield Fault("port-in-use", cause, "end that, or choose another with MASTER_PORT")

@@ -179,7 +179,7 @@ def refuse_live(folder: Path, environ: Environ) -> None:
     if launcher and (launcher.is_alive if is_ours else is_locked(folder)):
         where = "" if is_ours else f" on {launcher.host}"
         cause = f"run {folder.name} is live: process {launcher.process}{where}"
-        raise Refused("run-is-live", f"{cause}; wait for its end, or choose another RUN_ID")
+        raise Refused("run-is-live", f"{cause}; wait until it ends, or choose another RUN_ID")
 
 
 def note_start(folder: Path, environ: Environ, **fields: Any) -> None:

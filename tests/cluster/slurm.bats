@@ -445,7 +445,7 @@ def wait_for(file):
 dist.init_process_group("gloo")
 print("ready", flush=True)
 wait_for("go")
-print("x" * 999_999, flush=True)  # more than a pipe holds, and nobody reads
+print("x" * 999_999, flush=True)  # more than a pipe holds, and nothing reads it
 dist.barrier()
 open("passed", "w").close()
 wait_for("end")
@@ -998,7 +998,7 @@ with_torchrun() { # <script>
   job "${words[@]}"
   cluster_up 1
   run -3 job "${words[@]}"
-  grep -q "run 1 belongs to another job of the same id (cluster box, submitted 2.*); .*\[foreign-run\]$" job.out
+  grep -q "run 1 belongs to another job with the same id (cluster box, submitted 2.*); .*\[foreign-run\]$" job.out
   [[ $(readlink checkpoints/1/latest) == step-6 ]]
   RUN_ID=mine job "${words[@]}" resume=checkpoints/1
   grep -q '^resumed    after step 6$' job.out

@@ -118,7 +118,7 @@ PY
   run launch plain.yaml 0
   assert_refused 2 "the number of processes is '0'; give a whole number from 1"
   RUN_ID=latest run launch plain.yaml 1
-  assert_refused 2 "RUN_ID is 'latest', a name that the log folder needs itself"
+  assert_refused 2 "RUN_ID is 'latest', a name that is reserved in the log folder"
   PYTHON=$(type -P true) run launch plain.yaml 1
   assert_refused 3 "is not a Python interpreter; fix PYTHON" env-missing
   run launch plain.yaml abc

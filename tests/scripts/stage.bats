@@ -49,7 +49,7 @@ staged() {
   [[ $output == *"from ${first}env/bin/python"* ]]
   [[ $(<"${first}env/pyvenv.cfg") == "home = ${first}base/bin" ]]
   [[ $(readlink "${first}env/bin/python3") == ../../base/bin/python3.99 ]]
-  [[ $(stat -c %a "place/launch-kit-$UID" "logs/environments-$UID") == $'700\n700' ]] # nobody else can change it
+  [[ $(stat -c %a "place/launch-kit-$UID" "logs/environments-$UID") == $'700\n700' ]] # only we can change it
   run launch
   [[ $status == 0 && $output != *packing* && $output == *"from ${first}env/bin/python"* ]]
   mkdir env/lib/site-packages/second

@@ -1,4 +1,4 @@
-"""Start node agents under test, and know every process that descends from them."""
+"""Start node agents under test, and track every process that descends from them."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from launcher import processes
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
 LOOPS = str(ROOT / "tests/unit/own_loops.py")
-PROMISED_S = 2.0  # for all processes of a run, once one is killed: `make prove` asks for it
+PROMISED_S = 2.0  # until all processes of a run end once one is killed: checked by `make prove`
 PATIENCE_S = 300.0  # only ends a test that hangs: a quiet machine needs less than a tenth
 SECRET = "the same for all agents"
 WINGS = ("launcher", "distributed", "training", "scripts")
@@ -68,12 +68,12 @@ time.sleep(600)
 
 
 def children(pid: int) -> list[int]:
-    """Return the children of a process; this kernel has a file of them."""
+    """Return the children of a process, from the kernel's file of them."""
     return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 class Run:
-    """One agent under test, and all that descends from it."""
+    """One agent under test, and all its descendants."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Run:
         /,
         **environment: str,
     ) -> None:
-        """Start it; `through` is a command that becomes the agent, as prlimit does."""
+        """Start it; `through` is a command that becomes the agent, such as prlimit."""
         own = {"PYTHONPATH": "", "RUN_SECRET": SECRET, "KIT": str(ROOT), **environment}
         self.process = subprocess.Popen(
             [*through, *AGENT, *arguments],
@@ -116,7 +116,7 @@ class Run:
         return children(self.agent_pid())
 
     def finish(self) -> str:
-        """Wait for the end; returns stderr."""
+        """Wait until the agent exits; returns stderr."""
         out, err = self.process.communicate(timeout=PATIENCE_S)
         self.output += out
         return err
@@ -132,7 +132,7 @@ class Run:
 
 
 def world(port: int, node: int, *, nodes: int = 2, nproc: int = 1) -> list[str]:
-    """Return the options of the agent of one of several nodes on loopback."""
+    """Return an agent's options for one of several nodes on loopback."""
     sizes = [f"--nnodes={nodes}", f"--node-rank={node}", f"--nproc-per-node={nproc}"]
     return [*sizes, "--master-addr=127.0.0.1", f"--master-port={port}"]
 
@@ -140,7 +140,7 @@ def world(port: int, node: int, *, nodes: int = 2, nproc: int = 1) -> list[str]:
 def execute(
     folder: Path, *command: object, code: int = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder to its end, which is to have this code."""
+    """Run a command in a folder to its end, and check its exit code."""
     done = run_program(command, folder, **{"PYTHON": sys.executable, **environment})
     assert done.returncode == code, done.stdout + done.stderr
     return done
@@ -153,7 +153,7 @@ def written(file: Path, text: str) -> Path:
 
 
 def rarely(*cases: object) -> list[Any]:
-    """Return cases of a test for `make prove`; `make test` has the others of their kind."""
+    """Return test cases only for `make prove`; `make test` has other cases of the same kind."""
     return [
         pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.long)
         for one in cases
@@ -165,7 +165,7 @@ def is_alive(pid: int) -> bool:
 
 
 def kill_what_is_left(runs: Iterable[Run]) -> None:
-    """Clean up after a test, whatever its outcome: only what these runs started."""
+    """Clean up after a test, whatever its outcome: end only what these runs started."""
     for run in runs:
         run.look()
         processes.send(run.survivors(), signal.SIGKILL)
@@ -175,7 +175,7 @@ def kill_what_is_left(runs: Iterable[Run]) -> None:
 def run_program(
     command: Sequence[object], folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, in a folder, with these variables beside its own."""
+    """Run a program to its end, in a folder, with these additional variables."""
     return subprocess.run(
         [*map(str, command)],
         cwd=folder,
@@ -194,7 +194,7 @@ def run_agent(
 
 @contextlib.contextmanager
 def begun(code: str, *words: object, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Run Python code that prints a line when it is ready, and kill it at the end."""
+    """Run Python code that prints a line when it is ready; kill it when the body ends."""
     command, pipe = [sys.executable, "-c", code, *map(str, words)], subprocess.PIPE
     with subprocess.Popen(
         command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, **options
@@ -207,7 +207,7 @@ def begun(code: str, *words: object, **options: Any) -> Iterator[subprocess.Pope
 
 
 def eventually(is_so: Callable[[], object], what: str = "") -> None:
-    """Wait until it is so."""
+    """Wait until `is_so` returns a true value."""
     deadline = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < deadline, what

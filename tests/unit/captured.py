@@ -1,4 +1,4 @@
-"""SLURM_* variables of a real SLURM; tests/cluster/environments/take.sh captures them again."""
+"""SLURM_* variables from a real SLURM; tests/cluster/environments/take.sh captures them again."""
 
 from pathlib import Path
 
@@ -6,6 +6,6 @@ CAPTURED = Path(__file__).resolve().parents[1] / "cluster/environments"
 
 
 def captured(name: str, **more: str) -> dict[str, str]:
-    """Return the variables of one kind of step, and more of them."""
+    """Return the variables of one kind of step, with additions."""
     lines = (CAPTURED / f"{name}.env").read_text().splitlines()
     return {**dict(line.split("=", 1) for line in lines if "=" in line), **more}

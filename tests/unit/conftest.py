@@ -1,4 +1,4 @@
-"""What holds for all tests: each is isolated from the machine and from who runs it."""
+"""Set-up for all tests: each is isolated from the machine and from its user."""
 
 import functools
 import gc
@@ -29,58 +29,58 @@ ROOT = Path(__file__).parents[2]
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("prove", deadline=2000, max_examples=10_000)
 
-subprocess.Popen = warm.Popen  # type: ignore[misc]  # subprocess.run() is of it, too
+subprocess.Popen = warm.Popen  # type: ignore[misc]  # subprocess.run() uses it as well
 
-# A runner in the background ignores it, and all that the tests start would, too.
+# A runner in the background ignores SIGINT, and so would everything that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any module of tests is loaded, take over the environment that the other tests have."""
+    """Before any test module is loaded, set up the environment that the other tests have."""
     folder = tempfile.mkdtemp(prefix="tests-")
     config.add_cleanup(functools.partial(shutil.rmtree, folder))
     isolate(folder)
-    os.environ["OMP_NUM_THREADS"] = "1"  # for the torch of the workers; more only spin
-    gc.disable()  # an import only makes what stays
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the workers' torch; more threads only spin
+    gc.disable()  # imports create only objects that stay
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the row of a test in the table of `make test-torch` into pytest's report."""
+    """Put each test's row in the table of `make test-torch` into pytest's report."""
     for item in items:
         if mark := item.get_closest_marker("another_torch"):
             item.user_properties.append(("another_torch", mark.args[0]))
 
 
 def pytest_collection_finish() -> None:
-    """What the tests start decides by itself; the worker's torch has been loaded."""
+    """Undo what was set for loading the worker's torch; started programs decide for themselves."""
     os.environ.pop("OMP_NUM_THREADS", None)
     gc.freeze()
     gc.enable()
 
 
-LEFT_OUT = pytest.StashKey[int]()  # tests, by -m or -k
+LEFT_OUT = pytest.StashKey[int]()  # number of tests omitted by -m or -k
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Have a worker tell how many tests it leaves out: only it collects."""
+    """Have a worker report how many tests it omits: only workers collect tests."""
     if items and (told := getattr(items[0].config, "workeroutput", None)) is not None:
         told["deselected"] = told.get("deselected", 0) + len(items)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_testnodedown(node: Any) -> None:
-    """Take the number from a worker; all have the same."""
+    """Take the number from a worker; it is the same for all."""
     node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("deselected", 0)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print it, for tests/run.sh."""
+    """Print the number, for tests/run.sh."""
     if LEFT_OUT in config.stash:
         terminalreporter.write_line(f"{config.stash[LEFT_OUT]} deselected")
 
 
 def isolate(folder: str) -> None:
-    """Replace the environment; `folder` is to hold what stands in for folders of PATH."""
+    """Replace the environment; `folder` will hold the replacements for folders of PATH."""
     script = 'source "$0"; isolate "$1"; env -0'
     command = ["bash", "-c", script, str(ROOT / "tests/isolate.bash"), folder]
     said = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.split(b"\0")[:-1]
@@ -95,7 +95,7 @@ def isolate(folder: str) -> None:
 def own_place(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Give each test an empty HOME and the project's folder to work in; undo what it sets."""
+    """Give each test an empty HOME and the project's folder as working folder; undo its changes."""
     monkeypatch.chdir(ROOT)
     ask_qstat.cache_clear()
     with mock.patch.dict(os.environ, HOME=str(tmp_path_factory.mktemp("home"))):
@@ -104,7 +104,7 @@ def own_place(
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    """Undo what a test blocks and handles, which the programs of later tests would inherit."""
+    """Undo changes to signal masks and handlers, which later tests' programs would inherit."""
     handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     yield
@@ -115,7 +115,7 @@ def own_signals() -> Iterator[None]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that this process reads, moved by the test; sums of whole seconds are exact."""
+    """The clock of this process, moved by the test; sums of whole seconds are exact."""
     now = [1000.0]
     for name in ("monotonic", "perf_counter"):
         monkeypatch.setattr(time, name, lambda: now[0])
@@ -124,7 +124,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def listener() -> Iterator[int]:
-    """Return a port on which somebody listens."""
+    """Return a port on which a socket listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield int(server.getsockname()[1])
 
@@ -135,7 +135,7 @@ def shell() -> Iterator[str]:
     pipe = subprocess.PIPE
     with subprocess.Popen(["bash"], bufsize=0, stdin=pipe, stdout=pipe) as process:
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(b"echo\n")  # it runs once it answers
+        process.stdin.write(b"echo\n")  # once it answers, it is running
         process.stdout.readline()
         yield str(process.pid)
 
@@ -157,7 +157,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def runs() -> Iterator[list[Run]]:
-    """What a test starts, which must not outlive it."""
+    """The runs that a test starts, which must not outlive it."""
     started: list[Run] = []
     yield started
     kill_what_is_left(started)

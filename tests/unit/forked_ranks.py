@@ -1,4 +1,4 @@
-"""Ranks that are forks of the process that tests them, and have joined over gloo."""
+"""Ranks that are forks of the test process, and have joined over gloo."""
 
 from collections.abc import Callable
 from datetime import timedelta

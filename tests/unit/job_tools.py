@@ -1,4 +1,4 @@
-"""What the tests of SLURM jobs share: a plan, and scripts in the place of SLURM's programs."""
+"""Shared by the tests of SLURM jobs: a plan, and scripts that replace SLURM's programs."""
 
 import os
 from dataclasses import replace

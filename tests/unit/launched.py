@@ -1,4 +1,4 @@
-"""A folder in which train.py trains on one node, and what its runs leave there."""
+"""A folder in which train.py trains on one node, and the results of its runs."""
 
 import json
 import os
@@ -15,19 +15,19 @@ TRAIN = str(ROOT / "train.py")
 
 
 def state_of(run_folder: Path) -> State:
-    """Return the newest state that a run has saved."""
+    """Return the state that a run saved last."""
     state = load(run_folder)
     assert state is not None
     return state
 
 
 def hash_of(run_folder: Path) -> str:
-    """Return the hash of the weights that a run has saved last."""
+    """Return the hash of the weights that a run saved last."""
     return weights_hash(state_of(run_folder).model)
 
 
 class Work:
-    """Trains with one config, and these settings."""
+    """Trains with one config, and the given settings."""
 
     def __init__(self, folder: Path, config: str, *settings: str) -> None:
         self.folder, self.config, self.settings = folder, config, settings
@@ -35,7 +35,7 @@ class Work:
     def run(self, run_id: str, nproc: int, *settings: str, code: int = 0, **more: str) -> str:
         """Train; returns what was printed."""
         options = [f"--nproc-per-node={nproc}", "--log-dir=logs", f"--rdzv-id={run_id}"]
-        # torch sets this in a process that has compiled anything, as another test may have.
+        # torch sets these in a process that has compiled anything, as another test may have done.
         kept = {name: one for name, one in os.environ.items() if "INDUCTOR" not in name}
         variables = {"RUN_ID": run_id, "OMP_NUM_THREADS": "1", **more}
         done = subprocess.run(

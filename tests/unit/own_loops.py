@@ -1,7 +1,7 @@
-"""Training loops that know nothing of this project, one for each way of making a step.
+"""Training loops without any code of this project, one for each way of taking a step.
 
-python own_loops.py KIND STEP RANK [WHERE]: in step STEP rank RANK sleeps for ever, before its batch
-(data, the default) or in a validation of its own (validation).
+python own_loops.py KIND STEP RANK [WHERE]: in step STEP, rank RANK sleeps forever, before its batch
+(data, the default) or in its own validation (validation).
 """
 
 import sys
@@ -30,7 +30,7 @@ def validate(step: int) -> None:
 
 
 def train_by_hand() -> None:
-    """DDP; one step for 8 batches (accumulated), or two optimizers, as a GAN has them (two)."""
+    """DDP; one step for 8 batches (accumulated), or two optimizers, as in a GAN (two)."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=0.01)]
@@ -38,7 +38,7 @@ def train_by_hand() -> None:
         optimizers += [torch.optim.Adam(model.parameters(), lr=0.01)]
     for step in range(10**9):
         for number, optimizer in enumerate(optimizers):
-            for _ in range(1 + number):  # the second makes two steps for each of the first
+            for _ in range(1 + number):  # the second takes two steps for each step of the first
                 for part in range(8 if kind == "accumulated" else 1):
                     loss = model(read_batch(step if part == 0 else -1)).square().mean()
                     loss.backward()
@@ -68,7 +68,7 @@ def train_with_lightning() -> None:
     class Batches(torch.utils.data.IterableDataset[torch.Tensor]):
         def __iter__(self):  # type: ignore[no-untyped-def]
             for step in range(10**9):
-                yield read_batch(step - 1)  # Lightning reads one ahead
+                yield read_batch(step - 1)  # Lightning reads one batch ahead
 
     class Model(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -6,9 +6,9 @@ import socket
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free now.
+    """Return a port that is free on this machine now.
 
-    It is below those that runs and the kernel choose, and each worker of pytest has its own.
+    It is below the ports that runs and the kernel choose; each pytest worker has its own range.
     """
     first = 2000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8 * 1000
     while True:

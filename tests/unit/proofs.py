@@ -1,4 +1,4 @@
-"""What `make prove` repeats: attacks, kills, and hangs that are to be named."""
+"""What `make prove` repeats: attacks, kills, and hangs that must be named."""
 
 import contextlib
 import io
@@ -59,7 +59,7 @@ def prove_strangers(number: int, silent: int) -> tuple[str, bool]:
 
 
 def prove_flips() -> tuple[str, bool]:
-    """Flip a bit in every byte of what describes an old checkpoint."""
+    """Flip a bit in every byte of the files that describe an old checkpoint."""
     number, failed = 0, ""
     for file in ("manifest.json", "progress.json"):
         with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +76,7 @@ def prove_flips() -> tuple[str, bool]:
 
 
 def prove_clean_up(times: int) -> tuple[str, bool]:
-    """Kill and stop supervisor and agent; ranks fork twice; the machine as it is, and worse."""
+    """Kill and stop supervisor and agent; ranks fork twice; under normal and worse limits."""
     rows, limits = [], list(LIMITS)
     if not PIDS.parent.is_dir():
         limits.remove(NO_MORE_PROCESSES)
@@ -93,7 +93,7 @@ def prove_clean_up(times: int) -> tuple[str, bool]:
 
 
 def end_once(victim: str, limit: str) -> tuple[float, int]:
-    """Return what end_of() does."""
+    """Kill once; returns the result of end_of()."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)  # for a user who is not root
         if limit == NO_MORE_PROCESSES:
@@ -106,14 +106,14 @@ def end_once(victim: str, limit: str) -> tuple[float, int]:
         took, left = end_of(run, began)
         kill_what_is_left([run])
         if limit == NO_MORE_PROCESSES:
-            while (PIDS / "pids.current").read_text() != "0\n":  # process 1 reaps the last
+            while (PIDS / "pids.current").read_text() != "0\n":  # process 1 reaps the last one
                 time.sleep(0.005)
             PIDS.rmdir()
     return took, left
 
 
 def prove_inputs() -> tuple[str, bool]:
-    """Try 10,000 environments and as many settings: each gives a place or a value, or one line."""
+    """Try 10,000 environments and settings each: the result is a place, a value or one line."""
     files = [
         str(Path(__file__).with_name(f"test_{name}.py")) for name in ("environment", "settings")
     ]
@@ -125,11 +125,11 @@ def prove_inputs() -> tuple[str, bool]:
     return f"10,000 environments and 10,000 settings: {told}.", is_kept
 
 
-# --- one dies, all stop ---------------------------------------------------------------------------
+# --- one process dies, all stop -------------------------------------------------------------------
 
 
 NPROC = 4
-KILLED = {  # -> what the last lines name, and the launcher's exit code
+KILLED = {  # -> the name in the last lines, and the launcher's exit code
     "a rank": ("[rank-killed]", 137),
     "the node agent": ("[agent-killed]", 137),
     "the launcher": ("", -9),
@@ -152,7 +152,7 @@ def prove_one_dies(times: int) -> tuple[str, bool]:
 
 
 def kill_once(victim: str, busy: str) -> tuple[float, int, bool]:
-    """Return what end_of() does, and whether the victim was named."""
+    """Kill once; returns the result of end_of(), and whether the victim was named."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "program.py")
         script.write_text(PROGRAM)
@@ -173,7 +173,7 @@ def kill_once(victim: str, busy: str) -> tuple[float, int, bool]:
 
 
 def end_of(run: Run, began: float) -> tuple[float, int]:
-    """Return how long it took until all was gone, and how many were left after 10 s."""
+    """Return how long it took until all were gone, and how many were left after 10 s."""
     while run.survivors() and time.monotonic() < began + 10:
         time.sleep(0.005)
     return time.monotonic() - began, len(run.survivors())
@@ -181,10 +181,10 @@ def end_of(run: Run, began: float) -> tuple[float, int]:
 
 # --- which rank hangs -----------------------------------------------------------------------------
 
-# In each run one of three ranks, drawn at random, sleeps for ever at a step that is drawn, too.
+# In each run, one of three ranks, drawn at random, sleeps forever at a random step.
 RANKS = 3
-# -> what own_loops.py is given, optimizer steps for each of its steps, and HANG_SECONDS, which is
-# longer than the start, on a busy machine too; an import alone takes 10 s there.
+# -> arguments of own_loops.py, optimizer steps for each of its steps, and HANG_SECONDS, which is
+# longer than the start, even on a busy machine, where the imports can take 10 s.
 KINDS = {
     "plain DDP, in its data": ("plain data", 1, 5),
     "plain DDP, in a validation on one rank": ("plain validation", 1, 5),
@@ -211,7 +211,7 @@ def prove_hangs(times: int) -> tuple[str, bool]:
 
 
 def hang(python: str, kind: str, where: str, steps: int, limit_s: int) -> tuple[bool, bool, float]:
-    """Return whether the rank and its step were named, and how long after its last step."""
+    """Return whether the rank and its step were named, and how long after the last step."""
     rank, step = random.randrange(RANKS), random.randrange(3, 60)
     agent = [python, str(ROOT / "scripts/lib/agent.py"), f"--nproc-per-node={RANKS}"]
     words = [LOOPS, kind, step, rank, where]

@@ -1,4 +1,4 @@
-"""A small job that can be stopped, killed, hung and resumed, and what is left of it then."""
+"""A small job that can be stopped, killed, hung and resumed, and the results that it leaves."""
 
 import contextlib
 import json
@@ -31,9 +31,9 @@ from ports import free_port
 from distributed.checkpoint import weights_hash
 from distributed.checkpoint.memory import Memory
 
-# Its samples, its dropout and its batches are all drawn at random. FAULT="WHAT RANK CALL" lets
-# something happen in a rank at its so-and-so-manieth call of the loss, in the first attempt only,
-# or in all of them for "always-WHAT".
+# Its samples, its dropout and its batches are all drawn at random. FAULT="WHAT RANK CALL" makes
+# a fault happen in a rank at that call of the loss, only in the first attempt, or in every attempt
+# with "always-WHAT".
 TASK = """
 import os, random, signal, time
 import numpy, torch
@@ -88,9 +88,9 @@ train: {max_steps: 60, global_batch_size: 16, grad_accumulation: 2, learning_rat
         log_every: 7, eval_every: 20}
 checkpoint: {every: 5, keep_last: 2}
 """
-# train.py, of which rank R ends all ranks by SIGKILL when it comes to fault point N of saving,
-# where "N R" is the first line of the file KILLS, or first to the one that N names; without a line
-# left it goes to its end.
+# train.py, but rank R kills all ranks with SIGKILL when it reaches fault point N of saving, or the
+# fault point named N; "N R" is the first line of the file KILLS. Without a line left, it runs to
+# its end.
 DEADLY = """
 import os, runpy, signal, sys
 sys.path.insert(0, os.environ["ROOT"])
@@ -143,18 +143,18 @@ FAULT_POINTS = {
     *("Saver.save", "Saver._write", "torch.save"),
 }
 SHARDED = ("distributed.strategy=fsdp", "checkpoint.format=sharded")
-PART_POINTS = {  # of what every rank does for a sharded one
+PART_POINTS = {  # in each rank's part of a sharded checkpoint
     *("Saver.save", "Saver._write", "Parts.choose", "Parts.write", "Parts._write"),
     *("FileSystemWriter.write_data", "torch.save", "files.hash_file", "os.fsync"),
 }
-REACH = {"full": (40,), "sharded": (100, 25)}  # fault points of each rank, in a save or two
+REACH = {"full": (40,), "sharded": (100, 25)}  # fault points of each rank, in one or two saves
 
 
 STOPS = ("SIGTERM", "SIGUSR1", "SIGINT")
 
 
 def draw_kills(draw: random.Random, times: int, format: str) -> list[str]:
-    """Return kills of random ranks at random points of saving, as kill_and_finish takes them."""
+    """Return kills of random ranks at random points of saving, in kill_and_finish's format."""
     reach = REACH[format]
     ranks = [draw.randrange(len(reach)) for _ in range(times)]
     return [f"{draw.randrange(1, reach[rank])} {rank}" for rank in ranks]
@@ -166,9 +166,9 @@ def ranks_below(supervisor: int) -> list[int]:
 
 
 def snapshots_on(run: Run) -> list[int]:
-    """Return the steps of all buffers with a snapshot in an agent's memory."""
+    """Return the steps of all snapshots in an agent's memory."""
     found = []
-    with contextlib.suppress(OSError, IndexError):  # it has only begun
+    with contextlib.suppress(OSError, IndexError):  # it has only just started
         for link in Path(f"/proc/{run.agent_pid()}/fd").iterdir():
             if "memfd:snapshot" in os.readlink(link):
                 fd = os.open(link, os.O_RDONLY)
@@ -178,7 +178,7 @@ def snapshots_on(run: Run) -> list[int]:
 
 
 def await_snapshots(run: Run, step: int, parts: int = 1) -> None:
-    """Wait until an agent holds so many parts of snapshots of a step or later ones."""
+    """Wait until an agent holds this many parts of snapshots of a step or of later steps."""
 
     def is_so() -> bool:
         assert run.process.poll() is None
@@ -188,13 +188,13 @@ def await_snapshots(run: Run, step: int, parts: int = 1) -> None:
 
 
 def steps_lost(output: str) -> list[int]:
-    """Return how many steps each restart cost, as the node agent has told."""
+    """Return how many steps each restart cost, as reported by the node agent."""
     return [int(lost) for lost in re.findall(r"restart \d+ of .*, (\d+) steps? lost; now", output)]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run leaves: the hash of its weights, and (step, losses) of each metric."""
+    """The result of a finished run: the hash of its weights, and (step, losses) of each metric."""
 
     weights: str
     metrics: list[tuple[int, float | None, float | None]]
@@ -251,7 +251,7 @@ class Job:
             kill_what_is_left(runs)
 
     def run(self, run_id: str, nproc: int, *settings: str, **options: Any) -> tuple[int, str]:
-        """Run to the end; returns the exit code and all that was printed."""
+        """Run to the end; returns the exit code and all output."""
         process = self.start(run_id, nproc, *settings, **options)
         output = process.communicate(timeout=PATIENCE_S)[0]
         return process.returncode, output
@@ -264,7 +264,7 @@ class Job:
     def stop_and_finish(
         self, run_id: str, nproc: int, settings: Sequence[str], faults: Sequence[str]
     ) -> Outcome:
-        """Start the run once for each fault, which is to make it save and stop; then to its end."""
+        """Start the run once for each fault, which must make it save and stop; then finish it."""
         for fault in faults:
             code, output = self.run(run_id, nproc, *settings, FAULT=fault)
             assert code == 75, output
@@ -287,7 +287,7 @@ class Job:
     def kill_at_random(
         self, run_id: str, nproc: int, settings: Sequence[str], kills: int, draw: random.Random
     ) -> str:
-        """Kill -9 a random rank at random moments of a run; returns what it printed to its end."""
+        """Kill -9 a random rank at random moments of a run; returns all its output."""
         process = self.start(run_id, nproc, *settings, restarts=kills, PACE="0.01")
         while kills and process.poll() is None:
             time.sleep(draw.uniform(0, 2))

@@ -1,4 +1,4 @@
-"""The node agent, whole: real forks, real gloo, real deaths."""
+"""The complete node agent: real forks, real gloo, real deaths."""
 
 import contextlib
 import json
@@ -65,7 +65,7 @@ def test_one_dies_all_stop(
     )
     assert cause in block
     assert block.rstrip().endswith(f"see      TROUBLESHOOTING.md#{fault}")
-    assert "resume " not in err  # it has told no save
+    assert "resume " not in err  # it has reported no save
     assert "ready 0" in run.output and "ready 1" not in run.output
     assert (logs / "latest").resolve() == logs / "r1"
     lines = (logs / "node_0.log").read_text().splitlines()
@@ -105,7 +105,7 @@ def test_a_stop_that_ranks_ignore_ends_after_the_grace(start: Start) -> None:
 @pytest.mark.slow
 def test_a_notice_that_the_script_does_not_handle_ends_nothing(start: Start) -> None:
     run = start("sleep", GRACE="600")
-    run.wait_for("asleep 0", "asleep 1")  # one in a collective would be waited for
+    run.wait_for("asleep 0", "asleep 1")  # the agent would wait for one in a collective
     run.process.send_signal(signal.SIGUSR1)
     run.process.send_signal(signal.SIGTERM)  # which every signal but a SIGUSR1 would precede
     err = run.finish()
@@ -177,7 +177,7 @@ def test_max_restarts_forks_the_ranks_anew(tmp_path: Path) -> None:
     assert run.process.returncode == 0, err
     lines = run.output.splitlines()
     assert lines.count("attempt 2") == 2
-    assert len({line for line in lines if line.startswith("port ")}) == 3  # a fresh one for each
+    assert len({line for line in lines if line.startswith("port ")}) == 3  # a new one for each
     first, second = (line for line in err.splitlines() if "node agent: restart " in line)
     assert "restart 1 of 3 " in first and ": ValueError: of the first attempt; " in first
     assert "restart 2 of 3 " in second and ": exited with code 9" in second
@@ -196,7 +196,7 @@ def test_a_terminal_reaches_rank_zero(tmp_path: Path) -> None:
     shown = b""
     with subprocess.Popen(command, stderr=theirs, stdout=theirs) as process:
         os.close(theirs)
-        with contextlib.suppress(OSError):  # its end
+        with contextlib.suppress(OSError):  # the end of the output
             while True:
                 shown += os.read(ours, 65536)
     os.close(ours)
@@ -218,7 +218,7 @@ os._exit(7)
 
 @pytest.mark.long
 def test_the_error_of_a_rank_that_slurm_has_replaced_is_not_its_successors(tmp_path: Path) -> None:
-    written(tmp_path / "x.py", CUT_OFF)  # what that rank does meanwhile
+    written(tmp_path / "x.py", CUT_OFF)  # what that rank does in the meantime
     words = ["--log-dir", "logs", "--rdzv-id", "r", "x.py"]
     done = execute(tmp_path, *AGENT, *words, code=7, SLURM_RESTART_COUNT="1")
     assert "OldError" not in done.stderr
@@ -291,7 +291,7 @@ def test_what_installs_a_package_names_the_python(
 
 
 def test_what_names_the_python_leaves_setuptools_whole() -> None:
-    """torch.compile needs it; on Python 3.11 its finder takes a look for pip for pip's start."""
+    """torch.compile needs setuptools, whose finder on Python 3.11 checks whether pip starts."""
     script = "from launcher.text import install_command; install_command('x'); import setuptools"
     execute(ROOT, sys.executable, "-c", script)
 
@@ -321,7 +321,7 @@ def test_the_fault_of_an_error_that_names_none(message: str, fault: str) -> None
     assert failure.fault_of(message) == fault
 
 
-NOTE = AgentNote("", 0, 0.0, 0)  # of an agent that has noted nothing
+NOTE = AgentNote("", 0, 0.0, 0)  # of an agent that has recorded nothing
 
 
 def test_a_question_before_the_ranks_start_is_answered(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots that outlive their ranks: restarts go on from them, an end writes them down."""
+"""Snapshots that outlive their ranks: restarts continue from them; at the end, one is written."""
 
 import fcntl
 import itertools
@@ -54,7 +54,7 @@ def shared(request: pytest.FixtureRequest) -> Sequence[str]:
 
 @pytest.fixture(scope="module")
 def whole(job: Job, shared: Sequence[str]) -> Outcome:
-    """What two ranks come to that nobody stops, and that take no snapshots."""
+    """The result of two ranks that run without interruptions or snapshots."""
     return job.finish(f"whole-{len(shared)}", 2, *shared)
 
 
@@ -83,7 +83,7 @@ def test_a_restart_goes_on_from_memory(
 def test_a_restart_from_memory_saves_what_was_due(
     job: Job, whole: Outcome, shared: Sequence[str], step: int
 ) -> None:
-    """Killed when it is about to save that step for the first time."""
+    """Kill the run when it is about to save that step for the first time."""
     name = f"due-{step}-{len(shared)}"
     settings = (*TAKEN, f"checkpoint.every={step}", "checkpoint.keep_last=9", *shared)
     assert job.kill_and_finish(name, 2, settings, ["Saver.save 0"]) == whole
@@ -103,12 +103,12 @@ def test_what_is_not_finite_gets_into_no_snapshot(
     folder = job.folder / "checkpoints" / name
     assert f"step 20 was only in memory; it is now saved in {folder}\n" in output
     assert [path.name for path in steps(folder)] == ["step-20"]
-    assert math.isfinite(score(folder / "best"))  # the validation's, after step 20
+    assert math.isfinite(score(folder / "best"))  # the score of the validation after step 20
 
 
 @pytest.mark.long
 def test_a_step_that_the_loss_scaler_skips_gets_into_a_snapshot(job: Job) -> None:
-    """The gradient of step 25 is not finite, but the weights are."""
+    """The gradient of step 25 is not finite, but the weights are finite."""
     (job.folder / "mixed.py").write_text(
         "import training.model\n"
         "from noisy import Noisily\n"
@@ -155,7 +155,7 @@ def outgoing(buffers: list[Buffer]) -> Outgoing:
 
 
 def pieces(outgoing: Outgoing, parts: Iterator[SnapshotData | None]) -> Iterator[SnapshotData]:
-    """Yield the pieces that there are now."""
+    """Yield the pieces that are available now."""
     outgoing.rest_s = 0.0
     while outgoing.rest_s != limits.SNAPSHOT_LOOK_S:
         if piece := next(parts):
@@ -218,7 +218,7 @@ def test_another_node_stays_while_the_first_one_saves(job: Job) -> None:
         (other,) = runs[1].rank_pids()
         os.kill(runs[0].rank_pids()[0], signal.SIGKILL)
         eventually(lambda: not is_alive(other))
-        with pytest.raises(subprocess.TimeoutExpired):  # it stays
+        with pytest.raises(subprocess.TimeoutExpired):  # it keeps running
             runs[1].process.wait(1.0)
         assert runs[0].process.poll() is None
         os.close(lock)
@@ -252,7 +252,7 @@ def test_on_a_full_disk_nothing_is_left_behind(
 ) -> None:
     descriptors = of_step(5, take(Snapshots(1), tmp_path, 5))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # as a full disk to the writer
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # like a full disk for the writer
     try:
         assert save(descriptors) == 1
     finally:
@@ -314,7 +314,7 @@ def test_of_parts_on_other_nodes_one_line_tells(capfd: pytest.CaptureFixture[str
 
 
 def hold_commits(folder: Path) -> int:
-    """Keep others from committing to a folder, as a disk that hangs would."""
+    """Keep other processes from committing to a folder, as if the disk hung."""
     fd = os.open(folder / "lock", os.O_RDWR)
     _set_lock(fd, fcntl.F_WRLCK, _COMMIT)
     return fd
@@ -330,7 +330,7 @@ def test_an_agent_that_saves_ends_with_its_supervisor(tmp_path: Path) -> None:
     rank = ranks_below(process.pid)
     (agent,) = (pid for pid in processes.descendants(process.pid) if pid not in rank)
     fd = hold_commits(folder)
-    # Then it is a process that saves.
+    # Then a process that saves exists.
     eventually(lambda: processes.descendants(agent) not in ([], rank))
     os.kill(process.pid, signal.SIGKILL)
     left = [agent, *processes.descendants(agent)]

@@ -1,4 +1,4 @@
-"""Two node agents of one run, on loopback: check-in, one verdict; strangers."""
+"""Two node agents of one run, on loopback: the check-in, the common verdict, and strangers."""
 
 import contextlib
 import json
@@ -56,14 +56,14 @@ def test_a_silent_node_is_named(start: Start) -> None:
     runs = start()
     for run in runs:
         run.wait_for("ready")
-    os.kill(runs[1].agent_pid(), signal.SIGSTOP)  # as a cut link looks from the other side
+    os.kill(runs[1].agent_pid(), signal.SIGSTOP)  # looks like a cut link from the other side
     err = runs[0].finish()
     assert "FAILED   node agent 1 (" in err
     assert "[link-lost]" in err
 
 
 def test_a_node_that_comes_late_is_waited_for(port: int, tmp_path: Path) -> None:
-    """With more ranks than the first one, which come after the first one's."""
+    """The late node has more ranks than the first one, and they follow the first one's."""
     script = tmp_path / "count.py"
     script.write_text(
         "import os, torch.distributed as dist\n"
@@ -145,7 +145,7 @@ def test_a_master_without_an_address_is_named(port: int) -> None:
 
 
 def check_in(port: int, *agents: NodeReport, address: str = "127.0.0.1") -> list[str]:
-    """Have agents meet and try the ways between them; returns what each is told, or its part."""
+    """Have agents meet and try their connections; returns each one's node rank, or its error."""
 
     def meet(agent: NodeReport) -> str:
         try:
@@ -252,7 +252,7 @@ def test_nodes_that_differ_are_refused(
 def test_a_node_that_comes_when_the_run_has_begun_is_told(start: Start, port: int) -> None:
     for run in start():
         run.wait_for("ready")
-    late = start()[3]  # node rank 1 once more, after a node rank 0 that finds the port taken
+    late = start()[3]  # another node rank 1; another node rank 0 finds the port taken
     err = late.finish()
     assert late.process.returncode == 3
     assert "rejected node rank 1: the run has already started" in err
@@ -299,13 +299,13 @@ def mutated_messages(rng: random.Random, number: int) -> Iterator[bytes]:
 
 
 def attack(port: int, rng: random.Random, times: int) -> None:
-    """Send so many byte sequences and as many mutated messages, each over its own connection."""
+    """Send `times` byte sequences and `times` mutated messages, each over its own connection."""
     for data in (*random_bytes(rng, times), *mutated_messages(rng, times)):
         send(port, data)
 
 
 def send(port: int, data: bytes) -> None:
-    """Send it over a connection of its own."""
+    """Send data over its own connection."""
     dropped = contextlib.suppress(OSError)
     with socket.create_connection(("127.0.0.1", port)) as stranger, dropped:
         stranger.sendall(data)
@@ -313,7 +313,7 @@ def send(port: int, data: bytes) -> None:
 
 
 def connect(port: int) -> socket.socket:
-    """Return a connection, once something listens there."""
+    """Return a connection, once a program listens there."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -343,7 +343,7 @@ def attack_a_run(folder: Path, *, times: int, silent: int) -> None:
     try:
         first = begin(0, secret)
         reader = threading.Thread(target=lambda: said.extend(first.process.stderr or ()))
-        reader.start()  # torch's store shows a stack for each that it does not understand
+        reader.start()  # torch's store prints a stack for each one that it cannot read
         waiting = [connect(port) for _ in range(silent)]
         attack(port, rng, times)
         false = begin(1, handshake.new_secret())
@@ -393,7 +393,7 @@ RARER = rarely(*(one for number, one in enumerate(STOLEN) if number % 10))
 def test_a_stolen_node_can_only_end_the_run(
     runs: list[Run], tmp_path: Path, message: bytes
 ) -> None:
-    """A node that knows the secret, and says what none should: no traceback, and no code 0."""
+    """A node that knows the secret, but sends wrong messages: no traceback, and not code 0."""
     script = written(tmp_path / "program.py", "import time\ntime.sleep(600)\n")
     port, secret = free_port(), handshake.new_secret()
     runs.append(run := Run([*world(port, 0), str(script)], RUN_SECRET=secret))
@@ -416,7 +416,7 @@ def test_a_stolen_node_can_only_end_the_run(
 
 
 def hello(script: Path) -> bytes:
-    """What a node says first, with the versions and hashes that node 0 expects."""
+    """Return a node's first message, with the versions and hashes that node 0 expects."""
     files = {"the list of arguments": "", **must_match.hash_files([str(script)], Path())}
     report = NodeReport(1, 2, 1, "stolen", "", versions(), files)
     return f"{messages.write(report)}\n".encode()

@@ -1,4 +1,4 @@
-"""The command lines of all entry scripts, and what is made of them."""
+"""The command lines of all entry scripts, and how they are parsed."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ from launcher.text import PlanError
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {file.stem: file for file in ROOT.glob("scripts/**/*.sh") if file.parent.name != "lib"}
-# Tested by themselves.
+# Tested separately.
 LEFT = ("typed", "environ", "usage", "program", "here", "python", "batch_script")
 
 
@@ -44,7 +44,7 @@ def call_of(command: str, **more: str) -> Call:
 def read(
     command: str, *words: str, environ: Mapping[str, str] | None = None, **call: str
 ) -> dict[str, Any]:
-    """Return what differs from the command without words, of Typed's fields that count here."""
+    """Return the fields of Typed, of those checked here, that differ from the bare command."""
     typed = parse(call_of(command, **call), words, environ or {})
     fixed = Typed(COMMANDS[command].fanout, **COMMANDS[command].fixed)
     values = {field.name: getattr(typed, field.name) for field in fields(Typed)}
@@ -56,7 +56,7 @@ def read(
 
 
 def by_prefix(names: Mapping[str, Option]) -> Iterator[tuple[str, str]]:
-    """Yield each long option with every shorter form that is its alone."""
+    """Yield each long option with every unambiguous prefix."""
     for name in filter(re.compile("--").match, names):
         for end in range(3, len(name)):
             if [one for one in names if one.startswith(name[:end])] == [name]:
@@ -124,7 +124,7 @@ def test_the_agent_knows_which_options_of_launch_have_a_value() -> None:
         ("launch_singlenode", [], {}),
         ("launch_singlenode", [""], {"config": ""}),
         ("launch_singlenode", ["-", "2"], {"config": "-", "nproc": "2"}),
-        (  # settings anywhere
+        (  # settings in any position
             *("launch_singlenode", ["a.b=1", "c", "+x=", "2", "~y=z=1"]),
             {"config": "c", "nproc": "2", "setting": ("a.b=1", "+x=", "~y=z=1")},
         ),
@@ -272,7 +272,7 @@ def test_help_wherever_it_stands() -> None:
     assert parse(call_of("launch"), ["x.py", "-h"], {}).fanout == "local"
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- what is rejected ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The keys that a task of the user's own reads, and the methods that it must have."""
+"""The keys that a user's own task reads, and the methods that it must have."""
 
 import pickle
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_a_misspelt_key_is_refused(model: dict[str, Any], read: Any, told: str) 
 def test_what_was_read_is_not_named(read: Any, caplog: pytest.LogCaptureFixture) -> None:
     settings = make({"a": 1, "b": {"c": 2}})
     assert settings.model_dump(mode="json")["model"] == {"a": 1, "b": {"c": 2}}
-    assert pickle.loads(pickle.dumps(make({"a": 1}).model)) == {"a": 1}  # to a spawned worker
+    assert pickle.loads(pickle.dumps(make({"a": 1}).model)) == {"a": 1}  # for a spawned worker
     warn_unread(settings.model, "it")
     assert [text.split(":")[1] for text in caplog.messages] == [" model.a", " model.b"]
     caplog.clear()

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, whatever happens, and the same on every rank."""
+"""Checkpoints: complete or absent, whatever happens, and the same on every rank."""
 
 import contextlib
 import errno
@@ -46,7 +46,7 @@ def names(run: Path) -> list[str]:
 
 
 def make_state(step: int, **progress: float) -> State:
-    """A model and an AdamW that has made one step; the weights are all `step`."""
+    """Return a model and an AdamW that has taken one step; all weights are `step`."""
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 64)).sum().backward()
@@ -101,7 +101,7 @@ def test_what_is_saved_comes_back(tmp_path: Path, format: str) -> None:
 
 
 def test_the_weights_open_with_plain_torch(tmp_path: Path) -> None:
-    state = State({"w": torch.ones(2)}, {}, {"step": 3})  # without what each rank has of its own
+    state = State({"w": torch.ones(2)}, {}, {"step": 3})  # without the ranks' own state
     folder = save(tmp_path, 3, state, keep_last=1)
     assert set(torch.load(folder / "model.pt", weights_only=True)) == {"w"}
     found = state_of(tmp_path)
@@ -179,7 +179,7 @@ def test_a_flip_in_an_old_one_is_named_and_ends_no_save(
 
 
 def flip_old_ones(folder: Path, file: str, every: int) -> int:
-    """Flip a bit of each `every`-th byte of an old checkpoint's file; returns how many."""
+    """Flip a bit of every `every`-th byte of an old checkpoint's file; returns the number."""
     saver = Saver(folder, keep_last=2)
     state = make_state(1)
     saver.save(1, state)
@@ -203,7 +203,7 @@ def test_what_is_no_manifest_of_a_checkpoint_is_damage(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, make_state(1), keep_last=1)
     (folder / "model.pt").rename(tmp_path / "model.pt")
     (folder / "model.pt").symlink_to(tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match="is not a file of its own"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         load(tmp_path)
     (folder / "manifest.json").write_text('{"version": 1, "saved": 0.0, "files": {}}')
     with pytest.raises(CheckpointError, match="differs from what was written"):
@@ -215,7 +215,7 @@ def test_what_is_no_manifest_of_a_checkpoint_is_damage(tmp_path: Path) -> None:
 def test_killed_at_any_moment_a_whole_one_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
-    """Kill the saving process at each of its system calls that matter, one after the other."""
+    """Kill the saving process at each of its important system calls, one after the other."""
     calls_left = 0
 
     def deadly(call: Callable[..., object]) -> Callable[..., object]:
@@ -274,7 +274,7 @@ def test_all_is_on_the_disk_before_it_gets_its_name(
 
 
 def test_what_a_run_finds_damaged_is_set_aside(tmp_path: Path) -> None:
-    """Else it would count as one of those kept, in the place of the last good one but one."""
+    """Otherwise it would count towards keep_last, in place of the second newest good one."""
     for step in (1, 2, 3):
         save(tmp_path, step, make_state(step), keep_last=3)
     for step in (2, 3):
@@ -288,17 +288,17 @@ def test_what_a_run_finds_damaged_is_set_aside(tmp_path: Path) -> None:
     aside = ["step-2.damaged", "step-3.damaged"]
     assert names(tmp_path) == ["latest", "step-1", *aside, "step-4"]
     flip_a_bit(save(tmp_path, 5, make_state(5), keep_last=2) / "model.pt")
-    assert newest_step(tmp_path) == 4  # read by who does not hold the folder: nothing is renamed
+    assert newest_step(tmp_path) == 4  # read by a process without the lock: nothing is renamed
     assert names(tmp_path) == ["latest", *aside, "step-4", "step-5"]
 
 
 def test_what_a_run_went_back_behind_is_deleted(tmp_path: Path) -> None:
-    """Else the damaged one, being the newest, would stay in the place of a good one."""
+    """Otherwise the damaged one, as the newest, would be kept instead of a good one."""
     for step in (1, 2, 3):
         save(tmp_path, step, make_state(step), keep_last=2)
     flip_a_bit(tmp_path / "step-3/model.pt")
     assert newest_step(tmp_path) == 2
-    flip_a_bit(tmp_path / "step-2/model.pt")  # which is replaced
+    flip_a_bit(tmp_path / "step-2/model.pt")  # the damaged one is replaced
     save(tmp_path, 2, make_state(2), keep_last=1)
     assert names(tmp_path) == ["latest", "step-2"] and newest_step(tmp_path) == 2
 
@@ -375,7 +375,7 @@ SUBMITTED = "2026-11-20T16:12:33"
 @pytest.mark.parametrize(
     ("later", "is_refused"),
     [
-        (("box", 1, SUBMITTED), False),  # the same start, as a second srun in one job
+        (("box", 1, SUBMITTED), False),  # the same start, for a second srun in one job
         (("box", 1, ""), False),  # in a container without SLURM's commands
         (("box", 2, "2026-11-20T17:00:00"), False),  # requeued
         (("box", 1, "2026-12-24T00:00:00"), True),
@@ -387,7 +387,7 @@ def test_another_job_of_the_same_id_is_refused(
     tools: Path, later: tuple[str, int, str], is_refused: bool
 ) -> None:
     def lock_as_job(cluster: str, start: int, submitted: str, *runs: str) -> None:
-        """The squeue on PATH answers with the submit time, or not at all."""
+        """Lock runs as a job; the squeue on PATH prints the submit time, or does not answer."""
         make_tool(tools / "squeue", f"[ $3 = 12 ] && [ $5 = %V ] && echo {submitted}")
         job = {"SLURM_JOB_ID": "12", "SLURM_CLUSTER_NAME": cluster}
         os.environ |= {**job, "SLURM_RESTART_COUNT": str(start)}
@@ -399,7 +399,7 @@ def test_another_job_of_the_same_id_is_refused(
     whose = rf"run 12 .* of the same id \(cluster box, submitted {SUBMITTED}\); .*foreign-run"
     with pytest.raises(Refused, match=whose) if is_refused else contextlib.nullcontext():
         lock_as_job(*later, "12")
-    lock_as_job(*later, "mine")  # a RUN_ID that somebody chose
+    lock_as_job(*later, "mine")  # a RUN_ID chosen by the user
 
 
 def test_what_takes_over_waits_for_a_commit(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_what_takes_over_waits_for_a_commit(tmp_path: Path) -> None:
             os.environ["SLURM_RESTART_COUNT"] = "1"
             os.write(done, b"started ")
             RunLock(tmp_path, "run")
-            os._exit(len(os.listdir(tmp_path / "committed")))  # 0 where it did not wait
+            os._exit(len(os.listdir(tmp_path / "committed")))  # 0 if it did not wait
         assert os.read(ready, 8) == b"started "
         (tmp_path / "committed").mkdir()
         (tmp_path / "committed/first").touch()
@@ -482,7 +482,7 @@ def test_the_hash_sees_names_types_shapes_and_bytes() -> None:
 def test_an_old_one_that_somebody_reads_over_nfs_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS leaves a file in the folder as long as it is open there."""
+    """NFS keeps a file in the folder while a process has it open."""
     remove = os.rmdir
 
     def rmdir(path: Any, **options: Any) -> None:
@@ -532,7 +532,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def _load_on_a_rank(rank: int, folder: Path, weights: str) -> None:
     gathered = checkpoint.gather_ranks({"rank": rank})
     assert [*gathered] == ([{"rank": 0}, {"rank": 1}] if rank == 0 else [])
-    # Rank 1 looks at a folder that is not there, as on a node without the shared disk.
+    # Rank 1 looks for a folder that does not exist, as on a node without the shared disk.
     here = folder if rank == 0 else Path("/nonexistent")
     assert hash_of(here / "run") == weights
     with pytest.raises(CheckpointError, match=rf"no intact .* in {folder}/damaged"):
@@ -547,7 +547,7 @@ def test_rank_0_reads_for_all(tmp_path: Path) -> None:
 
 
 class Intruder:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -567,7 +567,7 @@ def _send_a_pickle(rank: int, folder: Path) -> None:
     if rank == 0:
         gather_bytes(pickle.dumps(Intruder(opened)))
     else:
-        with pytest.raises(ValueError):  # no JSON
+        with pytest.raises(ValueError):  # not JSON
             load(Path("/nonexistent"))
 
 

@@ -1,4 +1,4 @@
-"""Each check on a sound machine and on one with its fault; what slow and broken hardware shows."""
+"""Each check on a healthy machine and on one with its fault; signs of slow or broken hardware."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ from launcher.wire.messages import Fault, Request
 
 
 def make_machine(**changes: object) -> Machine:
-    """Return a sound single node, changed."""
+    """Return a healthy single node, with changes."""
     machine = Machine(
         run_id="mine",
         num_nodes=1,
@@ -52,7 +52,7 @@ def make_machine(**changes: object) -> Machine:
 
 
 def fake_nvidia_smi(tools: Path, gpus: str, users: str = "", listed: str = "") -> None:
-    """Put an nvidia-smi on PATH which answers with these tables."""
+    """Put an nvidia-smi on PATH that prints these tables."""
     answers = f"--query-gpu=*) printf '%s' '{gpus}' ;;\n-L) printf '%s' '{listed}' ;;\n"
     answers += f"--query-compute-apps=*) printf '%s' '{users}' ;;\n"
     make_tool(tools / "nvidia-smi", f"case $1 in\n{answers}esac")
@@ -62,7 +62,7 @@ Check = Callable[[Machine], Iterator[Fault]]
 
 
 def find(check: Check, *, only: str = "", **changes: object) -> Fault | None:
-    """Return the one fault (of this name, where given) that a check finds on a changed node."""
+    """Return the one fault (of this name, if given) that a check finds on a changed node."""
     found = [fault for fault in check(make_machine(**changes)) if only in ("", fault.name)]
     assert len(found) <= 1, found
     return found[0] if found else None
@@ -70,14 +70,14 @@ def find(check: Check, *, only: str = "", **changes: object) -> Fault | None:
 
 @pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
 def test_a_sound_node_passes_each_check(check: Check) -> None:
-    # The limits and /dev/shm are those of the machine; their own tests set them.
+    # The limits and /dev/shm are this machine's; their own tests set them.
     assert all(fault.warns for fault in check(make_machine()))
 
 
 TWO = (Gpu("0", "GPU-aa", 0), Gpu("1", "GPU-bb", 0))
 BAD, BUSY = Gpu("1", "GPU-bb", 3), Gpu("0", "GPU-aa", 0, "", ("pid 7 (x)",))
 ELSEWHERE = {"num_nodes": 2, "master_addr": "192.0.2.1"}
-EVERY = "^" + ",".join(string.ascii_letters + string.digits)  # whatever a name begins with
+EVERY = "^" + ",".join(string.ascii_letters + string.digits)  # all names
 
 
 def gloo(name: str) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def nccl(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("check", "changes", "fault", "cause"),
-    [  # a fault that only warns ends with "?"; "": there is none
-        ("gpus", {"nproc": 99}, "", ""),  # on the CPU any number runs
+    [  # "?" marks a fault that only warns; "" means none
+        ("gpus", {"nproc": 99}, "", ""),  # on CPUs, any number can run
         ("gpus", {"nproc": 2, "gpus": TWO}, "", ""),
         ("gpus", {"nproc": 3, "gpus": TWO, "backend": "gloo"}, "", ""),
         ("gpus", {"gpus": (TWO[0], BAD)}, "gpu-unhealthy", "GPU 1 has 3 uncorrected memory errors"),
@@ -101,7 +101,7 @@ def nccl(name: str) -> dict[str, Any]:
         ("cpus", {"cpus": 1, "nproc": 2}, "few-cpus?", "1 CPU for 2 ranks"),
         ("cpus", {"cpus": 8, "nproc": 2, "num_workers": 3}, "", ""),
         ("cpus", {"cpus": 7, "num_workers": 3}, "few-cpus?", "2 ranks, each with 3 data workers"),
-        ("cpus", {"cpus": 0, "nproc": 8}, "", ""),  # not known
+        ("cpus", {"cpus": 0, "nproc": 8}, "", ""),  # unknown
         ("master", {"num_nodes": 2, "master_addr": "no-such-host.invalid"}, "name-unresolved?", ""),
         ("master", {"num_nodes": 2, "master_addr": "localhost"}, "loopback-address?", ""),
         ("master", ELSEWHERE, "no-such-interface?", "192.0.2.1 does not belong to this node"),
@@ -128,7 +128,7 @@ def test_a_python_without_torch_gets_a_command_that_is_there(
     monkeypatch.setattr(text, "__file__", f"{tmp_path}/launcher/text.py")
     monkeypatch.setattr(sys, "executable", "/p/bin/python")
     begin, pip = "set PYTHON to one that has it, or run ", "/p/bin/python -m pip install torch"
-    assert told(sys.base_prefix) == f"{begin}{pip}"  # pip and make init bring no Makefile
+    assert told(sys.base_prefix) == f"{begin}{pip}"  # pip and make init install no Makefile
     (tmp_path / "Makefile").touch()
     assert told("/p") == f"{begin}{pip}"
     assert told(sys.base_prefix) == f"{begin}make -C {tmp_path} setup"
@@ -180,7 +180,7 @@ def amd(**chosen: str) -> dict[str, Any]:
             *({"cuda": "12.8"}, with_driver("470.82.01", backend="nccl"), "torch-without-gpu"),
             "driver 470.82.01 of the GPUs is too old for torch's CUDA 12.8",
         ),
-        ({"cuda": "14.0"}, with_driver("999.1"), "", ""),  # of which nothing is known here
+        ({"cuda": "14.0"}, with_driver("999.1"), "", ""),  # a version without an entry
         ({"hip": "6.4"}, with_driver("525.60.13"), "", ""),
         ({"hip": "6.4"}, amd(HIP="0,1", CUDA="0,1"), "", ""),
         ({"hip": "6.4"}, amd(ROCR="2,3", HIP="0,1"), "", ""),
@@ -207,7 +207,7 @@ def test_what_torch_and_its_gpus_are_built_for(
     assert (found.name if found else "", found.cause if found else "") == (fault, cause)
 
 
-# As on an A100 of which the first is divided in two.
+# As on a machine whose first A100 is divided in two.
 MIG_ROWS = "0, GPU-5c1f, 0, 580.1, Enabled\n1, GPU-77aa, 0, 580.1, Disabled\n"
 MIG_LIST = """\
 GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c1f)
@@ -267,7 +267,7 @@ def test_cuda_visible_devices(tools: Path, visible: str, left: list[str]) -> Non
 
 
 def a_request(**changes: object) -> Request:
-    """Return what node rank 0 of a run is asked for, changed."""
+    """Return a preflight request for node rank 0, with changes."""
     here = Path()
     request = Request("a-run", 1, 0, None, 1, "127.0.0.1", None, ["x.py"], here, here, None)
     return dataclasses.replace(request, **changes)  # type: ignore[arg-type]
@@ -304,7 +304,7 @@ def test_the_port_moves_on_from_one_in_use() -> None:
 
 
 def test_node_rank_0_opens_the_port_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It opened and closed it first, to see if it can: a node that came then was cut off."""
+    """It used to open and close the port first, as a test, which cut off a node that came then."""
     opened = []
 
     def note(port: int, address: str = "") -> socket.socket:
@@ -372,7 +372,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, tools: Path) -> Install:
-    """A function that puts an nvidia-smi on PATH which tells of these GPUs."""
+    """Return a function that puts an nvidia-smi on PATH that shows these GPUs."""
 
     def put(
         told: Sequence[Mapping[str, Any]], *, unknown: Sequence[str] = (), nvlink_s: float = 0
@@ -410,7 +410,7 @@ OLD = [{"clocks_throttle_reasons.active": "0x8", "driver_version": "430.1", "pci
 
 
 def test_an_old_nvidia_smi_that_refuses_a_field_is_asked_for_the_rest(install: Install) -> None:
-    """The words are those of https://github.com/plambe/zabbix-nvidia-smi-multi-gpu/issues/17."""
+    """The text is from https://github.com/plambe/zabbix-nvidia-smi-multi-gpu/issues/17."""
     install(OLD)
     assert [fault.name for fault in find_in_gpus()] == ["gpu-slow"]
     install(OLD, unknown=["clocks_throttle_reasons.active"])
@@ -433,7 +433,7 @@ def test_an_nvidia_smi_that_hangs_on_nvlinks_alone_does_no_harm(
 @pytest.mark.parametrize(
     ("links", "odd"),
     [
-        ([4, 4, 0], ""),  # a bridge joins two of three cards
+        ([4, 4, 0], ""),  # a bridge connects two of three cards
         ([12, 12, 0, 0], ""),
         ([18, 17], "GPU 1 has 17 active NVLinks, other GPUs of this model have 18"),
         ([None, None], ""),
@@ -455,7 +455,7 @@ def test_clocks_that_vendors_choose_are_no_fault() -> None:
 
 
 def make_sysfs(folder: Path, ports: Mapping[str, Sequence[str]]) -> Path:
-    """Make what /sys/class/infiniband is: links to folders elsewhere."""
+    """Create a folder like /sys/class/infiniband: links to folders elsewhere."""
     for port, states in ports.items():
         device, number = port.split("/")
         place = folder / "devices" / device / "ports" / number
@@ -492,7 +492,7 @@ UP, DOWN = Port("mlx5_0", "1", "ACTIVE", "LinkUp"), Port("mlx5_1", "1", "DOWN", 
     [
         {"num_nodes": 1},
         {"backend": "gloo"},
-        {"backend": "auto"},  # without GPUs that is gloo
+        {"backend": "auto"},  # gloo, because there are no GPUs
         {"environ": {"NCCL_IB_DISABLE": "1"}},
         {"environ": {"NCCL_PROFILE": "ethernet"}},
         {"environ": {"NCCL_NET": "Socket"}},
@@ -517,7 +517,7 @@ def test_ports_that_nccl_does_not_use_may_be_down(changes: dict[str, Any]) -> No
     ],
 )
 def test_the_ports_that_nccl_is_to_use(chosen: str, left: str) -> None:
-    """https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html says how."""
+    """See https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html."""
     ports = [Port(device, "1", "", "") for device in ("mlx5_0", "mlx5_1", "mlx5_10")]
     named = dict(zip("abc", ports, strict=True))
     assert ports_of_nccl(ports, {"NCCL_IB_HCA": chosen}) == [named[one] for one in left]
@@ -531,7 +531,7 @@ def test_the_ports_that_nccl_is_to_use(chosen: str, left: str) -> None:
     ],
 )
 def test_a_port_that_nccl_cannot_use_is_told(changes: dict[str, Any], cause: str) -> None:
-    """NCCL takes TCP then, and says that it found no device."""
+    """NCCL then uses TCP, and logs that it found no device."""
     (fault,) = checks.check_infiniband(on_two_nodes(ports=(UP,), **changes))
     assert (fault.name, fault.warns) == ("nccl-on-sockets", True)
     assert fault.cause.startswith(cause)

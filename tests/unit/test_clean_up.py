@@ -1,4 +1,4 @@
-"""Whoever is killed or stopped, nothing of a run is left; not even what forks twice."""
+"""Whatever is killed or stopped, no process of a run is left, even if it forks twice."""
 
 import os
 import random
@@ -61,7 +61,7 @@ def hit(run: Run, victim: str) -> None:
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_nothing_is_left(runs: list[Run], tmp_path: Path, victim: str) -> None:
     runs.append(run := start_run(tmp_path))
-    assert len(run.seen) >= 2 + 2 + 2  # supervisor and agent, ranks, and what those left behind
+    assert len(run.seen) >= 2 + 2 + 2  # supervisor and agent, ranks, and their orphans
     kept = {run.process.pid, run.agent_pid()}
     eventually(lambda: not zombies_of(kept), "what is adopted is reaped")
     hit(run, victim)
@@ -90,7 +90,7 @@ def zombies_of(parents: set[int]) -> int:
 
 @pytest.mark.long
 def test_a_python_without_the_newest_calls_will_do(runs: list[Run], tmp_path: Path) -> None:
-    """As conda's, and those built for older kernels."""
+    """Such as conda's Python, and those built for older kernels."""
     (tmp_path / "sitecustomize.py").write_text("import os\ndel os.memfd_create, os.pidfd_open\n")
     runs.append(run := start_run(tmp_path, PYTHONPATH=str(tmp_path)))
     hit(run, "agent")

@@ -1,4 +1,4 @@
-"""What the built-in task reads: its files and windows; the stream of batches."""
+"""The data of the built-in task: files and windows; the stream of batches."""
 
 import errno
 import functools
@@ -83,7 +83,7 @@ def test_two_files_are_enough_and_one_is_split_where_it_is_named(tmp_path: Path)
     file = tmp_path / "0.txt"
     train, validation = sides(file)
     assert train + validation == file.read_bytes()
-    assert len(validation) == 8  # of 140, in whole tokens of every size
+    assert len(validation) == 8  # of 140; whole tokens of every size
 
 
 def test_what_is_left_out_is_named(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
     (tmp_path / "picture.txt").write_bytes(b"PNG\0\0\0" * 100)
     (tmp_path / ".hidden").write_text("secret" * 100)
     (tmp_path / "gone.txt").symlink_to("nowhere")
-    for name in ("tests", "site-packages"):  # left out of the standard library alone
+    for name in ("tests", "site-packages"):  # omitted only from the standard library
         (tmp_path / name).mkdir()
         (tmp_path / name / "text").write_text(f"of {name} ")
     corpus = find_corpus(str(tmp_path))
@@ -108,7 +108,7 @@ def test_a_folder_that_may_not_be_read_is_named(
     (tmp_path / "secret").mkdir()
     scan = os.scandir
 
-    def refuse(path: str) -> Any:  # as for a user who may not
+    def refuse(path: str) -> Any:  # as for a user without permission
         if path.endswith("secret"):
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return scan(path)
@@ -185,7 +185,7 @@ def test_only_the_first_tokens_count(tmp_path: Path, most: int, windows: int) ->
 @pytest.mark.long
 @pytest.mark.alone
 def test_a_start_takes_as_long_with_2_gb_of_text_as_with_20_mb(tmp_path: Path) -> None:
-    """In turns, to the end of the first step: at most 1.2 times as long, and 0.1 GB more memory."""
+    """In turn, to the end of the first step: at most 1.2 times as long, and 0.1 GB more memory."""
     line = " ".join(f"line {number}\n" for number in range(125_000))[:1_000_000]
     for count in (20, 2000):
         (tmp_path / str(count)).mkdir()
@@ -229,7 +229,7 @@ class Given(Task):
 def stream_of(
     data: Any, rank: int = 0, *, ranks: int = 1, at: Any = batches.START, workers: int = 0
 ) -> Batches:
-    """Return the batches of 4 of one rank of a task, or of one that has this data."""
+    """Return one rank's batches of 4, of a task or of one with this data."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     train = Train(batch_size=1, max_seconds=1)
@@ -325,7 +325,7 @@ def test_a_worker_draws_by_sample_not_by_what_it_read_before() -> None:
 
 
 def test_a_stream_and_its_workers_end_with_what_reads_it() -> None:
-    """Its workers would keep the process from ending for half a minute."""
+    """Otherwise its workers would delay the end of the process by half a minute."""
     before = {child.pid for child in multiprocessing.active_children()}
     stream = stream_of(Drawn(), workers=1)
     next(stream)
@@ -382,14 +382,14 @@ def test_data_without_a_length_is_shared_out_and_goes_on_anywhere(done: int) -> 
 
 
 def test_data_that_fills_no_batch_is_refused() -> None:
-    with pytest.raises(SettingsError, match="too little for 1 batches of 4"):
+    with pytest.raises(SettingsError, match="too few for 1 batches of 4"):
         stream_of(TensorDataset(torch.arange(3)))
     with pytest.raises(SettingsError, match="epoch 0 has no batch for each rank"):
         next(stream_of(Stream(3)))
 
 
 class Loading(Given):
-    """Reads its data itself."""
+    """Reads its data itself, in its own loader."""
 
     def loader(
         self, batch_size: int, *, rank: int, world_size: int, epoch: int, skip: int

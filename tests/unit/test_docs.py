@@ -1,4 +1,4 @@
-"""The guides and the code tell of the same things: paths, flags, settings, variables, faults."""
+"""The guides and the code agree on paths, flags, settings, variables and faults."""
 
 import ast
 import dataclasses
@@ -36,7 +36,7 @@ GUIDES += [ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURI
 GUIDES += [ROOT / "bench/README.md", *sorted(ROOT.glob("docs/*.md"))]
 TEXT = {str(guide.relative_to(ROOT)): guide.read_text() for guide in GUIDES}
 TEXT["bench"] = TEXT.pop("bench/README.md")
-# Its flags and settings are those of the scripts that it runs.
+# The flags and settings there belong to the scripts that it runs.
 TEXT["bench"] = re.sub(r"<!-- shapes -->.*<!-- /shapes -->", "", TEXT["bench"], flags=re.DOTALL)
 LAUNCH_GUIDE = TEXT["LAUNCH_GUIDE.md"]
 SECTIONS = dict(re.findall(r"^## (.+)\n((?:(?!#).*\n)+)", TEXT["TROUBLESHOOTING.md"], re.M))
@@ -49,7 +49,7 @@ PYTHON = "\n".join(module.read_text() for module in MODULES)
 CODE = "\n".join((BASH, HELP, PYTHON))
 MAKEFILE = (ROOT / "Makefile").read_text()
 
-# What belongs to other programs.
+# Options and variables of other programs.
 FOREIGN_FLAGS = """
 torchrun --nproc-per-node --node-rank --redirects --tee --use-env --monitor-interval --standalone
 SLURM --nodes --gres --time --ntasks --ntasks-per-node --cpus-per-task --cpus-per-gpu --mem
@@ -66,7 +66,7 @@ TORCH_DISABLE_SHARE_RDZV_TCP_STORE TORCHELASTIC_SIGNALS_TO_HANDLE TORCH_LOGS PYT
 CUDA_LAUNCH_BLOCKING SLURM_NNODES SBATCH_PARTITION PBS_HOME PBS_NODENUM PDSH_SSH_ARGS
 RES_OPTIONS PR_SET_CHILD_SUBREAPER; a site's module file: LAUNCH_KIT
 """
-# Words of the code that look like a fault's name and are none.
+# Words in the code that look like the name of a fault but are not.
 NO_FAULTS = {
     *("all-gather", "all-reduce", "all-to-all", "reduce-scatter"),  # collectives
     *("ch-run", "compute-apps", "nvidia-smi", "rocm-smi"),
@@ -79,7 +79,7 @@ NOT_LISTED = ("__init__", "__pycache__")
 NAME = r"stranger|[a-z]+(?:-[a-z]+)+"
 
 
-# --- what the guides say ------------------------------------------------------------------------
+# --- the text of the guides ---------------------------------------------------------------------
 
 
 def blocks(text: str) -> list[str]:
@@ -89,24 +89,24 @@ def blocks(text: str) -> list[str]:
 
 
 def spans(text: str) -> list[str]:
-    """Return what stands between backticks, over the ends of lines too."""
+    """Return the text between backticks, including spans over several lines."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     return [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", prose)]
 
 
 def code_of(text: str) -> str:
-    """Return all that is set as code."""
+    """Return everything that is formatted as code."""
     return "\n".join(blocks(text) + spans(text))
 
 
 def anchors(text: str) -> set[str]:
-    """Return what GitHub makes of the headings."""
+    """Return the anchors that GitHub creates for the headings."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def commands(fence: str = "bash") -> Iterator[str]:
-    """Yield every command line of the fenced blocks of a kind, without its comment."""
+    """Yield every command line of the fenced blocks of a language, without its comment."""
     for text in TEXT.values():
         for block in re.findall(rf"^```{fence}\n(.*?)^```", text, re.M | re.S):
             yield from (re.sub(r"\s+#\s.*", "", line) for line in block.splitlines() if line)
@@ -167,7 +167,7 @@ def test_every_flag_named_is_a_flag() -> None:
         set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
         for text in (CODE + FOREIGN_FLAGS, ALL_CODE)
     )
-    known |= {"--rdzv-id", "--rdzv-backend", "--log-dir"}  # of torchrun, read through its parser
+    known |= {"--rdzv-id", "--rdzv-backend", "--log-dir"}  # torchrun's, parsed by its parser
     assert named - known == set()
 
 
@@ -199,7 +199,7 @@ def test_every_make_target_named_exists_and_every_target_is_named() -> None:
 
 
 def faults_of_python(module: Path) -> Iterator[str]:
-    """Yield the faults that a module's strings name: `name`, `... [name]` or `name: ...`."""
+    """Yield the faults named in a module's strings: `name`, `... [name]` or `name: ...`."""
     tree = ast.parse(module.read_text())
     left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -251,7 +251,7 @@ def test_the_index_names_every_section_once_under_its_phase() -> None:
 
 
 def test_each_rule_is_found_by_a_text_of_its_section() -> None:
-    """What people paste into a search engine leads to the section that `explain` names, too."""
+    """Text that people paste into a search engine leads to the section that `explain` names."""
     for section, text in SECTIONS.items():
         told = re.search(r"\*\*In other logs:\*\*(.*?)\n\n", text, re.S)
         for quoted in re.findall(r"`([^`]+)`", told[1]) if told else ():
@@ -290,7 +290,7 @@ def test_every_script_answers_help_with_the_usage_of_the_guide(script: str) -> N
 
 
 def planned() -> list[str]:
-    # Those that ask a SLURM, or need a run, are run on the cluster in a box.
+    # Those that ask SLURM, or need a run, are tested on the cluster in a box.
     others = r"submit_with|explain|checkpoint|.* --(stop|stacks) "
     starts = rf"(\w+=\S+ )*scripts/(?!{others})|(?!.*~/).*\btrain\.py\b"
     return sorted({line for line in commands() if re.match(starts, line)})
@@ -299,7 +299,7 @@ def planned() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("line", planned())
 def test_every_command_of_the_guides_plans(line: str, tmp_path: Path) -> None:
-    """What the guides print is accepted: a launch up to its last step, train.py up to torch."""
+    """Commands in the guides are accepted: a launch up to its last step, train.py up to torch."""
     words = shlex.split(line)
     variables: dict[str, Any] = {}
     while "=" in words[0]:
@@ -317,7 +317,7 @@ KIT = "~/launch-kit/"
 
 
 def typed_in_a_repository() -> list[str]:
-    """Return the launches that start a script of the reader's, from its folder."""
+    """Return the launches that start the reader's own script, from its folder."""
     typed = {line for line in commands("(?:ba)?sh") if f"{KIT}scripts/" in line}
     return sorted(line for line in typed if "explain.sh" not in line)
 
@@ -325,7 +325,7 @@ def typed_in_a_repository() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("line", typed_in_a_repository())
 def test_every_command_for_a_readers_script_plans(line: str, tmp_path: Path) -> None:
-    """Typed in another folder, it starts the train.py there with its arguments."""
+    """In another folder, the command starts the train.py there with its arguments."""
     (tmp_path / "train.py").write_text("import torch\n")
     script, *words = shlex.split(line.partition(KIT)[2])
     named = [word for word in ("train.py", "--") if word in words]  # before the script's arguments
@@ -349,7 +349,7 @@ def test_every_command_of_the_guides_for_checkpoints_is_one() -> None:
 
 
 def block_of(shown: str) -> list[str]:
-    """Return the rows of the failure block that ends a text, without what differs each time."""
+    """Return the rows of the failure block that ends a text, without parts that vary."""
     block = shown[shown.index("FAILED") :]
     block = re.sub(r"\(the batch has samples [\d,.\s]+\)", "(SAMPLES)", block)
     block = re.sub(r"\d{8}-\d{6}-[0-9a-f]{4}", "RUN", block)
@@ -366,7 +366,7 @@ def test_the_figures_are_those_of_the_benches() -> None:
 
 @pytest.mark.slow
 def test_the_first_command_prints_what_the_page_shows(tmp_path: Path) -> None:
-    """The rows and the words of the script; numbers differ from machine to machine."""
+    """Compare the rows and the words; numbers differ from machine to machine."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     block = re.search(r"^    \$ (scripts/launch.sh --nproc.*)\n((?:    .*\n)+)", page, re.M)
     assert block
@@ -401,7 +401,7 @@ REFERENCE, GUIDE = ((ROOT / name).read_text() for name in ("docs/reference.md", 
 
 
 def section_of(text: str, heading: str) -> str:
-    """Return what follows a heading, up to the next one of its level or above."""
+    """Return the text below a heading, up to the next one of the same or a higher level."""
     found = re.search(rf"^(#+) {re.escape(heading)}\n", text, re.M)
     assert found, heading
     return re.split(rf"^#{{2,{len(found[1])}}} ", text[found.end() :], maxsplit=1, flags=re.M)[0]
@@ -479,7 +479,7 @@ def test_every_variable_of_the_help_is_in_the_reference() -> None:
         assert not [word for word in words if f"`{word}`" not in cells[name]], name
 
 
-# Of variables whose default is a value in the code.
+# Variables whose default is a value in the code.
 DEFAULTS = {
     "GRACE": limits.GRACE_S,
     "LOG_DIR": DEFAULT_LOG_DIR,

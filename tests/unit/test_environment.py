@@ -1,4 +1,4 @@
-"""Every launcher's variables, whole and half set."""
+"""Every launcher's variables, completely or partly set."""
 
 import dataclasses
 import inspect
@@ -54,7 +54,7 @@ def mpi(prefix: str, rank: int, size: int, local_rank: int, local_size: int) -> 
 
 OPENMPI = mpi("OMPI", 1, 2, 1, 2) | {"PMIX_NAMESPACE": "prterun-node1-4711@1"}
 MVAPICH = mpi("MV2", 3, 4, 1, 2)
-INTEL: Variables = {  # as mpiexec.hydra of MPICH and Intel MPI sets them; the id is Intel's alone
+INTEL: Variables = {  # as set by mpiexec.hydra of MPICH and Intel MPI; only Intel sets the id
     "PMI_RANK": "1",
     "PMI_SIZE": "2",
     "MPI_LOCALRANKID": "1",
@@ -128,7 +128,7 @@ def test_of_several_launchers_the_innermost_counts(variables: Variables, launche
 def test_mpich_gives_the_ranks_of_a_node_one_port() -> None:
     code = "from distributed.environment import detect; print(detect().master_port)"
     environ = {**os.environ, **INTEL, "I_MPI_HYDRA_UUID": ""}
-    code = f"import os; os.setpgid(0, 0); {code}"  # each rank has a process group of its own
+    code = f"import os; os.setpgid(0, 0); {code}"  # each rank has its own process group
     command = [sys.executable, "-c", code]
     assert len({subprocess.check_output(command, env=environ) for _ in range(2)}) == 1
 
@@ -143,7 +143,7 @@ def test_mpich_gives_the_ranks_of_a_node_one_port() -> None:
     ],
 )
 def test_a_rank_that_cannot_be_told_its_local_rank_is_refused(variables: Variables) -> None:
-    with pytest.raises(LauncherError, match=r"_RANK=., but no variable tells .* unset \w+_RANK \["):
+    with pytest.raises(LauncherError, match=r"_RANK=., but no variable gives .* unset \w+_RANK \["):
         detect(variables)
 
 
@@ -202,17 +202,17 @@ def test_half_set_environment_names_what_is_missing(variables: Variables, missin
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
-        (BY_HAND | {"RANK": "2"}, "RANK=2 is not a number of 0..1 (WORLD_SIZE=2)"),
-        (BY_HAND | {"RANK": "one"}, "RANK=one is not a number of 0..1"),
-        (BY_HAND | {"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is not a number of 1.."),
-        (BY_HAND | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a number of 1..65535"),
+        (BY_HAND | {"RANK": "2"}, "RANK=2 is not a number from 0 to 1 (WORLD_SIZE=2)"),
+        (BY_HAND | {"RANK": "one"}, "RANK=one is not a number from 0 to 1"),
+        (BY_HAND | {"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is not a number from 1 to "),
+        (BY_HAND | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a number from 1 to 65535"),
         (BY_HAND | {"LOCAL_RANK": "0"}, "set LOCAL_WORLD_SIZE"),
-        (BY_HAND | {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 is not a number of 0..0 (LOCAL_W"),
-        (STEP | {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 is not a number of 0..1 (tasks on this"),
+        (BY_HAND | {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 is not a number from 0 to 0 (LOCAL_W"),
+        (STEP | {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 is not a number from 0 to 1 (tasks"),
         (STEP | {TASKS: "2(x"}, f"{TASKS}=2(x cannot be read"),
-        (STEP | {TASKS: "5"}, f"SLURM_STEP_NUM_NODES=2 is not a number of 1..1 ({TASKS}=5)"),
+        (STEP | {TASKS: "5"}, f"SLURM_STEP_NUM_NODES=2 is not a number from 1 to 1 ({TASKS}=5)"),
         (STEP | {"WORLD_SIZE": "3"}, "WORLD_SIZE=3 but SLURM_STEP_NUM_TASKS=4"),
-        (STEP | OTHER_GROUPS, "has hosts of none of the job's groups; "),
+        (STEP | OTHER_GROUPS, "lists no hosts of the job's groups; "),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR is not set; set it to the first"),
         (MVAPICH, "MASTER_ADDR is not set; set it to the first host (a free port) and pass it on"),
         (MVAPICH | MASTER, "MASTER_PORT is not set; set it to the first host"),
@@ -243,7 +243,7 @@ def test_ports_are_stable_spread_and_in_range() -> None:
     ports = {port_from_id(str(job)) for job in range(5000)}
     assert len(ports) > 4400  # an even spread has 4490
     assert min(ports) >= 10_000 and max(ports) < 32_768
-    assert port_from_id("20261120-161233-3f9a") == 25_164  # the same on every machine, for ever
+    assert port_from_id("20261120-161233-3f9a") == 25_164  # the same on every machine, forever
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_shell_of_several_tasks_is_one_process_alone(shell: str) -> None:
     environ = captured("srun-pty-step", SLURM_TASK_PID=shell)
     assert (detect(environ).launcher, detect(environ).world_size) == ("plain", 1)
     assert slurm_node(environ) is None
-    for task in (  # not the shell of srun --pty: a command that it has started on each node
+    for task in (  # not the shell of srun --pty, but a command that it started on each node
         {"SLURM_TASK_PID": str(os.getpid())},
         {"SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"},
         {"SLURM_PTY_PORT": ""},
@@ -314,7 +314,7 @@ def test_refused_in_a_real_slurm(name: str, cause: str) -> None:
     with pytest.raises(LauncherError, match=re.escape(cause)) as raised:
         detect(captured(name))
     assert raised.value.fault == ("batch-step" if "no srun" in cause else "wrong-world")
-    if name == "batch-step":  # where only --nodes was asked for
+    if name == "batch-step":  # only --nodes was requested
         with pytest.raises(LauncherError, match="one of the 2 tasks of job 1; put srun before"):
             detect(without(BATCH, "SLURM_NTASKS"))
 

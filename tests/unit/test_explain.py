@@ -17,8 +17,8 @@ from launcher.record.run_json import note_start
 LOGS = ROOT / "tests/logs"
 JUDGED = yaml.safe_load((LOGS / "judged/index.yaml").read_text())
 HEALTHY = yaml.safe_load((LOGS / "healthy/index.yaml").read_text())
-MADE_FROM = yaml.safe_load((LOGS / "made_from.yaml").read_text())  # in the rules' order
-LEAST = 0.91  # of the logs that no rule was made from
+MADE_FROM = yaml.safe_load((LOGS / "made_from.yaml").read_text())  # in the order of the rules
+LEAST = 0.91  # of the logs from which no rule was made
 
 
 def explain(file: Path) -> Sighting | None:
@@ -205,7 +205,7 @@ REFUSALS = [
     ("log", "shown"),
     [
         ([*REFUSALS[:3], "srun: error: node2: task 1: Exited with exit code 3"], REFUSALS[:3]),
-        ([f"1: {REFUSALS[1]}"], [REFUSALS[1]]),  # of srun --label
+        ([f"1: {REFUSALS[1]}"], [REFUSALS[1]]),  # from srun --label
         ([REFUSALS[2]], [REFUSALS[2]]),
         ([REFUSALS[3]], [REFUSALS[3]]),
         ([REFUSALS[0], "ValueError: of a later start"], []),
@@ -236,7 +236,7 @@ see      TROUBLESHOOTING.md#rank-error
 def test_a_whole_block_is_shown_wherever_it_stands_in_the_output_of_a_job(
     label: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """srun --label, pdsh and a launcher over ssh put something before each line."""
+    """srun --label, pdsh and a launcher over ssh put a label before each line."""
     log = tmp_path / "slurm-1.out"
     block = "".join(f"{label}{row}\n" for row in BLOCK.splitlines())
     log.write_text(f"[0] Error: a consequence\n{block}" + "the batch script goes on\n" * 9999)

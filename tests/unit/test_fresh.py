@@ -1,4 +1,4 @@
-"""What a script sets before it imports torch counts in its ranks."""
+"""Variables that a script sets before it imports torch take effect in its ranks."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def test_ranks_are_started_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, threads: int
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    # What an import of torch has added to this process is not for the agent.
+    # The agent must not inherit what an import of torch added to this process.
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     words = ["--nproc-per-node", "2", "script.py", "x"]
     ended = execute(tmp_path, *AGENT, *words, FRESH=choice)

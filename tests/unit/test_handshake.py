@@ -1,4 +1,4 @@
-"""The run's secret: who knows it is let in, whoever else waits; nobody else is."""
+"""The run's secret: only peers that know it are let in, even while others wait."""
 
 import os
 import socket
@@ -62,7 +62,7 @@ def master() -> Iterator[Master]:
 
 
 def visit(port: int, secret: bytes, line: bytes = b"hello\n") -> None:
-    """Come to the port, and wait until the other end closes."""
+    """Connect to the port, and wait until the other end closes."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
         introduce(connection, secret)
         connection.sendall(line)
@@ -105,7 +105,7 @@ def test_without_a_secret_only_the_hosts_named_come_in() -> None:
 
 
 def test_an_answer_cannot_be_used_twice(master: Master) -> None:
-    """A recorded exchange lets nobody in: each has a new nonce."""
+    """A recorded exchange lets no one in, because each exchange has a new nonce."""
     with socket.create_connection(("127.0.0.1", master.port)) as one:
         nonce = one.recv(32, socket.MSG_WAITALL)
         answer = bytes(32) + handshake._prove(SECRET, b"node", nonce + bytes(32))
@@ -121,7 +121,7 @@ def test_an_answer_cannot_be_used_twice(master: Master) -> None:
 
 
 def test_the_masters_own_proof_is_no_nodes(master: Master) -> None:
-    """What node rank 0 says cannot be sent back to it as a proof."""
+    """A message from node rank 0 cannot be sent back to it as a proof."""
     with socket.create_connection(("127.0.0.1", master.port)) as stranger:
         nonce = stranger.recv(32, socket.MSG_WAITALL)
         stranger.sendall(bytes(32) + handshake._prove(SECRET, b"node rank 0", nonce + bytes(32)))
@@ -192,7 +192,7 @@ def test_only_the_masters_address_listens() -> None:
 
 
 def test_of_two_nodes_on_one_machine_one_alone_is_first() -> None:
-    """Whoever is first stays it when it has become the agent; then the next one can be."""
+    """The first one remains first when it becomes the agent; after it, the next one can be."""
     command = [sys.executable, "-c", FIRST, str(free_port())]
 
     def start() -> tuple[subprocess.Popen[str], str]:

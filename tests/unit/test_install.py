@@ -1,4 +1,4 @@
-"""The helper is one import, installed or not, and shadows nothing; what pip installs."""
+"""The helper is one import, installed or not, and shadows no module; what pip installs."""
 
 import ast
 import os
@@ -16,7 +16,7 @@ from agents import PATIENCE_S, ROOT, execute, rarely
 LEFT_OUT = (".*", "logs", "checkpoints", "tests", "bench", "__pycache__", "*.egg-info", "build")
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
-# A user's own packages have the names of ours.
+# A user's own packages have the same names as ours.
 SCRIPT = """
 import distributed, launcher
 from torch_launch_kit.distributed import torch as helper
@@ -47,7 +47,7 @@ def test_every_entry_script_is_a_command() -> None:
     )
     scripts = (ROOT / "scripts").glob("**/*.sh")
     entries = [path.name for path in scripts if path.parent.name != "lib"]
-    tools = {"explain.sh": "launch-explain", "checkpoint.sh": "launch-checkpoint"}  # plainer words
+    tools = {"explain.sh": "launch-explain", "checkpoint.sh": "launch-checkpoint"}  # clearer names
     assert sorted(commands) == sorted(["launch", *(tools.get(name, name) for name in entries)])
 
 
@@ -70,14 +70,14 @@ def test_every_folder_of_python_is_installed() -> None:
 
 
 def make_own_packages(folder: Path) -> None:
-    """Make packages of a user's, of the names of ours."""
+    """Create a user's packages with the same names as ours."""
     for name in ("distributed", "launcher"):
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text("IS_MINE = True\n")
 
 
 class Installed:
-    """A virtual environment with the wheel, and a package of another's called distributed."""
+    """A virtual environment with the wheel and another project's package `distributed`."""
 
     def __init__(self, folder: Path) -> None:
         source, wheels, environment = folder / "source", folder / "wheels", folder / "environment"
@@ -93,7 +93,7 @@ class Installed:
         subprocess.run([*pip, *into, str(self.wheel)], check=True)
         (site,) = environment.glob("lib/*/site-packages")
         make_own_packages(site)
-        (site / "torch.pth").write_text(sysconfig.get_path("purelib"))  # not installed once more
+        (site / "torch.pth").write_text(sysconfig.get_path("purelib"))  # finds the installed torch
 
     def run(
         self, folder: Path, command: str, *words: str, **variables: str
@@ -194,7 +194,7 @@ def test_an_installed_script_finds_its_python_by_itself(
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder of a user's, with packages of the names of ours."""
+    """A user's folder, with packages of the same names as ours."""
     make_own_packages(tmp_path)
     (tmp_path / "own.py").write_text(SCRIPT)
     (tmp_path / "fresh.py").write_text(FRESH + SCRIPT)

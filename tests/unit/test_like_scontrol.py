@@ -1,4 +1,4 @@
-"""hostlist.py, and beside `scontrol show hostnames`: they expand alike."""
+"""hostlist.py, alone and compared with `scontrol show hostnames`: both expand alike."""
 
 import random
 import shutil
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from distributed.hostlist import HostlistError, expand, first
 
-PATH = "/usr/bin:/bin"  # the packages' own, for the tests' PATH leaves out schedulers
+PATH = "/usr/bin:/bin"  # the system's, because the tests' PATH omits schedulers
 
 
 def brackets(draw: random.Random, most: int) -> str:
-    """Return brackets of up to three parts, each a number or a range of so many."""
+    """Return brackets of up to three parts, each a number or a range of up to `most`."""
     parts = []
     for _ in range(draw.randint(1, 3)):
         low = draw.randint(0, draw.choice((12, 1200)))
@@ -36,7 +36,7 @@ def hosts(draw: random.Random) -> str:
 
 def host_list(draw: random.Random) -> str:
     items = [hosts(draw) for _ in range(draw.randint(1, 4))]
-    items += draw.choices(items, k=draw.randint(0, 2))  # some again
+    items += draw.choices(items, k=draw.randint(0, 2))  # some twice
     return draw.choice([",", ",", ",", ",,"]).join(items)
 
 
@@ -47,7 +47,7 @@ def host_list(draw: random.Random) -> str:
 )
 @pytest.mark.parametrize("lists", [100, pytest.param(2000, marks=pytest.mark.long)])
 def test_generated_lists_expand_alike(tmp_path: Path, lists: int) -> None:
-    conf = tmp_path / "slurm.conf"  # any will do, no daemon is asked
+    conf = tmp_path / "slurm.conf"  # any content will do: no daemon is asked
     conf.write_text("ClusterName=none\nSlurmctldHost=localhost\n")
     draw = random.Random(1)
     for text in (host_list(draw) for _ in range(lists)):
@@ -60,7 +60,7 @@ def test_generated_lists_expand_alike(tmp_path: Path, lists: int) -> None:
         assert first(text) == theirs[0]
 
 
-# --- host lists as SLURM writes them --------------------------------------------------------------
+# --- host lists in SLURM's format -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ open(os.environ["OUT"] + os.environ["RANK"], "w").write(json.dumps(seen))
 def look(
     launcher: list[str], arguments: list[str], out: Path, folder: Path
 ) -> list[dict[str, object]]:
-    own = {"OUT": str(out), RECORDER_SIZE: "0"}  # ours answers in a thread
+    own = {"OUT": str(out), RECORDER_SIZE: "0"}  # our agent's answer runs in a thread
     done = run_program([*launcher, "--nproc-per-node", "2", *arguments], folder, **own)
     assert done.returncode == 0, done.stderr
     return [json.loads(out.with_name(out.name + str(rank)).read_text()) for rank in range(2)]
@@ -151,7 +151,7 @@ def test_exit_codes(tmp_path: Path, statement: str, code: int) -> None:
 
 @pytest.fixture
 def memory_group() -> Iterator[Path]:
-    """A control group of 1 GiB of memory, of either version."""
+    """A control group with 1 GiB of memory, of version 1 or 2."""
     root, limit = Path("/sys/fs/cgroup"), "memory.max"
     if (root / "memory").is_dir():
         root, limit = root / "memory", "memory.limit_in_bytes"
@@ -180,7 +180,7 @@ def test_a_kill_for_lack_of_memory_is_named(tmp_path: Path, memory_group: Path) 
         (["--redirects", "3", "--tee", "1"], "[rank0] 0 out\n[rank1] 1 out\n"),
         *rarely(
             (["--redirects", "3"], ""),
-            (["--redirects", "0:1,1:2"], "0 err\n"),  # with logs only rank 0 is shown
+            (["--redirects", "0:1,1:2"], "0 err\n"),  # with logs, only rank 0 is shown
             (["--tee", "1:3"], "[rank0] 0 err\n[rank0] 0 out\n[rank1] 1 err\n[rank1] 1 out\n"),
         ),
     ],

@@ -1,4 +1,4 @@
-"""Who waits for whom: whoever waits for a process that waits itself must wait longer."""
+"""Time limits: a process that waits for another, which itself waits, must wait longer."""
 
 import ast
 from pathlib import Path
@@ -9,13 +9,13 @@ from distributed import limits as helper
 from launcher.wire import limits
 
 ROOT = Path(__file__).parents[2]
-PROMISE_S = 2.0  # README: once a process of a run is killed, for all the others
+PROMISE_S = 2.0  # README: for all processes of a run to end once one is killed
 
 
 @pytest.mark.parametrize(
     ("shorter", "longer"),
     [
-        # Signs of life: some may be late; a loop that turns at each does not stand still.
+        # Signs of life: some may be late; a loop that runs once for each is not stuck.
         (3 * limits.BEAT_S, limits.SILENCE_S),
         (2 * limits.BEAT_S, limits.STILL_S),
         (limits.STILL_S + limits.BEAT_S, limits.SILENCE_S),
@@ -28,14 +28,14 @@ PROMISE_S = 2.0  # README: once a process of a run is killed, for all the others
         (limits.STOP_CLOSE_S + limits.CONTROL_END_S, limits.STOP_COMMAND_S),
         (helper.SECOND_INTERRUPT_S, helper.GRACE_S),
         (helper.STOP_LOOK_S, helper.GRACE_S),
-        # One dies, all stop.
+        # One process dies, all stop.
         (limits.SETTLE_S + limits.RANK_TERM_S, PROMISE_S),
         (limits.ORPHANS_S, PROMISE_S),
         (limits.ORPHANS_S, limits.SWEEP_S),
         (limits.VERDICT_S, limits.SRUN_END_S),
         (limits.SRUN_END_S, limits.OTHERS_S),
         (limits.RANK_TERM_S + limits.KILL_S, limits.OTHERS_S),
-        # A failure: a traceback comes before the error file's rank is given up.
+        # A failure: the traceback arrives before the agent stops waiting for the error file.
         (limits.SETTLE_S, limits.VERDICT_S),
         (limits.TRACEBACK_S, limits.RAISED_S),
         (limits.STACKS_WRITE_S, limits.STACKS_ANSWER_S),
@@ -44,7 +44,7 @@ PROMISE_S = 2.0  # README: once a process of a run is killed, for all the others
             limits.STACKS_SHOW_S,
         ),
         (helper.SILENCE_S, helper.FIRST_SILENCE_S),
-        # A start: whoever offers a place waits longer than the one who comes.
+        # A start: the side that offers a place waits longer than the side that comes.
         (limits.PDSH_CONNECT_S, limits.PDSH_FETCH_S),
         (limits.PDSH_READY_S, limits.PDSH_FETCH_S),
         (limits.CHECKIN_TELL_S, limits.CHECKIN_CONNECT_S),
@@ -52,7 +52,7 @@ PROMISE_S = 2.0  # README: once a process of a run is killed, for all the others
         (limits.PAIR_PASS_S, limits.GREETING_S),
         (limits.STEP_NAMING_S, limits.STEP_PREFLIGHT_S),
         (limits.STEP_PREFLIGHT_S, limits.STEP_IMAGE_S),
-        # Node rank 0 is lost: agents notice it one after the other, and then look for the next.
+        # Node rank 0 is lost: agents notice it at different times, then look for the successor.
         (2 * limits.LOSS_SPREAD_S, limits.SUCCESSOR_S),
         # The self-test: a stuck transfer is named before the ranks give up waiting.
         (limits.TRANSFER_S, limits.SELFTEST_S),
@@ -64,7 +64,7 @@ def test_whoever_waits_for_another_waits_longer(shorter: float, longer: float) -
 
 
 def test_no_other_file_has_a_time_limit() -> None:
-    """A constant that ends in _S and a number, anywhere else in launcher/ or distributed/."""
+    """No other file in launcher/ or distributed/ defines a constant that ends in _S."""
     found = [
         f"{file.relative_to(ROOT)}: {target.id}"
         for folder in ("launcher", "distributed")

@@ -15,7 +15,7 @@ USUAL = 1e9  # bytes/s
 
 
 def all_links(nodes: int, slow: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """Return links that differ by half, but for those given in times of the usual bandwidth."""
+    """Return links that differ by half, except those given as multiples of the usual bandwidth."""
     draw = random.Random(nodes)
     return {
         (source, target): USUAL * slow.get((source, target), draw.uniform(0.75, 1.25))

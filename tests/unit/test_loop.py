@@ -1,4 +1,4 @@
-"""The fan-out's event loop: children's lines, their ends, and the end of the loop itself."""
+"""The fan-out's event loop: children's lines, their exits, and the end of the loop itself."""
 
 import os
 import subprocess
@@ -25,13 +25,13 @@ from launcher.wire.messages import Fault, Report
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code that needs a main thread and signals of its own."""
+    """Run code that needs its own main thread and signals."""
     head = "from launcher.fanout.loop import Child, Loop\n"
     return run_program([sys.executable, "-c", head + code], ROOT)
 
 
 def test_a_child_that_ends_after_the_loop_is_not_heard() -> None:
-    """Its SIGCHLD would go to a socket that is closed: a traceback, or a byte in another file."""
+    """Its SIGCHLD would go to a closed socket: a traceback, or a byte in another file."""
     ended = run(
         "import signal, time\n"
         "loop = Loop({}, most_children=1)\n"
@@ -69,7 +69,7 @@ Connect = Callable[[str], Connection]
 
 @pytest.fixture
 def connect(tools: Path) -> Iterator[Connect]:
-    make_tool(tools / "ssh", "exec cat")  # it ends with its stdin
+    make_tool(tools / "ssh", "exec cat")  # it exits when its stdin closes
     loop = Loop(os.environ, 2)
 
     def begin(node: str) -> Connection:
@@ -90,12 +90,12 @@ def test_a_node_that_is_silent_at_the_first_end_is_blamed(
     connect: Connect, silent_s: float, is_blamed: bool
 ) -> None:
     cut, other = connect("node1"), connect("node2")
-    cut.heard -= silent_s  # its packets still wait for TCP to send them again
+    cut.heard -= silent_s  # TCP has yet to send its packets again
     silence = Silence([cut, other])
     silence.recall()
     assert bool(cut.lost) == cut.is_silent == is_blamed
     cut.heard -= limits.SILENCE_S
-    assert silence.find() == [cut]  # nobody waits longer for it
+    assert silence.find() == [cut]  # nothing waits longer for it
     assert not other.lost
 
 

@@ -1,4 +1,4 @@
-"""Arguments, environment and scheduler become a plan: which wins, and what is refused."""
+"""From arguments, environment and scheduler to a plan: which wins, and what is rejected."""
 
 import os
 import re
@@ -43,7 +43,7 @@ SPARE = {"SPARES": "1", "MAX_RESTARTS": "1"}
 PTY = captured("srun-pty-step", SLURM_STEP_NUM_TASKS="1", SLURM_STEP_NUM_NODES="1")
 FIRST = captured("one-per-node-step", SLURM_NODEID="0", SLURM_STEP_ID="3")
 MODULE, COMMAND = ({**LIKE, f"as_{kind}": True} for kind in ("module", "command"))
-COPIES = [  # and the variable that says how many there are
+COPIES = [  # and the variable with their number
     ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE"),
     ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE"),
     ({"MVP_COMM_WORLD_RANK": "1", "MVP_COMM_WORLD_SIZE": "2"}, "MVP_COMM_WORLD_SIZE"),
@@ -90,7 +90,7 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
         ("variables", {"log_level": "ERROR"}, {"LOG_LEVEL": "INFO"}, {"LOG_LEVEL": "ERROR"}),
         ("variables", {}, {"SHOW_RANKS": "all", "FRESH": "1"}, {"SHOW_RANKS": "all", "FRESH": "1"}),
         ("variables", {}, {"NUMA_BINDING": "node"}, {"NUMA_BINDING": "node"}),
-        (  # whatever their case; a script of one's own gets them as they are
+        (  # in any case; a user's own script gets them unchanged
             *("variables", {}, {"LOG_LEVEL": "info", "BACKEND": "GLOO"}),
             {"LOG_LEVEL": "INFO", "BACKEND": "gloo"},
         ),
@@ -122,7 +122,7 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
         ("min_nodes", SSH, {"MAX_RESTARTS": "1", "SPARES": "0"}, 0),
         ("master_addr", SSH, SPARE, "n1"),
         ("master_addr", SRUN, captured("batch-step", MASTER_ADDR="n1i"), "n1i"),
-        # Of one node it is a left-over.
+        # On a single node, it is left over from another run.
         ("master_addr", SRUN, captured("requeued-batch-step", MASTER_ADDR="x"), "node1"),
         ("num_nodes", SRUN, {**captured("batch-step"), **SPARE}, 1),
         ("num_nodes", LIKE, captured("one-per-node-step"), 2),
@@ -234,7 +234,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_the_start(folder: Path
     asked: dict[str, Any] = {"setting": ("resume=nope/step-1",)}
     with pytest.raises(PlanError, match="resume: there is no 'nope/step-1'; correct the path"):
         check_config(plan_of(**asked))
-    (folder / "checkpoints/mine").mkdir(parents=True)  # the run's own come first
+    (folder / "checkpoints/mine").mkdir(parents=True)  # the run's own checkpoints come first
     assert check_config(plan_of({"RUN_ID": "mine"}, **asked)).run_id == "mine"
     (folder / "nope/step-1").mkdir(parents=True)
     check_config(plan_of(**asked))
@@ -271,13 +271,13 @@ def test_agents_know_whether_there_was_a_preflight() -> None:
 
 @pytest.mark.parametrize(
     ("environ", "submitted", "more", "names"),
-    [  # what squeue tells the second launch, and SLURM
+    [  # squeue's answer to the second launch, SLURM's variables, run ids
         (PTY, "today", {}, ["", ".1"]),
-        (PTY, "", {}, ["", ".1"]),  # the job has ended: SLURM knows it no more
+        (PTY, "", {}, ["", ".1"]),  # the job has ended, so SLURM no longer knows it
         (FIRST, "", {}, [".3", ".3.1"]),
         (captured("batch-step"), "today", {}, ["", ".1"]),
         (captured("batch-step"), "today", {"SLURM_RESTART_COUNT": "1"}, ["", ""]),  # it resumes
-        (captured("batch-step"), "last year", {}, ["", ""]),  # refused where the lock is taken
+        (captured("batch-step"), "last year", {}, ["", ""]),  # the lock rejects it later
         ({"PBS_JOBID": "7.host", "PBS_ENVIRONMENT": "PBS_INTERACTIVE"}, "", {}, ["", ".1"]),
     ],
 )
@@ -288,7 +288,7 @@ def test_each_launch_in_a_job_is_a_run_of_its_own(
     logs = Path("logs")
     launches = zip((environ, environ | more), ("today", submitted), names, strict=True)
     for given, told, name in launches:
-        typed = Typed("auto", environ=given, is_dry_run=True)  # which takes no name
+        typed = Typed("auto", environ=given, is_dry_run=True)  # which reserves no name
         make_tool(tools / "squeue", f"echo {told}")
         run_id = f"{job}{name}"
         assert choose_run_id(typed, logs, is_namer=True) == run_id
@@ -307,9 +307,9 @@ def test_the_nodes_of_a_step_meet_at_one_port_before_they_know_the_run() -> None
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"\xef\xbb\xbfn1\r\nn2\r\n", ["n1", "n2"]),  # as Windows writes it
-        (b"n1\nn1\nn2\nn1\n", ["n1:3", "n2:1"]),  # as LSF and OAR do
-        (b"n1:2\nn1:2\n", ["n1:2", "n1:2"]),  # refused as named twice
+        (b"\xef\xbb\xbfn1\r\nn2\r\n", ["n1", "n2"]),  # written on Windows
+        (b"n1\nn1\nn2\nn1\n", ["n1:3", "n2:1"]),  # written by LSF and OAR
+        (b"n1:2\nn1:2\n", ["n1:2", "n1:2"]),  # rejected because it is named twice
     ],
 )
 def test_files_of_hosts_of_other_programs(text: bytes, words: list[str], tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_at_level_debug_torch_logs_though_the_agent_imports_it(
         return {variables.get(f"TORCH_{name}") for name in ("CPP_LOG_LEVEL", "DISTRIBUTED_DEBUG")}
 
     assert named(plan_of(given | own)) == told
-    assert named(plan_of(given | own, **LIKE)) == {None}  # not for a script of the user's own
+    assert named(plan_of(given | own, **LIKE)) == {None}  # not for the user's own script
 
 
 # --- the resume line ------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_each_variable_of_the_help_is_repeated() -> None:
             {},
             "CONTAINER=i PYTHON=/env/bin/python x.sh",
         ),
-        # What comes again by itself: a site's, a scheduler's, the project's environment.
+        # Variables that are set again: by the site, the scheduler or the project's environment.
         ({"NCCL_DEBUG": "INFO"}, {"activated": ("NCCL_DEBUG",)}, "x.sh"),
         ({"CUDA_VISIBLE_DEVICES": "0", "PBS_JOBID": "7"}, {}, "x.sh"),
         ({"PYTHON": "p"}, {"python": f"{ROOT}/.venv/bin/python"}, "x.sh"),
@@ -396,7 +396,7 @@ def test_other_programs_variables(
 
 
 def test_what_the_shell_was_begun_with_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an image that sets NCCL_VERSION; this process stands for the shell."""
+    """As in an image that sets NCCL_VERSION; this process represents the shell."""
     before = dict(
         word.split("=", 1)
         for word in Path("/proc/self/environ").read_text().split("\0")

@@ -1,4 +1,4 @@
-"""NCCL that takes TCP where InfiniBand is active: told once, from its own log."""
+"""NCCL uses TCP although InfiniBand is active: reported once, from NCCL's own log."""
 
 import functools
 import os
@@ -34,7 +34,7 @@ def look(watch: NetworkWatch) -> str:
 def test_what_nccl_logged_in_real_runs(one: dict[str, Any], tmp_path: Path) -> None:
     log = tmp_path / "nccl.log"
     watch = NetworkWatch(log, 0, "mlx5_0:1")
-    assert look(watch) == ""  # NCCL has not begun
+    assert look(watch) == ""  # NCCL has not started
     before, _, _ = one["text"].partition("Using network")
     log.write_text(before)
     assert look(watch) == ""
@@ -45,7 +45,7 @@ def test_what_nccl_logged_in_real_runs(one: dict[str, Any], tmp_path: Path) -> N
         assert warning.endswith(" [nccl-on-sockets]")
     else:
         assert warning == ""
-    assert look(watch) == ""  # it is told once
+    assert look(watch) == ""  # it is reported once
     assert one["source"].startswith("https://")
 
 
@@ -69,7 +69,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 def test_rank_0_writes_a_log_where_a_port_is_active(folder: RunFolder) -> None:
-    (folder.path / "nccl.log").write_text(LOGS[0]["text"])  # of an earlier run
+    (folder.path / "nccl.log").write_text(LOGS[0]["text"])  # from an earlier run
     watch = prepare(folder, 0, 2, {})
     assert watch.log == folder.path / "nccl.log"
     assert look(watch) == ""
@@ -85,7 +85,7 @@ def test_rank_0_writes_a_log_where_a_port_is_active(folder: RunFolder) -> None:
     [
         {"NCCL_IB_DISABLE": "1"},
         {"NCCL_PROFILE": "ethernet"},
-        {"NCCL_NET": "IB"},  # it fails by itself
+        {"NCCL_NET": "IB"},  # NCCL then fails by itself
         {"NCCL_DEBUG": "WARN"},
         {"NCCL_DEBUG_SUBSYS": "COLL"},
         {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "mine.log"},
@@ -116,7 +116,7 @@ def test_one_node_and_other_nodes_have_nothing_to_watch(folder: RunFolder, tmp_p
 
 # --- real agents and ranks ----------------------------------------------------------------------
 
-# What the kernel shows of InfiniBand comes from the folder in the first argument.
+# The kernel's files on InfiniBand come from the folder in the first argument.
 ON_THIS_MACHINE = f"""
 import functools, pathlib, runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -125,7 +125,7 @@ infiniband.read_ports = functools.partial(infiniband.read_ports, pathlib.Path(sy
 sys.argv = sys.argv[3:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-# Logs as NCCL does: at INFO alone, into NCCL_DEBUG_FILE, else to stdout.
+# Logs like NCCL: only at INFO, to NCCL_DEBUG_FILE if set, otherwise to stdout.
 PROGRAM = """
 import os, sys, time
 print("NCCL_DEBUG is", os.environ.get("NCCL_DEBUG"), flush=True)
@@ -139,7 +139,7 @@ time.sleep(45)
 
 
 def say_what_they_log(folder: Path) -> list[str]:
-    """Return what the ranks that have begun say of NCCL_DEBUG."""
+    """Return what the ranks that have started print about NCCL_DEBUG."""
     logs = "".join(log.read_text() for log in folder.glob("node_*.log"))
     return re.findall(r"NCCL_DEBUG is (.*)", logs)
 
@@ -169,15 +169,15 @@ def test_it_is_told_within_seconds(tmp_path: Path, runs: list[Run], asked: dict[
     assert say_what_they_log(tmp_path / "mine").count("INFO") == (4 if asked else 1)
     os.kill(runs[0].process.pid, signal.SIGTERM)
     said = "".join(run.finish() for run in runs)
-    assert "nccl-on-sockets" not in said  # it was told once
-    assert ("NCCL INFO" in runs[0].output) == bool(asked)  # the terminal stays as the user has it
+    assert "nccl-on-sockets" not in said  # it was reported once
+    assert ("NCCL INFO" in runs[0].output) == bool(asked)  # the terminal shows what the user chose
     assert (tmp_path / "mine/nccl.log").exists() == (not asked)
 
 
 # --- interfaces and settings ----------------------------------------------------------------------
 
 
-ELSEWHERE = "192.0.2.1"  # kept for documents, RFC 5737
+ELSEWHERE = "192.0.2.1"  # reserved for documentation, RFC 5737
 
 
 def default_interface() -> str:
@@ -189,13 +189,13 @@ def default_interface() -> str:
 
 def test_interface_to_an_address() -> None:
     assert interface_to("127.0.0.1") == "lo"
-    assert interface_to("::1") in ("lo", None)  # without IPv6 there is no way
+    assert interface_to("::1") in ("lo", None)  # None without IPv6
     assert interface_to("no-such-host.invalid") is None
     assert interface_to(ELSEWHERE) == default_interface()
 
 
 IB, OFF = {"NCCL_PROFILE": "infiniband"}, {"NCCL_PROFILE": "none"}
-ROUTED = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}  # by the default route
+ROUTED = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}  # over the default route
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 THEIRS = {"GLOO_SOCKET_IFNAME": "x0", "NCCL_SOCKET_IFNAME": "^docker", "NCCL_NET": "Socket"}
 
@@ -209,7 +209,7 @@ THEIRS = {"GLOO_SOCKET_IFNAME": "x0", "NCCL_SOCKET_IFNAME": "^docker", "NCCL_NET
         (ELSEWHERE, 2, THEIRS | IB, {}),
         ("127.0.0.1", 2, {}, {}),  # all nodes on one machine
         ("127.0.0.1", 2, {"NCCL_PROFILE": "ethernet"}, {"NCCL_IB_DISABLE": "1"}),
-        # One machine stays on loopback.
+        # A single machine uses loopback.
         *((ELSEWHERE, 1, given, LOOPBACK) for given in ({}, IB)),
         *((ELSEWHERE, 1, given, {}) for given in (OFF, LOOPBACK | {"GLOO_SOCKET_IFNAME": "x0"})),
     ],

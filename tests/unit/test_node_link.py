@@ -1,4 +1,4 @@
-"""What agents and launchers say to each other arrives as it was sent; anything else is refused."""
+"""Messages between agents and launchers arrive as they were sent; others are rejected."""
 
 import json
 import os
@@ -34,7 +34,7 @@ from launcher.wire.node_link import Link
 
 FAILURE = Failure("rank-error", "ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[])
 NEXT = Assignment("r1", 0, 8, ["node1"], 0, 1, members=[], spares=[])
-EXAMPLES = [  # with all that a field can be
+EXAMPLES = [  # with every type that a field can have
     NodeBeat(RankState(3, (120, 2), True, False, 61.5)),
     NodeEnd([2], 4, [1, 137, 75], 120, {"115": [4], "120": [4]}, {"120": [2]}),
     Verdict(Outcome(1, FAILURE, 2, 1), NEXT, parts=Parts(120, "step-120.tmp-0f", [3])),
@@ -121,7 +121,7 @@ def test_a_line_without_end_is_no_agents() -> None:
     raise AssertionError("took more than 2 MiB")
 
 
-# --- what a node writes to stdout: output, and messages among it ----------------------------------
+# --- a node's stdout: output, with messages in between --------------------------------------------
 
 
 TOKEN = "0f" * 16
@@ -138,7 +138,7 @@ def read(pieces: list[bytes]) -> tuple[bytes, list[tuple[int, object]]]:
 
 
 def told_by(node: int, capfd: pytest.CaptureFixture[str], message: object = None) -> list[bytes]:
-    """Return the lines in which a node tells it."""
+    """Return the lines in which a node sends the message."""
     tell(f"{TOKEN}.{node}", message)
     return capfd.readouterr().out.encode().splitlines(keepends=True)
 
@@ -159,7 +159,7 @@ def test_a_long_message_comes_in_lines_among_those_of_others(
     sent = {node: Sweep(f"{node}" * 2000) for node in (1, 2)}
     first, second = (told_by(node, capfd, message) for node, message in sent.items())
     (beat,) = told_by(1, capfd)
-    assert len(first) > 2 and max(map(len, first)) < 1024  # so much srun keeps together
+    assert len(first) > 2 and max(map(len, first)) < 1024  # srun keeps such lines together
     mixed = [line for pair in zip(second, first, strict=True) for line in (b"out", *pair, beat)]
     text = b"".join(mixed)
     output, told = read([text[at : at + size * 9] for at in range(0, len(text), size * 9)])
@@ -172,7 +172,7 @@ def test_what_is_no_message_is_output(capfd: pytest.CaptureFixture[str]) -> None
     for wrong in (b'{"Exit":{"code":3}}', b'{"Other":{}}', b"no message"):
         line = f"{BEGIN}{TOKEN}.1 ".encode() + wrong + b"\n"
         assert read([line]) == (line, [])
-        output, told = read([*lines[:2], line])  # it is not all there
+        output, told = read([*lines[:2], line])  # the message is incomplete
         assert output == line and not any(message for _, message in told)
 
 
@@ -203,7 +203,7 @@ def test_a_message_without_end_takes_no_memory() -> None:
         assert len(answers._text) <= LONGEST_MESSAGE
 
 
-# --- messages: what is sent arrives as it was -----------------------------------------------------
+# --- messages arrive as they were sent ------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A notice reaches the ranks that handle it, at once or later, and harms no other."""
+"""A notice reaches the ranks that handle it, at once or later, and harms no other rank."""
 
 import signal
 import subprocess
@@ -21,7 +21,7 @@ from launcher.wire import limits
 
 HANDLES = "import os, signal; signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))"
 WAITS = "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])"
-SCRIPTS = {  # what a rank does before it says so, and after a line from here
+SCRIPTS = {  # what a rank does before it reports, and after a line from the test
     "none": ("pass", "pass"),
     "handler": (HANDLES, "import time; time.sleep(600)"),
     "sigwait": (WAITS, "signal.sigwait([signal.SIGUSR1]); os._exit(75)"),
@@ -34,19 +34,19 @@ def ranks_of(living: list[SimpleNamespace], node_rank: int = 0) -> NodeRanks:
 
 
 class Group:
-    """Processes in the place of ranks, by the names of their scripts."""
+    """Processes that replace ranks, by the names of their scripts."""
 
     def __init__(self) -> None:
         self.all = {name: start(*script) for name, script in SCRIPTS.items()}
 
     def look(self, facts: Facts) -> set[str]:
-        """Have those that live told, if they are to be; returns who has been."""
+        """Pass the notice to live processes if it is due; returns those that got it."""
         living = [
             SimpleNamespace(rank=rank, pid=process.pid)
             for rank, process in enumerate(self.all.values())
             if process.poll() is None
         ]
-        Notice(ranks_of(living), facts, pytest.fail).look()  # it says nothing
+        Notice(ranks_of(living), facts, pytest.fail).look()  # it prints nothing
         return {name for rank, name in enumerate(self.all) if rank in facts.noticed}
 
     def go_on(self, name: str) -> None:
@@ -91,7 +91,7 @@ def test_a_notice_reaches_who_handles_it_and_nobody_dies_of_it(group: Group) -> 
     assert group.look(facts) == {"handler", "sigwait", "late"}
     assert group.all["late"].wait() == 75
     group.go_on("none")
-    assert group.all["none"].wait() == 0  # it did not die of the signal
+    assert group.all["none"].wait() == 0  # the signal did not kill it
 
 
 def test_a_rank_that_has_the_handlers_of_its_agent_is_left_alone() -> None:
@@ -100,7 +100,7 @@ def test_a_rank_that_has_the_handlers_of_its_agent_is_left_alone() -> None:
     Notice(ranks_of([SimpleNamespace(rank=0, pid=process.pid)]), facts, print).look()
     process.communicate("\n")
     assert (process.returncode, facts.noticed) == (0, set())
-    assert not handles(process.pid, signal.SIGUSR1)  # it has ended
+    assert not handles(process.pid, signal.SIGUSR1)  # it has exited
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_rank_that_has_the_handlers_of_its_agent_is_left_alone() -> None:
     [
         ([signal.SIGUSR1], set(), 0, True),
         ([signal.SIGUSR1], {1}, 0, False),
-        ([signal.SIGUSR1], set(), 1, False),  # node rank 0 says it
+        ([signal.SIGUSR1], set(), 1, False),  # node rank 0 reports it
         ([signal.SIGTERM], set(), 0, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""How a run ended, which failure is shown and the exit code, as tables; the block that tells it."""
+"""How a run ended, which failure is shown, and the exit code, as tables; the failure block."""
 
 import io
 import signal
@@ -46,9 +46,9 @@ def victim(rank: int, time: float = 1.0) -> Failure:
     return failed(rank, time, is_consequence=True)
 
 
-# --- the order in which accounts count ------------------------------------------------------------
+# --- the order of precedence of accounts ----------------------------------------------------------
 
-# An account of each kind, in the order in which they count.
+# An account of each kind, in order of precedence.
 ACCOUNTS = {basis: Outcome(basis.value) for basis in Basis}
 
 
@@ -61,7 +61,7 @@ def test_the_first_basis_counts(basis: Basis) -> None:
     assert choose([(basis, same), *accounts]) == same
 
 
-# --- of an attempt, by node rank 0's agent --------------------------------------------------------
+# --- the end of an attempt, judged by node rank 0's agent -----------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_first_basis_counts(basis: Basis) -> None:
         ([failed(3, 2.0), failed(1, 1.0)], 1),
         ([victim(1, 1.0), failed(3, 2.0)], 3),  # a cause, however late its message came
         ([victim(1, 2.0), victim(2, 1.0)], 2),
-        ([failed(1, 1.0), failed(2, 1.0)], 1),  # as they were seen
+        ([failed(1, 1.0), failed(2, 1.0)], 1),  # in the order in which they were seen
         ([], None),
     ],
 )
@@ -84,10 +84,10 @@ def test_the_first_failure(failures: list[Failure], rank: int | None) -> None:
     ("has_left", "code", "signals", "has_saved", "is_asked"),
     [
         (True, 75, [], True, True),
-        (True, 75, [], False, False),  # a code like any other
+        (True, 75, [], False, False),  # an ordinary exit code
         (True, 1, [], True, False),
         (True, 1, [15], False, True),
-        (False, 1, [15], False, False),  # an error of its own
+        (False, 1, [15], False, False),  # its own error
         (False, 143, [2], False, True),  # a scheduler may send several
         (False, 137, [15], False, False),
         (False, 137, [], False, False),
@@ -99,7 +99,7 @@ def test_which_ends_were_asked_for(
     end = replace(failed(1, code=code), has_left=has_left)
     facts = Facts(signals=signals)
     assert facts.is_asked(end, has_saved=has_saved) == is_asked
-    end = victim(1)  # it lost its peer, after a signal or without one
+    end = victim(1)  # it lost its peer, with or without a signal before
     assert facts.is_asked(end, has_saved=has_saved) == bool(signals)
 
 
@@ -177,13 +177,13 @@ def test_why_a_rank_ended(
     ("nodes", "signals", "code"),
     [
         ([NodeEnd(codes=[0, 0])], [], 0),
-        ([NodeEnd(codes=[0, 0])], [10], 0),  # done before the time that the notice told
+        ([NodeEnd(codes=[0, 0])], [10], 0),  # finished before the announced time
         ([NodeEnd(codes=[0, 0])], [15], 143),  # both have handled it
-        ([NodeEnd(codes=[0, 0], saved_step=9)], [15], 0),  # one that saves would say 75
+        ([NodeEnd(codes=[0, 0], saved_step=9)], [15], 0),  # a rank that saves would exit with 75
         ([NodeEnd(codes=[75, 75], saved_step=9)], [15], 75),
-        ([NodeEnd(codes=[75, 75])], [15], 143),  # nobody has told a save
+        ([NodeEnd(codes=[75, 75])], [15], 143),  # no rank has reported a save
         ([NodeEnd(codes=[75], saved_step=9), NodeEnd(first_rank=1, codes=[75])], [15, 2], 75),
-        ([NodeEnd(codes=[143, 75], saved_step=9)], [15], 143),  # one has not saved
+        ([NodeEnd(codes=[143, 75], saved_step=9)], [15], 143),  # one rank has not saved
         ([NodeEnd(codes=[75, 1], saved_step=9)], [15], 1),
         ([NodeEnd(stopped=[0], codes=[137])], [15], 143),  # ignored the signal, and was killed
         ([NodeEnd(codes=[0]), NodeEnd(stopped=[1], first_rank=1, codes=[137])], [2], 130),
@@ -220,7 +220,7 @@ def test_what_a_node_tells_at_its_end() -> None:
 
 
 def outcome(code: int, failure: Failure | None = None, **more: Any) -> Outcome:
-    """What node rank 0 tells, which knows of a save of step 40."""
+    """Return the outcome sent by node rank 0, which knows about a save of step 40."""
     return Outcome(code, failure and replace(failure, saved_step=40), **more)
 
 
@@ -256,7 +256,7 @@ TOLD = Outcome(9, failed(5), 1, 2)
             ),
             outcome(7, failed(2, code=7), lost_peer=2, stopped=1),
         ),
-        (  # nobody failed, one left too early
+        (  # none failed, but one exited too early
             Facts(codes={0: 1, 1: 0}, failures=[victim(0)]),
             outcome(
                 1, replace(victim(0), cause="cause of 0 (rank 1 had already exited with code 0)")
@@ -289,7 +289,7 @@ def test_what_is_left_is_this_nodes() -> None:
     assert facts.reach_verdict(-1, 1).outcome.left == 1
 
 
-# --- of a run on several nodes, by its launcher ---------------------------------------------------
+# --- the end of a run on several nodes, judged by its launcher ------------------------------------
 
 PLAN = Plan(
     program="p",
@@ -305,7 +305,7 @@ PLAN = Plan(
 
 
 def told(code: int, fault: str = "") -> Outcome:
-    """What an agent told; without a fault the run was stopped, or went well."""
+    """Return an agent's outcome; without a fault, the run was stopped or succeeded."""
     rank = 0 if fault == "rank-error" else -1
     return Outcome(code, Failure(fault, "cause", code, "host", 0, 0.0, rank) if fault else None)
 
@@ -331,17 +331,17 @@ SILENT = replace(STOPPED, lost="no sign of life", is_silent=True)
     ("nodes", "code", "fault"),
     [
         ([FINE, FINE], 0, ""),
-        ([node(0), node(0)], 0, ""),  # an engine's tells nothing
+        ([node(0), node(0)], 0, ""),  # another engine's agent sends no outcome
         ([SAVED, node(75)], 75, "stopped"),
         ([FAILED, node(1)], 1, "rank-error"),
-        # Node rank 0 is gone: the other's own view counts, and not what it was told.
+        # Node rank 0 is gone: the other agent's own view counts, not node rank 0's message.
         ([node(137, told(0)), GONE], 137, "agent-killed"),
         ([node(3, told(3, "rank-error")), FINE], 3, "rank-error"),  # a user's script
-        # An agent that refuses says why itself; the others only see it go.
+        # An agent that rejects the run prints why; the others only see it exit.
         ([node(3), GONE], 3, ""),
         ([GONE, node(2)], 2, ""),
         ([node(7), node(7)], 7, "agent-killed"),
-        ([STOPPED, node(137), STOPPED], 137, "agent-killed"),  # the others were stopped for it
+        ([STOPPED, node(137), STOPPED], 137, "agent-killed"),  # so the others were stopped
         ([node(137), STOPPED], 137, "agent-killed"),
         ([STOPPED, node(127)], 127, "env-missing"),
         ([STOPPED, node(1, told(1, "env-missing"))], 1, "env-missing"),
@@ -350,14 +350,14 @@ SILENT = replace(STOPPED, lost="no sign of life", is_silent=True)
         ([node(None, lost="cut", reached=False), STOPPED], 137, "link-lost"),
         ([STOPPED, node(None), node(None, reached=False)], 137, "link-lost"),
         ([STOPPED, replace(SILENT, code=None, told=None)], 137, "link-lost"),
-        # Its supervisor gave the launcher up, and the other agent has only seen it go.
+        # Its supervisor gave up on the launcher, and the other agent only saw it exit.
         ([GONE, SILENT], 137, "link-lost"),
         ([FAILED, SILENT], 1, "rank-error"),
         ([FAILED, replace(SILENT, code=None)], 137, "link-lost"),
         ([STOPPED, replace(STOPPED, lost="ssh has ended")], 137, "launcher-killed"),
         ([SAVED, replace(SAVED, lost="no sign of life", is_silent=True)], 75, "stopped"),
-        ([node(1, LOST_PEER), FAILED], 1, "rank-error"),  # the cause, whoever tells it
-        # Another program's engine tells nothing but its code.
+        ([node(1, LOST_PEER), FAILED], 1, "rank-error"),  # the cause, whichever node reports it
+        # Another program's engine reports only its exit code.
         (of_engine(0, 0), 0, ""),
         (of_engine(0, 1), 1, "rank-error"),
         (of_engine(2, 0), 2, "rank-error"),
@@ -421,7 +421,7 @@ def test_the_launcher_prints_what_the_agent_would_and_keeps_it(
     assert out.getvalue().startswith(first) and bool(out.getvalue()) == bool(first)
     assert find_kept(tmp_path) == out.getvalue().rstrip("\n")
     assert [file.name for file in tmp_path.iterdir()] == ["failure.txt"] * bool(first)
-    print_outcome(end, out, tmp_path / "gone")  # nothing that only tells ends a run
+    print_outcome(end, out, tmp_path / "gone")  # a failure to print does not end a run
 
 
 print_row("run", "r1    config/local3.yaml", row := io.StringIO())
@@ -444,7 +444,7 @@ def printed(end: Outcome) -> str:
         ),
         (f"{PLANNED}step 1\r\n{printed(END)}".replace("\n", "\r\n"), True),
         (f"{PLANNED}{printed(END)}".replace("FAILED  ", "\x1b[1;31mFAILED  \x1b[0m"), True),
-        (f"{PLANNED}{printed(END)}{PLANNED}step 1\n", False),  # resumed, and not ended yet
+        (f"{PLANNED}{printed(END)}{PLANNED}step 1\n", False),  # resumed, and still running
         (f"{PLANNED}{printed(END)}x.sh: run r1 is live; wait [run-is-live]\n", False),
         (f"{PLANNED}step 1\nValueError: x\n", False),
         ("x" * (1 << 18) + f"\n{printed(END)}", True),

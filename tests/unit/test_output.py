@@ -1,4 +1,4 @@
-"""What ranks print: node logs that can be followed, terminals without noise and what follows."""
+"""The output of ranks: node logs that can be followed, and terminals without noise."""
 
 import os
 import pty
@@ -29,7 +29,7 @@ NOISE += b" be retrieved. err=-3\n"
 
 
 class Screen:
-    """A terminal or a pipe that the launcher was started on, and one rank that writes to it."""
+    """A terminal or pipe on which the launcher was started, and one rank that writes to it."""
 
     def __init__(self, folder: Path, *, is_tty: bool = False, is_debug: bool = False) -> None:
         self.reader, writer = pty.openpty() if is_tty else os.pipe()
@@ -43,7 +43,7 @@ class Screen:
         self.stream = Stream(0, theirs, self.log, view, is_tty, _logged=time.monotonic())
 
     def write(self, data: bytes) -> None:
-        """The rank writes, and the agent takes it."""
+        """The rank writes data, and the agent reads it."""
         os.write(self.rank, data)
         self.stream.pump()
         self.stream.tick(time.monotonic())
@@ -84,7 +84,7 @@ def test_the_log_has_the_newest_state_of_a_bar_every_5_s(
 
 def test_a_bar_that_stands_still_is_logged_as_it_is(clock: list[float], screen: Screen) -> None:
     screen.write(b"\r10%\r11%")
-    assert screen.logged() == [] and screen.stream.tick(clock[0])  # there is something to log
+    assert screen.logged() == [] and screen.stream.tick(clock[0])  # there is output to log
     clock[0] += 6
     assert screen.stream.tick(clock[0]) and not screen.stream.tick(clock[0])
     assert screen.logged() == ["[0] 11%"] and screen.terminal.open_by is not None
@@ -117,7 +117,7 @@ def test_however_a_bar_draws_itself(clock: list[float], screen: Screen, drawn: b
     for percent in (10, 20, 30):
         clock[0] += 6
         screen.write(drawn % percent)
-    assert screen.logged()[-1] in ("[0] 30%", "[0] 20%")  # one is complete once the next begins
+    assert screen.logged()[-1] in ("[0] 30%", "[0] 20%")  # a bar is complete once the next begins
     screen.write(b"\n")
     assert screen.logged() == ["[0] 10%", "[0] 20%", "[0] 30%"]
 
@@ -132,7 +132,7 @@ def test_a_line_is_not_logged_before_its_end_unless_it_redraws(
 
 
 def test_a_line_without_end_is_cut(screen: Screen) -> None:
-    screen.stream.view = None  # nobody reads here
+    screen.stream.view = None  # nothing reads here
     for _ in range(40):
         screen.write(b"x" * 65536)
         assert len(screen.stream._partial) <= output._LONGEST_LINE
@@ -186,7 +186,7 @@ def test_the_agents_own_messages_keep_all_but_the_noise(noise: bytes) -> None:
 
 
 class Sheet(Terminal):
-    """A screen that keeps what it is given."""
+    """A screen that keeps everything written to it."""
 
     def __init__(self) -> None:
         self.shown = b""
@@ -196,7 +196,7 @@ class Sheet(Terminal):
 
 
 def two_on_a_sheet(*, has_prefix: bool = False) -> tuple[Sheet, View, View]:
-    """Return a screen, and views of two streams whose it is."""
+    """Return a screen, and views of two streams that share it."""
     sheet, prefixes = Sheet(), (b"[0] ", b"[1] ") if has_prefix else (b"", b"")
     one, two = (View(sheet, is_alone=False, prefix=prefix) for prefix in prefixes)
     return sheet, one, two
@@ -283,7 +283,7 @@ def test_lines_of_ranks_with_labels_stay_apart() -> None:
     sheet = Sheet()
     one, two = (RankView(sheet, is_alone=False, label=b"[rank%d]" % rank) for rank in range(2))
     one.add(b"loading\nName? ")
-    two.add(b"loading\n[rank1]: ready\n\r10%\r20%")  # torch's own label is one too many
+    two.add(b"loading\n[rank1]: ready\n\r10%\r20%")  # torch's own label is dropped
     assert sheet.shown == b"[rank0] loading\n[rank1] loading\n[rank1] ready\n"
     one.tick(later())
     assert sheet.shown.endswith(b"ready\n[rank0] Name? ")
@@ -390,7 +390,7 @@ TRACEBACK = b"Traceback (most recent call last):\n  File x, line 1\nValueError: 
     [
         (b"loss 0.5\n", b""),
         (b"loss 0.5\n", b"[rank0]: "),
-        (b"\r 50%|     | 5/10 [00:01<00:01, 5.0it/s]", b""),  # a bar that did not end its line
+        (b"\r 50%|     | 5/10 [00:01<00:01, 5.0it/s]", b""),  # a bar without the end of its line
         (b"[rank0]: x\n", b"[rank0]:   + Exception Group "),
         (b"", "╭──────── ".encode()),
         (b"ERROR:", b" "),
@@ -416,7 +416,7 @@ class OneRank(Screen):
     """One rank that writes to a pipe, and its log."""
 
     def show(self, data: bytes) -> bytes:
-        """The rank writes; returns what the terminal shows of it."""
+        """The rank writes data; returns what the terminal shows of it."""
         self.write(data)
         return self.shown()
 
@@ -468,7 +468,7 @@ def test_how_long_a_traceback_is_held_while_nothing_has_failed(tmp_path: Path) -
     now = time.monotonic()
     assert ranks.tick(now, is_ending=False)
     ranks.tick(now + 100, is_ending=True)
-    error_file.touch()  # it is about to end
+    error_file.touch()  # it is about to exit
     ranks.tick(now + limits.RAISED_S - 0.1, is_ending=False)
     assert one.shown() == b""
     ranks.tick(now + limits.RAISED_S, is_ending=False)
@@ -503,7 +503,7 @@ dist.barrier()
 
 
 def launch(folder: Path, who: str, **environment: str) -> tuple[str, str]:
-    """Run two ranks, of which one fails; returns stderr and the node's log."""
+    """Run two ranks, one of which fails; returns stderr and the node's log."""
     (folder / "program.py").write_text(PROGRAM)
     command = [ROOT / "scripts/launch.sh", "--nproc-per-node=2", "program.py", who]
     done = execute(folder, *command, code=1, **environment)

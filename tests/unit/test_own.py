@@ -1,4 +1,4 @@
-"""Which variables are one node's alone, where the others' values come from, and what stays idle."""
+"""Variables that belong to one node, where the other nodes get theirs, and what stays idle."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ SELECT = "echo '  schedselect = {}'"
 @pytest.mark.parametrize(
     ("environ", "begun", "qstat", "names", "is_default"),
     [
-        # What PBS sets is each node's own; threads for all CPUs are nobody's choice.
+        # Values set by PBS belong to one node; threads for all CPUs were not chosen by the user.
         ({**PBS, **CUDA}, {}, "exit 1", {*CUDA, "NCPUS", "OMP_NUM_THREADS"}, True),
         ({**PBS, **CUDA}, {**PBS, **CUDA}, "", {*CUDA, "NCPUS", "OMP_NUM_THREADS"}, True),
         ({**PBS, "ROCR_VISIBLE_DEVICES": ""}, {}, "", {*PBS, "ROCR_VISIBLE_DEVICES"}, True),
@@ -135,14 +135,14 @@ def test_each_nodes_own_values_come_from_pbsdsh(tools: Path, tmp_path: Path) -> 
     found.ask(plan, told.append)
     assert len(told) == 1 and "are unknown (far); " in told[0]
     own.Own({"NCPUS"}, is_default=True).ask(plan, told.append)
-    assert len(told) == 1  # nobody needs it
+    assert len(told) == 1  # no one needs it
     assert found.values == {
         "n1": {"CUDA_VISIBLE_DEVICES": "GPU-of-1", "NCPUS": "3"},
         "me@n0": {"CUDA_VISIBLE_DEVICES": "GPU-here", "NCPUS": "2"},
         "n2": {"CUDA_VISIBLE_DEVICES": "GPU-of-2", "NCPUS": "4"},
     }
     assert not list((tmp_path / "logs").iterdir())
-    (tmp_path / "nodes").unlink()  # as on another node of the job, where there is no node file
+    (tmp_path / "nodes").unlink()  # as on another node of the job, which has no node file
     assert own.ask_nodes(names, elsewhere) == {}
 
 
@@ -170,7 +170,7 @@ def test_who_gets_the_threads_of_pbs(is_default: bool, nproc: int, threads: str 
     assert found.of_node("n0", nproc)["NCPUS"] == "8" and found.of_node("n1", nproc) == {}
 
 
-# --- what a run leaves idle of its job ------------------------------------------------------------
+# --- the part of a job that a run leaves idle -----------------------------------------------------
 
 
 IN_SLURM = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}

@@ -1,4 +1,4 @@
-"""A process that was stopped blames nobody: whoever measures silence measures its own first."""
+"""A process that was suspended blames no other: its own silence does not count."""
 
 import os
 import select
@@ -23,7 +23,7 @@ Clock = list[float]
 
 @pytest.fixture
 def own(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> OwnTime:
-    """What measures silence reads this clock."""
+    """The code that measures silence reads this clock."""
     own = OwnTime()
     monkeypatch.setattr(own_time, "now", own.now)
     monkeypatch.setattr(own_time, "since", own.since)
@@ -32,13 +32,13 @@ def own(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> OwnTime:
 
 @pytest.mark.parametrize(
     ("turns", "silence_s", "passed_s"),
-    [  # seconds between readings -> of silence since the first, and for deadlines
+    [  # seconds between readings -> seconds of silence since the first, and for deadlines
         ([2, 2, 2, 2, 2, 2], 12, 12),
-        ([2, 2, limits.STILL_S], 9, 9),  # a slow turn
-        ([2, 25], 0, 2 + limits.STILL_S),  # stopped: nobody has been silent
-        ([2, 25, 2, 2], 4, 6 + limits.STILL_S),  # from then on they may be
+        ([2, 2, limits.STILL_S], 9, 9),  # a slow iteration
+        ([2, 25], 0, 2 + limits.STILL_S),  # suspended: no silence of others
+        ([2, 25, 2, 2], 4, 6 + limits.STILL_S),  # silence after that counts
         ([2, 25, 2, 25, 2], 2, 6 + 2 * limits.STILL_S),  # time slices of a scheduler
-        ([3600, 2, 2, 2, 2, 2, 2], 12, 12 + limits.STILL_S),  # gone, all the same
+        ([3600, 2, 2, 2, 2, 2, 2], 12, 12 + limits.STILL_S),  # they are gone nevertheless
     ],
 )
 def test_a_silence_counts_from_the_end_of_ones_own(
@@ -53,7 +53,7 @@ def test_a_silence_counts_from_the_end_of_ones_own(
 
 
 def pass_by(clock: Clock, seconds: float) -> None:
-    """Let time go by in turns, as a loop that runs has them."""
+    """Let time pass in small steps, as in a running loop."""
     for _ in range(int(seconds / limits.BEAT_S)):
         clock[0] += limits.BEAT_S
         own_time.now()
@@ -109,10 +109,10 @@ def test_two_nodes_that_are_suspended_continue(runs: list[Run]) -> None:
     pids += [pid for first in pids for pid in processes.descendants(first)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(limits.SILENCE_S + 3)  # more than each limit: that is what is tried
+    time.sleep(limits.SILENCE_S + 3)  # longer than each limit, on purpose
     for pid in reversed(pids):
         os.kill(pid, signal.SIGCONT)
-    time.sleep(2 * limits.BEAT_S)  # all have looked at all again
+    time.sleep(2 * limits.BEAT_S)  # all have checked one another again
     runs[0].process.terminate()
     for run in runs:
         err = run.finish()

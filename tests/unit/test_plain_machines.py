@@ -1,4 +1,4 @@
-"""Machines, Pythons and shells as they are: closed and full streams, no HOME, plain locales."""
+"""Ordinary machines, Pythons and shells: closed and full streams, no HOME, plain locales."""
 
 import shlex
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The preflight of a node: what it reports, what nodes find together, and where they meet."""
+"""A node's preflight: its report, the faults that nodes find together, and where they meet."""
 
 import contextlib
 import dataclasses
@@ -65,7 +65,7 @@ def test_without_checks_there_are_no_faults(tmp_path: Path) -> None:
 
 
 def start_node(folder: Path, node_rank: int, port: int, *words: str) -> subprocess.Popen[str]:
-    """Start one of three nodes that are all this machine."""
+    """Start one of three nodes, which are all this machine."""
     request = make_request(folder, num_nodes=3, meeting_size=3, port=port, words=words)
     return subprocess.Popen(
         [sys.executable, "scripts/lib/start.py", "launcher.preflight.check_node", encode(request)],
@@ -87,7 +87,7 @@ def test_nodes_that_match_meet_and_pass(tmp_path: Path) -> None:
     assert (outcome.num_checks, outcome.num_nodes) == (29, 3)
     assert all(one.fault.warns for one in outcome.findings)
     names = [one.fault.name for one in outcome.findings]
-    assert names.count("loopback-address") == 3  # a warning, for 127.0.0.1 may be meant
+    assert names.count("loopback-address") == 3  # a warning, because 127.0.0.1 may be intended
 
 
 def test_reports_are_found_among_other_lines(capfd: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +134,7 @@ def test_arguments_and_their_files_may_differ_without_a_preflight(tmp_path: Path
     assert {*told} == {"this project", ARGUMENTS, "own.py", "my.yaml"}
     assert told[ARGUMENTS] == f"--config {config} 'a b'"
     told = describe_program(words, str(config), skips_arguments=True)
-    assert {*told} == {"this project", "own.py", "my.yaml"}  # the task's module
+    assert {*told} == {"this project", "own.py", "my.yaml"}  # own.py is the task's module
     other = [str(script), "--config", "other.yaml"]
     one, two = (describe_program(each, "", skips_arguments=True) for each in (words, other))
     assert one == two
@@ -186,7 +186,7 @@ def make_report(node_rank: int, **changes: Any) -> Report:
     [
         ([{}, {"versions": {"python": "3.12", "torch": "2.13.0"}}], ["version-mismatch"]),
         ([{}, {"versions": {"python": "3.11", "torch": "2.6.0"}}], ["version-mismatch"]),
-        ([{}, {"versions": {"python": "3.11", "torch": ""}}], []),  # which it reports itself
+        ([{}, {"versions": {"python": "3.11", "torch": ""}}], []),  # which the node reports itself
         ([{"versions": {"python": "3.11", "torch": ""}}, {}], []),
         ([{}, {"files": {"own.py": "aa"}}, {"files": {}}], ["code-mismatch"] * 3),
         ([{"files": {"own.py": "aa"}}, {}], ["code-mismatch"]),
@@ -216,7 +216,7 @@ FIRST = Member(0, "n0", 1, "127.0.0.1")
 
 @contextmanager
 def serving(says: bytes, *, is_ours: bool = True) -> Iterator[int]:
-    """Say this at a port, for one connection: as a node rank 0 that lets it in, or another."""
+    """Send this to one connection at a port, as node rank 0 after letting it in, or a stranger."""
 
     def serve(server: socket.socket) -> None:
         if is_ours:
@@ -317,7 +317,7 @@ def test_a_port_takes_in_what_is_passed_though_nobody_reads_it() -> None:
 
 
 def test_a_port_that_opens_late_is_tried_again() -> None:
-    """As after a cut, when a network has no route for the first second."""
+    """As after a cut, when the network has no route for the first second."""
     port = free_port()
     faults: list[Fault] = []
 

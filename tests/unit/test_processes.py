@@ -17,7 +17,7 @@ from agents import PATIENCE_S, ROOT, begun, children, execute, run_agent, writte
 from launcher import processes
 from launcher.outer_run import leave_outer_run
 
-# A name like the fields of /proc/PID/stat, of 16 bytes: the kernel cuts it in its last letter.
+# A 16-byte name like the fields of /proc/PID/stat: the kernel cuts it within its last letter.
 NAMED = """
 import ctypes, signal
 ctypes.CDLL(None).prctl(15, ("x) S 1" + "é" * 5).encode(), 0, 0, 0)
@@ -28,7 +28,7 @@ signal.pause()
 
 @pytest.fixture
 def foreign() -> Iterator[subprocess.Popen[str]]:
-    """A process of somebody else's, with a name that is no text."""
+    """Another user's process, with a name that is not text."""
     with begun(NAMED) as process:
         yield process
 
@@ -72,7 +72,7 @@ def test_a_launch_by_a_rank_inherits_nothing_of_its_run() -> None:
     given = {name: value for name, value in RANK.items() if name != "TORCHELASTIC_RUN_ID"}
     environ = dict(given)
     leave_outer_run(environ)
-    assert environ == given  # set for this launch, by no rank
+    assert environ == given  # set for this launch, not by a rank
 
 
 def test_an_inner_run_ends_with_the_outer_one() -> None:
@@ -94,7 +94,7 @@ print(came, flush=True)
 
 
 def test_a_wait_for_a_signal_outlives_a_suspension() -> None:
-    """Stopped beyond the time of its wait, a process takes no signal that nobody sent."""
+    """A process suspended for longer than its wait does not report a signal that was not sent."""
     with begun(SUSPENDED) as process:
         for _ in range(20):
             process.send_signal(signal.SIGSTOP)
@@ -135,7 +135,7 @@ def test_ctrl_c_while_our_own_modules_are_imported_shows_no_traceback(
     program: str, words: list[str], tmp_path: Path
 ) -> None:
     kill = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
-    (tmp_path / "tempfile.py").write_text(kill)  # in the place of Python's
+    (tmp_path / "tempfile.py").write_text(kill)  # replaces Python's
     command = ["env", sys.executable, ROOT / "scripts/lib" / program, *words]  # not a fork
     done = execute(tmp_path, *command, code=-signal.SIGINT, PYTHONPATH=str(tmp_path))
     assert done.stderr == ""
@@ -155,7 +155,7 @@ while True:
 
 
 class Shell:
-    """A bash with job control, at a terminal of its own."""
+    """A bash with job control, on its own terminal."""
 
     def __init__(self, folder: Path) -> None:
         self.pid, self.terminal = pty.fork()
@@ -220,7 +220,7 @@ def test_a_run_that_no_shell_could_continue_does_not_stop(tmp_path: Path) -> Non
         assert run.stdout is not None
         run.stdout.readline()
         run.send_signal(signal.SIGTSTP)
-        for _ in range(100):  # more than the pipe and the agent keep
+        for _ in range(100):  # more than the pipe and the agent hold
             assert run.stdout.readline().startswith("at ")
         run.send_signal(signal.SIGTERM)
         run.stdout.read()

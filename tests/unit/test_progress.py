@@ -185,7 +185,7 @@ def test_damaged_lines_and_steps_that_come_again_are_taken_out(tmp_path: Path) -
     for step in (1, 2, 3):
         before.record(step, values(step))
     with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'\xff\xfe\n[]\n{"a": 1}\n{"step": 4, "lo')  # killed within the last one
+        file.write(b'\xff\xfe\n[]\n{"a": 1}\n{"step": 4, "lo')  # killed while writing the last one
     make(tmp_path, first_step=2).record(3, values(5.0))
     assert [(line["step"], line["loss"]) for line in lines_of(tmp_path)] == [(1, 1), (2, 2), (3, 5)]
 
@@ -201,7 +201,7 @@ def test_a_loss_that_is_not_finite_and_a_tasks_tensor_are_recorded(tmp_path: Pat
 
 
 class Noting:
-    """Writes down what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.told: list[object] = []
@@ -267,7 +267,7 @@ def test_a_tracker_that_closes_slowly_is_no_stuck_rank(
 
 
 def records(file: Path) -> Iterator[bytes]:
-    """Yield the records of a .wandb file: a header of 7 bytes, then a log as LevelDB has it."""
+    """Yield the records of a .wandb file: a header of 7 bytes, then a log in LevelDB's format."""
     data, at, parts = file.read_bytes(), 7, b""
     assert data.startswith(b":W&B")
     while at + 7 <= len(data):
@@ -316,7 +316,7 @@ def test_tensorboard_drops_what_a_killed_process_recorded_too_much(work: Work) -
     latest = work.folder / "checkpoints/board/latest"
     assert latest.readlink().name == "step-11"
     for file in (work.folder / "checkpoints/board/step-11").iterdir():
-        file.unlink()  # as if it had not been saved: the run goes back to step 8
+        file.unlink()  # as if it had not been saved: the run continues from step 8
     work.run("board", 1, "task=points:Stopping")
     events = EventAccumulator(str(work.folder / "logs/tensorboard/board"))
     events.Reload()
@@ -369,9 +369,9 @@ def test_wandb_asks_nothing_in_the_middle_of_a_run(
 # --- what each rank measures, and a rank that is slower than the others ---------------------------
 
 
-# SLOW_RANK computes for 1.3 times as long as the other rank, by the clock: of their CPUs one may be
-# faster. Where none is slow, both do the same work. With CLOCK, the clock is one of the task's own,
-# which other programs on this machine do not touch.
+# SLOW_RANK computes for 1.3 times as long as the other rank, by the clock, because their CPUs may
+# differ in speed. If none is slow, both do the same work. With CLOCK, the task uses its own clock,
+# which other programs on this machine do not affect.
 TASK = """
 import os, time, torch
 from torch import nn
@@ -410,7 +410,7 @@ tracking: []
 
 
 def run_with_slow_rank(folder: Path, rank: str, **more: str) -> str:
-    """Train on two ranks, one of them slower unless it is ""; returns what was said."""
+    """Train on two ranks, one of them slower unless `rank` is ""; returns the output."""
     (folder / "slow_work.py").write_text(TASK)
     (folder / "slow_work.yaml").write_text(CONFIG)
     work = Work(folder, "slow_work.yaml")
@@ -418,7 +418,7 @@ def run_with_slow_rank(folder: Path, rank: str, **more: str) -> str:
 
 
 def names_slow_rank(told: str, rank: str) -> bool:
-    """Return whether the run named that rank, and no other; "": whether it named none."""
+    """Return whether the run named only that rank, or for "", whether it named none."""
     here = os.uname().nodename
     lines = [line for line in told.splitlines() if "[slow-rank]" in line]
     starts = [f"warning: rank {rank} on {here} computes 1."] if rank else []
@@ -447,12 +447,12 @@ OTHERS_HICCUP = [(0.154, 0.198), (0.155, 0.195), (0.153, 0.194), (0.211, 0.209),
 
 @pytest.mark.parametrize(
     ("readings", "ratio", "told"),
-    [  # each of 10 steps
+    [  # each list has readings of 10 steps
         ([(1.0, 1.01, 0.99, 1.5)] * 6, 1.5, "rank 3 on node4 computes 1.50x as long as the median"),
         ([(1.0, 1.01, 0.99, 1.5)] * 4, 1.5, ""),  # it must be slow for 50 steps
         ([(1.0, 2.0 if at == 6 else 1.0) for at in range(20)], 1.0, ""),  # a hiccup
         (OTHERS_HICCUP, 1.26, "rank 1 on node2 computes 1.26x as long as the other rank"),
-        ([(0.01, 0.02, 0.01)] * 10, 2.0, ""),  # 1 ms a step: a toy
+        ([(0.01, 0.02, 0.01)] * 10, 2.0, ""),  # 1 ms per step: too short to matter
         # Of two ranks, at most one is named.
         ([(1.0, 1.5)] * 20 + [(1.5, 1.0)] * 20, 1.5, "rank 1 on node2 computes 1.50x as long as"),
     ],
@@ -494,7 +494,7 @@ def test_mfu_is_told_where_the_gpu_is_known(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_stopwatch_runs_to_the_last_gradient_and_not_on(clock: list[float]) -> None:
     def wait(weight: torch.Tensor) -> None:
-        clock[0] += 4  # as DDP does for the other ranks
+        clock[0] += 4  # as DDP waits for the other ranks
 
     class Sleeps(torch.autograd.Function):
         @staticmethod
@@ -520,7 +520,7 @@ def test_the_stopwatch_runs_to_the_last_gradient_and_not_on(clock: list[float]) 
 def test_of_a_sharded_model_the_blocks_forward_passes_count(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before each of them fsdp's own hook waits for the other ranks."""
+    """Before each of them, fsdp's own hook waits for the other ranks."""
 
     def take(seconds: float) -> Callable[..., None]:
         return lambda *_: clock.insert(0, clock[0] + seconds)
@@ -535,7 +535,7 @@ def test_of_a_sharded_model_the_blocks_forward_passes_count(
         block.register_forward_pre_hook(take(1))
     with watch.running():
         out = model(torch.ones(1))
-        take(1)()  # for the loss
+        take(1)()  # the time of the loss
     out.sum().backward()
     assert watch.read() == 3
 

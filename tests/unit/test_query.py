@@ -1,4 +1,4 @@
-"""Beats, and scripts that tell none: whose silence counts, where all ranks are, what differs."""
+"""Beats, and scripts without them: whose silence counts, where each rank is, what differs."""
 
 import itertools
 import os
@@ -32,13 +32,13 @@ from launcher.wire.messages import NodeStacks
     ("last", "told", "limit"),
     [
         pytest.param(30, ", at step 30 ", 12, marks=pytest.mark.another_torch("hang")),
-        (0, ", before its first step; the limit", 6),  # which counts from the start of the ranks
+        (0, ", before its first step; the limit", 6),  # counted from the start of the ranks
     ],
 )
 def test_the_rank_that_hangs_is_named_with_its_step(
     runs: list[Run], last: int, told: str, limit: int
 ) -> None:
-    """Scripts of other shapes are left to `make prove PART=hangs`."""
+    """`make prove PART=hangs` tests other kinds of scripts."""
     run = Run(["--nproc-per-node=3", LOOPS, "plain", str(last), "1"], HANG_SECONDS=str(limit))
     runs.append(run)
     err = run.finish()
@@ -53,7 +53,7 @@ def test_the_rank_that_hangs_is_named_with_its_step(
 
 @pytest.mark.slow
 def test_a_silence_is_told_once_and_ends_nothing() -> None:
-    """With a limit shortened to 2 s in the agent."""
+    """The agent's limit is shortened to 2 s."""
     short = "from distributed import heartbeat as h, limits\n"
     short += "limits.FIRST_SILENCE_S = 2.0; h.LIMIT_OF_LONGEST = 0\n"
     start = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{short}"
@@ -106,15 +106,15 @@ def straggler_of(*nodes: list[RankState] | None) -> RankState | None:
     [  # the ranks of each node; the rank, and whether it is stuck
         ([[rank(0, 5), rank(1, 5)]], (0, False)),
         ([[rank(0, 5, 61), rank(1, 4, 61)]], (1, True)),
-        ([[rank(0, 5, 61), rank(1, 4, 1)]], (1, False)),  # the one they wait for is alive
+        ([[rank(0, 5, 61), rank(1, 4, 1)]], (1, False)),  # the rank they wait for is alive
         ([[rank(0, 4, 61, marks=2), rank(1, 4, 61, marks=1)]], (1, True)),
         ([[rank(0, 4, 61), rank(1, 4, 70)]], (1, True)),  # the most silent of equals
-        ([[rank(0, 4, 70), rank(1, 4, 61, is_stopped=True)]], (1, True)),  # it cannot go on
+        ([[rank(0, 4, 70), rank(1, 4, 61, is_stopped=True)]], (1, True)),  # it cannot continue
         ([[rank(0, 4, 61), rank(1, 4, 1)]], (0, False)),  # one of equals still moves
         ([[rank(0, -1), rank(1, 9, 61)]], (0, False)),  # a rank that never beats is not watched
         ([[rank(0, 5, 61)], [rank(4, 3, 61)]], (4, True)),
         ([[rank(0, 3, 61)], [rank(4, 3, 61), rank(5, 3, 1)]], (0, False)),
-        ([[rank(0, 5, 61)], None], None),  # the other node's may be further behind
+        ([[rank(0, 5, 61)], None], None),  # the other node's ranks may be further behind
         ([], None),
     ],
 )
@@ -148,14 +148,14 @@ READ, ITEM = ["x.py:7 in read"], ["x.py:9 in item"]
 def test_the_rank_that_the_others_wait_for(
     nodes: list[list[RankState]], stacks: list[list[str]], odd: int | None
 ) -> None:
-    """Of those furthest behind, the one that is not where the others wait."""
+    """Of the ranks furthest behind, it is the one that is not where the others wait."""
     straggler = straggler_of(*nodes)
     assert straggler is not None
     assert find_odd(straggler, dict(enumerate(stacks))) == odd
 
 
 def test_a_stack_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written in two parts, as on a busy machine."""
+    """The stack is written in two parts, as on a busy machine."""
     file = written(tmp_path / "rank.stack", "Thread 0x1\n")
 
     looks: list[float] = []
@@ -193,7 +193,7 @@ CALL = "all_reduce of [8] Float"
     ("told", "line"),
     [
         ([DONE, DONE], ""),
-        ([IN_3, IN_3], ""),  # just now
+        ([IN_3, IN_3], ""),  # it began just now
         ([IN_3, DONE, IN_3], f"ranks 0, 2 in #3 {CALL}; rank 1 last called #2 {CALL}"),
         ([[call(1, False)], []], f"rank 0 in #1 {CALL}; rank 1 called none"),
         (
@@ -326,7 +326,7 @@ def test_the_limit_is_the_scripts_own_else_the_variable(beats: Heartbeats) -> No
 def test_steps_are_counted_until_the_script_tells_its_own(
     beats: Heartbeats, tmp_path: Path
 ) -> None:
-    """One that only saves tells none: else it would be behind the others for ever."""
+    """A rank that only saves reports no steps; otherwise it would stay behind forever."""
     place = heartbeat.find_record(beats.name(1))
     assert place is not None
     count = StepCounter(Heart(*place, tmp_path / "x.stack", is_counted=True))
@@ -346,7 +346,7 @@ def test_steps_are_counted_until_the_script_tells_its_own(
 def test_the_silence_before_the_first_step_counts_from_the_start(
     beats: Heartbeats, tmp_path: Path, clock: list[float], hang_seconds: str, beats_itself: bool
 ) -> None:
-    """A slow start may be healthy: without a limit of the user's it is told, and ends nothing."""
+    """A slow start may be healthy: without the user's own limit, it is only reported."""
     os.environ["HANG_SECONDS"] = hang_seconds
     place = heartbeat.find_record(beats.name(1))
     assert place is not None
@@ -357,7 +357,7 @@ def test_the_silence_before_the_first_step_counts_from_the_start(
     assert (record.step, record.time) == (-1, clock[0])
     assert (record.limit_s, record.ends_run) == (float(hang_seconds or 600), bool(hang_seconds))
     assert not beats.are_counted()
-    assert beats.silence_s(0) == 0  # a program whose steps nobody counts is not watched
+    assert beats.silence_s(0) == 0  # a program whose steps are not counted is not watched
 
 
 @pytest.mark.long
@@ -381,7 +381,7 @@ def test_without_an_agent_a_beat_does_nothing() -> None:
 
 
 def test_a_stack_of_python_alone_is_shown_with_what_another_thread_does(tmp_path: Path) -> None:
-    """Python waits at its exit for the threads of the script."""
+    """At exit, Python waits for the threads of the script."""
     script, stack = tmp_path / "script.py", tmp_path / "rank_0.stack"
     script.write_text(AT_EXIT)
     with stack.open("w") as file:
@@ -402,7 +402,7 @@ def test_ranks_with_the_same_stack_share_a_line() -> None:
 def test_a_subprocess_of_a_rank_cannot_write_to_the_record(
     beats: Heartbeats, tmp_path: Path
 ) -> None:
-    """It has the variable, and another file behind that descriptor."""
+    """The subprocess has the variable, but another file at that descriptor."""
     beat(3)
     fd = int(beats.name(1).partition(":")[0])
     data = tmp_path / "data"

@@ -1,4 +1,4 @@
-"""The CPUs and the GPU of each rank."""
+"""Each rank's CPUs and GPU."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ MODES = _WORDS["NUMA_BINDING"]
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_cpus_are_those_that_torchrun_takes(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """What torch finds on a machine is its own; here, another CPU for each GPU and mode."""
+    """torch's own search is replaced: here, each GPU and mode has a different CPU."""
 
     def find(*, gpu_index: int, numa_options: Any) -> set[int]:
         return {10 * gpu_index + MODES.index(numa_options.affinity_mode.value)}
@@ -86,7 +86,7 @@ def test_each_rank_is_local_rank_0_of_one_gpu(
         told[module] = sorted(done.stdout.splitlines())
     ranks = [f"{rank} 0 {gpu}" for rank, gpu in enumerate(gpus)]
     assert told["torch.distributed.run"] == ranks
-    assert told["distributed.run"] == [*ranks, "record of 0: 2", "record of 1: 1"]  # to the end
+    assert told["distributed.run"] == [*ranks, "record of 0: 2", "record of 1: 1"]  # to the last
 
 
 @pytest.mark.slow

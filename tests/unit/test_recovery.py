@@ -1,4 +1,4 @@
-"""Nothing is lost: runs that are stopped, killed, hung or out of disk go on; examples/."""
+"""Nothing is lost: runs that are stopped, killed, hung or out of disk continue; examples/."""
 
 import os
 import random
@@ -26,7 +26,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.fixture(scope="module")
 def whole(job: Job) -> Outcome:
-    """What two ranks come to that nobody stops."""
+    """The result of two ranks that are not interrupted."""
     return job.finish("whole", 2)
 
 
@@ -78,7 +78,7 @@ def test_a_signal_to_the_launcher_saves_and_leaves_with_75(job: Job, whole: Outc
             break
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=PATIENCE_S)[0]
-    if process.returncode != 0:  # it was not over by then
+    if process.returncode != 0:  # it had not finished by then
         assert process.returncode == 75
         assert re.search(r"^stopped    after step \d+, which is saved \(SIGTERM\)$", output, re.M)
         assert "stopped  by SIGTERM after saving a checkpoint (code 75); nothing is left" in output
@@ -112,7 +112,7 @@ def test_what_no_longer_fits_is_one_line(job: Job, whole: Outcome) -> None:
     (job.folder / "wide.py").write_text(task.replace("16", "32"))
     code, output = job.run("other", 2, "task=wide:Noisily")
     assert code == 2
-    assert "train.py: model: the checkpoint is of another model (size mismatch for 2.w" in output
+    assert "train.py: model: the checkpoint belongs to another model (size mismatch" in output
 
 
 @pytest.mark.parametrize(
@@ -171,12 +171,12 @@ def test_a_full_disk_ends_the_run_by_name(job: Job, small_disk: Path) -> None:
     assert state_of(small_disk / "full").progress["step"] == int(saved[1]) - 5
 
 
-# --- the programs of examples/ run, stop and resume as their first lines say ----------------------
+# --- the programs of examples/ run, stop and resume as their docstrings say -----------------------
 
 
 LAUNCH = ROOT / "scripts/ssh/launch_singlenode.sh"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-# Run ids of this worker of pytest alone: they make the ports.
+# Only this pytest worker has these run ids, from which ports are derived.
 WHOLE, STOPPED = (f"{name}-{os.getpid()}" for name in ("whole", "stopped"))
 
 
@@ -185,7 +185,7 @@ def run(folder: Path, *words: str, **variables: Any) -> str:
 
 
 def run_forked(folder: Path, run_id: str, *words: str) -> str:
-    """As run() with two ranks and no config, by the agent alone."""
+    """Like run(), with two ranks and no config, but started by the agent itself."""
     command = [*AGENT, "--nproc-per-node=2", f"--rdzv-id={run_id}", *words]
     return execute(folder, *command, RUN_ID=run_id, OMP_NUM_THREADS="1").stdout
 
@@ -223,7 +223,7 @@ def test_a_stopped_one_ends_with_the_weights_of_an_uninterrupted_run(
     assert hash_of(tmp_path / "checkpoints" / WHOLE) == hash_of(tmp_path / "checkpoints" / STOPPED)
 
 
-# Rank 1 kills itself in the third epoch of a new run; the second may still be being saved.
+# Rank 1 kills itself in the third epoch of a new run, perhaps while the second is being saved.
 KILLED = """
     if epoch == 2 and env.rank == 1 and progress["step"] == 0:
         __import__("os").kill(__import__("os").getpid(), 9)
@@ -235,14 +235,14 @@ KILLED = """
 def test_a_killed_one_ends_with_the_bytes_of_an_uninterrupted_run(
     tmp_path: Path, strategy: str
 ) -> None:
-    """Under torchrun, too."""
+    """Also under torchrun."""
     text = (ROOT / "examples/mixed_precision.py").read_text()
     text = text.replace('STRATEGY, DTYPE = "ddp"', f'STRATEGY, DTYPE = "{strategy}"')
     (tmp_path / "whole.py").write_text(text)
     (tmp_path / "killed.py").write_text(text.replace("\n    model.eval()\n", KILLED))
     run_forked(tmp_path, WHOLE, "whole.py")
     variables: dict[str, Any] = {"OMP_NUM_THREADS": "1", "RUN_ID": STOPPED}
-    variables["PYTHONPATH"] = str(ROOT / "launcher/importable")  # torchrun does not know us
+    variables["PYTHONPATH"] = str(ROOT / "launcher/importable")  # torchrun does not add it
     words = ["--nproc-per-node=2", "killed.py"]
     execute(tmp_path, ROOT / "scripts/launch.sh", *words, code=137, **variables)
     out = execute(tmp_path, *TORCHRUN, "killed.py", **variables).stdout
@@ -280,7 +280,7 @@ def test_the_loop_that_the_page_shows_saves_and_resumes(tmp_path: Path) -> None:
     told = "print_main('after', step)\nwhile"
     own = written(tmp_path / "own.py", PREAMBLE + calls + BETWEEN + loop.replace("while", told, 1))
     for steps, begin in (4, 0), (6, 4):
-        run_id = f"page-{os.getpid()}"  # which makes the port, too
+        run_id = f"page-{os.getpid()}"  # the port is derived from it
         variables = {"TRAIN_SCRIPT": str(own), "RUN_ID": run_id}
         out = run(tmp_path, "-", "2", "--", str(steps), **variables)
         assert out == f"{{'loss': 0.5}}\nafter {begin}\n"

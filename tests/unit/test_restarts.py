@@ -1,4 +1,4 @@
-"""Which failures start a run again, and what its restarts cost."""
+"""Which failures restart a run, and what its restarts cost."""
 
 import json
 import time
@@ -29,7 +29,7 @@ LACKING = "ModuleNotFoundError: No module named 'x'"
 
 
 class Beating:
-    """The records of one rank, which beats."""
+    """The records of one rank that beats."""
 
     def __init__(self, folder: Path, *, is_counted: bool = False) -> None:
         self.beats, self.folder, self.is_counted = Heartbeats(1), folder, is_counted
@@ -69,7 +69,7 @@ def test_what_no_restart_can_cure(change: dict[str, object], why: str) -> None:
         ("rank-error", 57, True),
         ("loss-not-finite", 57, True),
         ("rank-error", 58, False),
-        ("rank-error", -1, False),  # a script that tells no step
+        ("rank-error", -1, False),  # a script that reports no step
         ("rank-killed", 57, False),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_newer_snapshot_is_a_gain(tmp_path: Path) -> None:
 
 
 def test_what_a_restart_from_memory_reaches_counts(tmp_path: Path) -> None:
-    """The checkpoint is not newer, and the ranks do not tell of the one before."""
+    """The checkpoint is not newer, and the ranks do not report the previous one."""
     beating = Beating(tmp_path)
     assert beating.reach(160, saved=100).reached() == (100, 160)
     beating.start()
@@ -154,7 +154,7 @@ def test_a_restart_says_who_took_over_and_what_node_rank_0_knows(tmp_path: Path)
     text = "restart 2 of 3 after node agent 1 (node2): its node agent is gone"
     assert told == f"{text}; node5 takes node2's place; from step 50, 7 steps lost"
     assert restarts.all[0].lost == ("node2",)
-    other = Restarts(3, Heartbeats(1)).note(gone, -1, 1, lost=["node2"])  # of another node rank 0
+    other = Restarts(3, Heartbeats(1)).note(gone, -1, 1, lost=["node2"])  # on another node rank 0
     assert other == text.replace("2 of 3", "1 of 3")
 
 

@@ -38,7 +38,7 @@ time.sleep(60)
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[str]]:
-    """A launcher that ends on SIGTERM."""
+    """A launcher that exits on SIGTERM."""
     with begun(SAVES) as started:
         yield started
 
@@ -208,7 +208,7 @@ def test_a_run_that_does_not_end_is_left_with_the_command_that_ends_it(
     assert f"has not ended yet; kill -KILL {process.pid} ends it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("begin", [refuse_live, note_start])  # both at once pass the first
+@pytest.mark.parametrize("begin", [refuse_live, note_start])  # two launches can both pass the first
 def test_a_live_run_is_not_started_again(
     process: subprocess.Popen[str], tmp_path: Path, begin: Callable[[Path, Environ], None]
 ) -> None:
@@ -268,7 +268,7 @@ def test_in_a_job_a_run_is_another_jobs_as_long_as_that_one_lives(
             note_start(folder, os.environ)
         except Refused as refused:
             said = str(refused)
-        note_end(folder, REFUSED)  # by the same process, whose run was refused later
+        note_end(folder, REFUSED)  # by the same process, whose run was rejected later
     record = run_json.read(folder)
     assert record is not None and not record.is_over
     live = f"run 38 is live: job 38, process {holder.pid} on "
@@ -320,7 +320,7 @@ def test_run_json_says_how_far_the_run_is_and_how_it_ended(start: Start) -> None
     record = read()
     assert (record["state"], record["exit_code"], record["ended"]) == ("running", None, None)
     assert (record["step"], record["grace"]) == (-1, 12)
-    assert record["detached"] is True  # another's field stays
+    assert record["detached"] is True  # other fields stay
     assert record["launcher"] == {
         "process": run.process.pid,
         "birth": processes.start_ticks(run.process.pid),
@@ -343,7 +343,7 @@ def test_the_supervisor_completes_the_record_of_an_agent_that_was_killed(
     run = start("0")
     run.wait_for("beats")
     agent = run.agent_pid()
-    if signum == signal.SIGTERM:  # before it can note it, as a stuck agent could not
+    if signum == signal.SIGTERM:  # before it can record the end, as with a stuck agent
         os.kill(agent, signal.SIGSTOP)
         run.process.send_signal(signum)
         os.kill(agent, signal.SIGKILL)
@@ -365,7 +365,7 @@ def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_refused_has_ended(start: Start) -> None:
-    """Where the launcher, which has become the supervisor, has recorded it before."""
+    """The launcher recorded it before it became the supervisor."""
     code = "import os, sys\nfrom pathlib import Path\nfrom launcher.record import run_json\n"
     code += "run_json.note_start(Path('logs/r1'), {})\n"
     code += "os.execv(sys.argv[1], sys.argv[1:])"
@@ -416,13 +416,13 @@ def test_launches_at_the_same_time_have_names_of_their_own(
 ) -> None:
     first, dry = Choices(), Choices(is_dry_run=True)
     names = [choose(tmp_path, "7", asked) for asked in (dry, first, first, dry, first)]
-    assert names == ["7", "7", "7.1", "7", "7.2"]  # a dry run takes none
-    again = Choices(environ={"SLURM_RESTART_COUNT": "1"})  # the first start may live on, cut off
+    assert names == ["7", "7", "7.1", "7", "7.2"]  # a dry run reserves none
+    again = Choices(environ={"SLURM_RESTART_COUNT": "1"})  # the first start may still run, cut off
     assert [choose(tmp_path, "7", again) for _ in range(2)] == ["7", "7.1"]
 
 
 def test_a_copy_of_the_terminal_outlives_every_signal_that_stops_the_run(tmp_path: Path) -> None:
-    """A scheduler signals all processes of a job; what is then said of the saving is kept."""
+    """A scheduler signals all processes of a job; messages about the save are still kept."""
     file = tmp_path / "copy"
     code = (
         "import os, signal, sys, time\n"
@@ -440,5 +440,5 @@ def test_a_copy_of_the_terminal_outlives_every_signal_that_stops_the_run(tmp_pat
         "print('last', flush=True)\n"
     )
     command = ["setsid", "--wait", sys.executable, "-c", code, file]
-    execute(ROOT, *command)  # until the copy ends, too
+    execute(ROOT, *command)  # until the copy has also exited
     assert file.read_text() == "first\nlast\n"

@@ -1,5 +1,5 @@
-"""What SLURM and PBS give a launch, from variables that a real SLURM has set; and the commands
-that ask them for a job."""
+"""What SLURM and PBS give a launch, with variables from a real SLURM; and the commands that
+request a job."""
 
 import contextlib
 import json
@@ -178,7 +178,7 @@ def test_slurm_command(environ: dict[str, str], is_ours: bool, expected: str) ->
 @pytest.mark.parametrize("file", ["/home/me/job.sh 5", ""])
 def test_the_batch_file_of_a_users_own_is_submitted_again(tools: Path, file: str) -> None:
     make_tool(tools / "squeue", f'[ "$2" = --job=9_1 ] && echo "{file}"')
-    task = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "1"}  # the id 9 may be of all tasks
+    task = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "1"}  # the id 9 may mean all tasks
     environ = {**captured("batch-step"), **task}
     command = slurm.job_command(environ, None, ["launch.sh", "--hosts", "job", "x.py"])
     sizes = "sbatch --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --array=1"
@@ -273,7 +273,7 @@ OURS = ("config=c.yaml", "num_gpus_train=2")
         (12, [8] * 20, Size(2, 6, is_exclusive=False)),
         (11, [8] * 20, Size(11, 1, is_exclusive=False)),
         (3, [1] * 3, Size(3, 1, is_exclusive=True)),
-        (16, [8, 4, 4, 4], Size(4, 4, is_exclusive=False)),  # one node is greater than the others
+        (16, [8, 4, 4, 4], Size(4, 4, is_exclusive=False)),  # one node is larger than the others
         (8, [8, 4, 4, 4], Size(1, 8, is_exclusive=True)),
         (64, [8, 4], Size(8, 8, is_exclusive=True)),  # more than there are
     ],
@@ -308,7 +308,7 @@ def test_settings_of_the_submission_and_of_the_training() -> None:
     ("settings", "cause"),
     [
         (("num_gpus_train=2",), "no config; usage: x.sh ..."),
-        ((*OURS, "partitoin=a"), "unknown setting 'partitoin'; did you mean partition? known settings"),
+        ((*OURS, "partitoin=a"), "unknown setting 'partitoin'; did you mean partition? known"),
         ((*OURS, "num_gpus=x"), "num_gpus is 'x'; give a whole number from 0"),
         ((*OURS, "chain=2"), "--wait follows one job"),
     ],
@@ -344,7 +344,7 @@ def test_other_options_of_sbatch_are_passed_on(
     assert f"sbatch --parsable {told}" in capsys.readouterr().err
 
 
-# --- what a PBS job was given, from texts of a real OpenPBS ---------------------------------------
+# --- what a PBS job received, from the output of a real OpenPBS -----------------------------------
 
 
 TOLD = ROOT / "tests/cluster/pbs"
@@ -389,7 +389,7 @@ def test_the_ranks_of_captured_requests(job: str, ranks: dict[str, int]) -> None
         ("2:mpiprocs=2:ngpus=4", "n1 n1 n2 n2", {"n1": 2, "n2": 2}, True),  # the user's choice
         ("ngpus=4", "n1", {"n1": 4}, True),
         ("2:ncpus=16", "n1 n1", {"n1": 2}, False),
-        ("2:ngpus=4", "n1 n1 n2", {"n1": 2, "n2": 1}, False),  # not the request of these lines
+        ("2:ngpus=4", "n1 n1 n2", {"n1": 2, "n2": 1}, False),  # does not match these lines
         ("", "n1 n1", {"n1": 2}, False),
         ("", "n1 n2", {}, False),
     ],
@@ -427,19 +427,19 @@ TORQUE = """Job Id: 7.head
 
 @pytest.fixture
 def qstat(tools: Path, tmp_path: Path) -> Path:
-    """The text that qstat shows; without it, qstat does not answer."""
+    """The file with the text that qstat prints; without it, qstat does not answer."""
     make_tool(tools / "qstat", f"cat {tmp_path}/told")
     return tmp_path / "told"
 
 
 def tell(qstat: Path, text: str) -> None:
-    """Have qstat show a text from now on, as to another launch."""
+    """Make qstat print a text from now on, as for another launch."""
     qstat.write_text(text)
     pbs.ask_qstat.cache_clear()
 
 
 def note(qstat: Path, text: str) -> None:
-    """Be another launch of this job, to which qstat shows a text."""
+    """Act as another launch of this job, for which qstat prints a text."""
     tell(qstat, text)
     pbs.note_job(os.environ)
 
@@ -467,12 +467,12 @@ ALTERED = (
 @pytest.mark.parametrize(
     ("text", "more", "expected"),
     [
-        (  # asked for as in Torque: -l nodes=2:ppn=2
+        (  # requested as in Torque: -l nodes=2:ppn=2
             told("qstat-xf-success-nodes-ppn"),
             {},
             f"-N train -l walltime=24:00:00 {OUT} {TWO} -q workq {END}",
         ),
-        (  # no walltime was asked for
+        (  # no walltime was requested
             told("qstat-xf-dashdash-absolute-path"),
             {},
             f"-N train {OUT} -l select=2:ncpus=1 -l place=scatter -q workq {END}",
@@ -532,10 +532,10 @@ FIRST = told("qstat-xf-requeued").replace("run_count = 2", "run_count = 1")
     ("first", "later", "session", "run_id"),
     [
         (FIRST, FIRST, 1, "26.head.1"),  # a second launch in one job
-        (FIRST, FIRST, 2, "26.head.1"),  # from a terminal of its own
-        (FIRST, told("qstat-xf-requeued"), 2, "26.head"),  # PBS has started it again: it resumes
-        (FIRST, FIRST.replace("08:47:09", "18:47:09"), 2, "26.head"),  # refused by the lock
-        # Where qstat is silent, the session tells.
+        (FIRST, FIRST, 2, "26.head.1"),  # from another terminal
+        (FIRST, told("qstat-xf-requeued"), 2, "26.head"),  # PBS has restarted it: it resumes
+        (FIRST, FIRST.replace("08:47:09", "18:47:09"), 2, "26.head"),  # rejected by the lock
+        # If qstat does not answer, the session decides.
         (FIRST, "", 1, "26.head.1"),
         ("", FIRST, 1, "26.head.1"),
         ("", "", 1, "26.head.1"),
@@ -578,7 +578,7 @@ def test_a_job_of_torque_is_known_by_its_own_names(qstat: Path) -> None:
         ("26.head", FIRST, False),
         ("26.head", told("qstat-xf-requeued"), False),
         ("26.head", "", False),
-        # The server was installed again.
+        # The server was reinstalled.
         ("26.head", FIRST.replace("08:47:09", "18:47:09"), True),
         ("26.head.1", FIRST.replace("08:47:09", "18:47:09"), True),
         ("mine", FIRST.replace("08:47:09", "18:47:09"), False),
@@ -592,7 +592,7 @@ def test_another_job_of_the_same_id_is_refused(
     note(qstat, FIRST)
     RunLock(tmp_path / run, f"run {run}").close()
     note(qstat, later)
-    cause = r"another job of the same id \(cluster head, submitted Thu Nov 26 08:.*foreign-run\]"
+    cause = r"another job with the same id \(cluster head, submitted Thu Nov 26 08:.*foreign-run\]"
     refusal = pytest.raises(Refused, match=cause) if is_refused else contextlib.nullcontext()
     with refusal:
         RunLock(tmp_path / run, f"run {run}").close()

@@ -1,4 +1,4 @@
-"""The self-test, on real ranks: passes where all is well, and names what is not."""
+"""The self-test on real ranks: it passes if all is well, and names what is not."""
 
 import contextlib
 import io
@@ -20,11 +20,11 @@ from launcher.selftest import bandwidth, main
 from launcher.selftest.barrier import Barrier, StuckError
 from launcher.wire import limits
 
-pytestmark = pytest.mark.slow  # real process groups, seconds each
+pytestmark = pytest.mark.slow  # real process groups take seconds each
 
 
 def _selftest(*options: str) -> tuple[int, str]:
-    """Run one rank's part; how fast it computes is fixed, for that differs on a busy machine."""
+    """Run one rank's part, with a fixed compute speed, which would vary on a busy machine."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
         patch.object(main, "measure_speed", lambda seconds: 1e10),
@@ -100,7 +100,7 @@ def test_one_rank_alone_has_no_bandwidth() -> None:
 
 
 def _selftest_with_broken(collective: str) -> tuple[int, str]:
-    """Run the self-test where one collective gives rank 1 a wrong last element in float32."""
+    """Run the self-test with a collective that gives rank 1 a wrong last element in float32."""
     whole = getattr(dist, collective)
 
     def broken(tensor: torch.Tensor, *arguments: object, **options: object) -> object:
@@ -110,7 +110,7 @@ def _selftest_with_broken(collective: str) -> tuple[int, str]:
         return result
 
     setattr(dist, collective, broken)
-    return _selftest("--test", "basic")  # without speeds, which are another fault on a busy machine
+    return _selftest("--test", "basic")  # without speeds, which can be a fault on a busy machine
 
 
 @pytest.mark.parametrize(

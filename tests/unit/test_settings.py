@@ -73,7 +73,7 @@ def test_a_timeout_alone_is_the_time_to_join_too(
 def test_the_variable_wins_over_the_configs_hang_seconds(
     config: Path, variable: str, given: list[str], limit: float | None
 ) -> None:
-    """None: a rank's beats read the variable."""
+    """The setting becomes None, and a rank's beats read the variable."""
     with (config.parent / "base.yaml").open("a") as file:
         print("distributed: {hang_seconds: 7}", file=file)
     environ = {"HANG_SECONDS": variable}
@@ -164,7 +164,7 @@ def test_a_wrong_override_is_one_line(config: Path, override: str, message: str)
         ("day: 2024-13-45", "not YAML"),
         ("defaults: base", "defaults: should be a list of names"),
         ("defaults: [nonesuch]", "nonesuch.yaml: no such file"),
-        ("seed: \udcff", "can't decode byte 0xff in position 6"),  # bytes that are no text
+        ("seed: \udcff", "can't decode byte 0xff in position 6"),  # bytes that are not text
         (f"zzz.yyy: 3\n{TRAIN}", "zzz.yyy: unknown key"),
         (f"7: 3\n{TRAIN}", "7: "),
         (f'{TRAIN}"a\\e[31m": 1', r"a\x1b[31m: unknown key"),
@@ -243,7 +243,7 @@ def test_a_missing_file_names_those_beside_it(config: Path) -> None:
 def test_the_upper_layer_chooses_between_the_two_batch_sizes(config: Path) -> None:
     train = load(config, ["train.global_batch_size=12", "train.grad_accumulation=2"]).train
     assert train.batch_size is None
-    # Where it does not divide, the nearest that does.
+    # If it is not divisible, the nearest that is.
     assert [train.batch_size_on(ranks) for ranks in (2, 4, 5, 64)] == [3, 2, 1, 1]
     assert "has both" in error_of(config, "train.global_batch_size=12", "train.batch_size=2")
 
@@ -251,7 +251,7 @@ def test_the_upper_layer_chooses_between_the_two_batch_sizes(config: Path) -> No
 CONFIGS = {path.name for path in (ROOT / "config").glob("*.yaml")}
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS - {"distributed.yaml"}))  # defaults for others
+@pytest.mark.parametrize("name", sorted(CONFIGS - {"distributed.yaml"}))  # which only has defaults
 def test_a_shipped_config_runs_on_any_number_of_ranks(name: str) -> None:
     train = load(ROOT / "config" / name).train
     batch = Batch(train.batch_size or 0, train.global_batch_size or 0, train.grad_accumulation)

@@ -1,4 +1,4 @@
-"""Scripts in the shape of public ones: the comparison with torchrun, and a sample of them."""
+"""Scripts modelled on public ones: the comparison with torchrun, and a sample of them."""
 
 import sys
 from collections.abc import Iterator
@@ -42,12 +42,12 @@ def test_numbers_that_differ_under_torchrun_itself_do_not_count() -> None:
 
 
 def cases() -> Iterator[object]:
-    """Yield a sample for make test, and what another torch can break."""
+    """Yield a sample for make test, and the cases that another torch can break."""
     for shape in shapes.SHAPES:
         script = shape.words[0]
         if script == "ordinary.py":
             yield pytest.param(shape, id=script, marks=pytest.mark.another_torch("shapes"))
-        elif script in TORCHS and not shape.restarts:  # at which torchrun itself often fails
+        elif script in TORCHS and not shape.restarts:  # in which torchrun itself often fails
             row = pytest.mark.another_torch("launch" if script == "ddp.py" else "shapes")
             marks = [pytest.mark.long, pytest.mark.in_shapes, row]
             yield pytest.param(shape, id=shape.name, marks=marks)

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: a part from each rank, and one checkpoint of them all."""
+"""Sharded checkpoints: a part from each rank, and one checkpoint of all parts."""
 
 import itertools
 import json
@@ -37,11 +37,11 @@ from distributed.torch import gather_bytes
 
 pytestmark = pytest.mark.slow
 
-SHAPES = (16, 7, 1)  # of the model's layers; 7 and 1 do not divide by the ranks
+SHAPES = (16, 7, 1)  # of the model's layers; 7 and 1 are not divisible by the ranks
 
 
 def _average(rank: int, folder: Path, shard: int) -> None:
-    """The gradient of what every rank has seen is the mean, as under DDP."""
+    """The gradient is the mean over the ranks, as under DDP."""
     model = helper.setup_distributed_models(
         nn.Linear(4, 4, bias=False), strategy="fsdp", sharding=helper.Sharding(shard=shard)
     )
@@ -57,7 +57,7 @@ def test_gradients_are_the_mean_of_all_ranks(tmp_path: Path, shard: int) -> None
 
 
 def make_state(step: int, strategy: str = "single", shard: int | str = "all") -> State:
-    """A model and an AdamW that has made one step, as this rank holds them."""
+    """Return a model and an AdamW that has taken one step, as held by this rank."""
     torch.manual_seed(step)
     layers = [nn.Linear(size, after) for size, after in itertools.pairwise(SHAPES)]
     sharding = helper.Sharding(shard=shard)
@@ -81,7 +81,7 @@ def _save(rank: int, folder: Path, steps: int, strategy: str, shard: int | str =
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that two ranks have saved twice."""
+    """The folder of a run that two ranks saved twice."""
     folder = tmp_path_factory.mktemp("saved")
     on_ranks(2, _save, folder, 2, "fsdp")
     return folder / "run"
@@ -133,7 +133,7 @@ def test_files_of_other_names_are_no_parts(saved: Path, tmp_path: Path) -> None:
 
 
 def forge(folder: Path, more: dict[str, Any] | None = None) -> None:
-    """Give a checkpoint a manifest that fits its files."""
+    """Give a checkpoint a manifest that matches its files."""
     data = [file for file in folder.iterdir() if file.name != "manifest.json"]
     entries = {file.name: files.entry_of(file) for file in data} | (more or {})
     (folder / "manifest.json").write_text(json.dumps({"version": 1, "saved": 0, "files": entries}))
@@ -145,7 +145,7 @@ def _fail_on_rank_1(rank: int, folder: Path) -> None:
     saver.wait()
     helper.barrier()
     if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # write(2) fails beyond
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # write(2) fails beyond this
     saver.save(2, make_state(2, "fsdp"))
     with pytest.raises(CheckpointError, match=r"^step 2 was not saved: rank 1: "):
         saver.wait()
@@ -180,7 +180,7 @@ def test_a_folder_that_is_not_shared_is_named(saved: Path, tmp_path: Path) -> No
 
 
 class SlowSaver(Saver):
-    """Begins to write when it is told to."""
+    """Begins to write only when the test allows it."""
 
     go = threading.Event()
 
@@ -226,7 +226,7 @@ def test_what_a_false_checkpoint_holds_is_not_unpickled(
 ) -> None:
     folder = shutil.copytree(saved / "step-2", tmp_path / "step-2")
     intruder = files.pack(Intruder(str(tmp_path / "opened")))
-    if place == "a part's bytes":  # which torch would read with all that a pickle can do
+    if place == "a part's bytes":  # torch would unpickle it without restrictions
         index = files.unpack((folder / "index.pt").read_bytes())
         index.state_dict_metadata["model.0.bias"] = BytesStorageMetadata()
         (folder / "index.pt").write_bytes(files.pack(index))

@@ -1,7 +1,7 @@
-"""The limits of size: of each file, class and function, and of each wing.
+"""Size limits for each file, class and function, and for each wing.
 
-ruff limits how complex a function is. A wing is measured in tokens (names, operators, numbers and
-strings, without docstrings), for lines can be packed.
+ruff limits the complexity of functions. A wing is measured in tokens (names, operators, numbers and
+strings, without docstrings), because lines can be packed.
 """
 
 import ast
@@ -14,8 +14,8 @@ import pytest
 from agents import ROOT
 
 # Tokens. Planned, with 5 % of slack: launcher/ 76,000, the helper 9,000, checkpoint/ 10,000, the
-# training 20,000. The helper has grown by the calls that a loop with mixed precision, several
-# strategies and an evaluation needs, and by `save` and `load`, so that users need not write them.
+# training 20,000. The helper has grown by the calls for loops with mixed precision, several
+# strategies and an evaluation, and by `save` and `load`, so that users need not write them.
 WINGS = {
     ("launcher",): 96_350,
     ("distributed",): 12_600,
@@ -65,7 +65,7 @@ def parts_of_python(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def parts_of_bash(text: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the same of bash as shfmt sets it: a function ends at the first `}` in its column."""
+    """Yield the same for bash, as formatted by shfmt: a function ends at `}` in its column."""
     for match in re.finditer(r"^( *)([\w-]+)\(\) [{(](?: #.*)?\n(?:.*\n)*?\1[})]", text, re.M):
         yield match[2], match[0].count("\n") + 1, FUNCTION
 

@@ -1,4 +1,4 @@
-"""Snapshots: what a rank copies into memory, and what is read from there."""
+"""Snapshots: what a rank copies into memory, and what is read back."""
 
 import os
 import signal
@@ -132,7 +132,7 @@ def test_a_step_that_the_run_went_back_behind_gives_way(
 ) -> None:
     saver = Saver(tmp_path, keep_last=3)
     take(tmp_path, 20, 25, by=saver)
-    take(tmp_path, 25, by=saver)  # again, after a restart from 20
+    take(tmp_path, 25, by=saver)  # taken again, after a restart from 20
     assert sorted(one.header().step for one in buffers) == [20, 25]
     take(tmp_path, 30, by=saver)
     assert sorted(one.header().step for one in buffers) == [25, 30]
@@ -165,13 +165,13 @@ TAKEN = (*SHARDED, "checkpoint.snapshot_every=5", "checkpoint.every=0")
 
 
 def saver_of(rank: int, folder: Path, files: list[str], on_a_node: int) -> Saver:
-    """Return a rank's saver, where so many ranks are on each node."""
+    """Return a rank's saver, with this many ranks on each node."""
     os.environ |= {FILES: files[rank], "LOCAL_WORLD_SIZE": str(on_a_node)}
     return Saver(folder / "run", keep_last=9, enabled=rank == 0, format="sharded")
 
 
 def on_nodes(ranks: int, function: Callable[..., None], folder: Path, *more: Any) -> NodeSnapshots:
-    """Run function(rank, folder, files, *more) on ranks that have buffers; returns those."""
+    """Run function(rank, folder, files, *more) on ranks that have buffers; returns the buffers."""
     node = NodeSnapshots(ranks)
     files = [node.variables(rank)[FILES] for rank in range(ranks)]
     on_ranks(ranks, function, folder, files, *more)
@@ -184,9 +184,9 @@ Lost = tuple[list[int], list[int], list[int]]  # ranks: without a part, without 
 def _lose_parts(
     rank: int, folder: Path, files: list[str], on_a_node: int, shard: int | str, lost: Lost
 ) -> None:
-    """Take three snapshots, lose parts of the last one, and load the newest that is whole.
+    """Take three snapshots, lose parts of the last one, and load the newest that is complete.
 
-    Some ranks take no third one; lost are those of some on their own nodes, and the copies of some.
+    `lost` lists the ranks that take no third one, that lose their own part, and that lose a copy.
     """
     saver = saver_of(rank, folder, files, on_a_node)
     missed, own, copies = lost
@@ -202,7 +202,7 @@ def _lose_parts(
     found = state_of(folder / "run")
     wanted = make_shared_state(2 if missed or {*own} & {*copies} else 3, "ddp")
     assert found.is_snapshot
-    if on_a_node == len(files):  # what the others lack is gone
+    if on_a_node == len(files):  # steps that other ranks lack are dropped
         assert max(one.header().step for one in _open_buffers()) == wanted.progress["step"]
     assert weights_hash(found.model) == weights_hash(wanted.model)
     assert [*found.ranks] == [{"own": wanted.progress["step"]}] * len(files)
@@ -235,10 +235,10 @@ def test_each_rank_holds_a_part_which_is_on_two_nodes(
 
 
 def _deliver_slowly(rank: int, folder: Path) -> None:
-    """Rank 1 sends rank 3 its part; nobody leaves before it is there."""
+    """Rank 1 sends rank 3 its part; no rank returns before it arrives."""
 
     def slowly(*_: object) -> Iterator[None]:
-        time.sleep(0.5)  # a slow transfer: who does not wait for it has left by then
+        time.sleep(0.5)  # a slow transfer: a rank that does not wait has returned by then
         (folder / f"moved-{rank}").touch()
         return iter(())
 
@@ -260,7 +260,7 @@ def _lose_neighbour(rank: int, folder: Path, files: list[str]) -> None:
         saver.snapshot(step, make_shared_state(step, "fsdp", "all"))
         saver.snapshots.finish()
         if rank == 1 and step == 1:
-            saver.snapshots._copies = []  # it has nowhere to keep another's
+            saver.snapshots._copies = []  # it has no buffer for another rank's part
     assert state_of(folder / "run").progress["step"] == 3
     steps = [one.header().step for one in _open_buffers()]
     assert sorted(steps[:2]) == [2, 3] and sorted(steps[2:]) == [-1, 1]
@@ -281,7 +281,7 @@ def test_the_end_of_a_program_waits_for_no_exchange(tmp_path: Path) -> None:
     node = on_nodes(2, _end_early, tmp_path)
     assert node.step() == 1
     size = max(buffer.header().size for buffer in node._own)
-    assert size > 60 * BEGIN  # it would take a minute and more
+    assert size > 60 * BEGIN  # it would take over a minute
     assert node.parts()[1] == {}
 
 

@@ -1,4 +1,4 @@
-"""Spare nodes: agents on loopback that lose nodes, node rank 0 among them, and go on."""
+"""Spare nodes: agents on loopback that lose nodes, including node rank 0, and continue."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from launcher.wire import limits
 from launcher.wire.messages import Member
 from launcher.wire.node_link import Link
 
-# Every rank says where it is, and trains for ever, or ends in the attempt that is named.
+# Every rank records its place, and trains forever, or exits in the given attempt.
 PROGRAM = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -40,7 +40,7 @@ def start(tmp_path: Path, runs: list[Run]) -> Start:
     script = written(tmp_path / "program.py", PROGRAM)
 
     def begin(nodes: int, spares: int, ends: str, code: int = 0, **environment: str) -> list[Run]:
-        """Start them with two ranks each, to end with a code in the attempt that `ends` names."""
+        """Start nodes with two ranks each, which exit with a code in the attempt `ends`."""
         port = free_port()
         variables = {"SPARES": str(spares), "MIN_NODES": str(nodes), **environment}
         for place in range(nodes + spares):
@@ -55,7 +55,7 @@ def start(tmp_path: Path, runs: list[Run]) -> Start:
 
 
 def finish(runs: list[Run], code: int) -> list[str]:
-    """Wait for the ends; returns what each agent said."""
+    """Wait until all exit; returns each agent's output."""
     told = [run.finish() for run in runs]
     for run, text in zip(runs, told, strict=True):
         run.assert_gone()
@@ -64,7 +64,7 @@ def finish(runs: list[Run], code: int) -> list[str]:
 
 
 def seen(folder: Path, attempt: int) -> list[str]:
-    """Return what the ranks of an attempt said of themselves."""
+    """Return what the ranks of an attempt recorded."""
     return sorted(file.read_text() for file in folder.glob(f"{attempt}.*"))
 
 
@@ -89,7 +89,7 @@ def test_a_spare_takes_the_place_of_a_node_whose_agent_is_gone(
     runs = start(2, 1, "1")
     ready(tmp_path, 4)
     maps = Path(f"/proc/{runs[2].agent_pid()}/maps").read_text()
-    assert "libtorch_python" in maps and runs[2].rank_pids() == []  # it waits
+    assert "libtorch_python" in maps and runs[2].rank_pids() == []  # it is waiting
     lose(runs[lost])
     assert runs[lost].process.wait(PATIENCE_S) == 137
     others = [run for place, run in enumerate(runs) if place != lost]
@@ -113,7 +113,7 @@ def test_without_a_spare_fewer_nodes_go_on(tmp_path: Path, start: Start, lost: i
     assert "; 2 nodes without " in told[0]
 
 
-# --- who sits where -----------------------------------------------------------------------------
+# --- assignments --------------------------------------------------------------------------------
 
 
 @pytest.fixture

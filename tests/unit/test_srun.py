@@ -46,7 +46,7 @@ def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan
         *("--job-name=mine", "--gpus-per-node=2", "--kill-on-bad-exit=1"),
     ]
     assert command[agent:][:4] == ["env", "RUN_ID=mine", "LAUNCH_COMMAND=x.sh c.yaml", "/python"]
-    assert "--node-rank" not in command  # which the agent takes from the step
+    assert "--node-rank" not in command  # the agent takes it from the step
     assert "CUDA" not in " ".join(command)  # SLURM sets it on each node
     assert command[-2:] == ["own.py", "a b"]
 
@@ -103,7 +103,7 @@ def test_one_task_for_each_rank(plan: Plan) -> None:
     assert command[-6:] == ["OMP_NUM_THREADS=1", path, "/python", "-u", "own.py", "a b"]
     with pytest.raises(PlanError, match=r"2\(x2\) per node, for 4 ranks .*-world\]$"):
         srun.step_command(replace(plan, environ=environ), nproc=4, port=1234)
-    del environ["SLURM_NTASKS"]  # the other variable counts the CPUs then
+    del environ["SLURM_NTASKS"]  # then the CPUs come from the other variable
     with pytest.raises(PlanError, match=r"1 per node, for 2 ranks .*-world\]$"):
         srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
 
@@ -190,14 +190,14 @@ sys.exit(step.run_step(job_plan(Path.cwd(), min_nodes=int(sys.argv[2])), ["srun"
 
 
 def told(node_rank: int, capfd: pytest.CaptureFixture[str], *sent: object) -> str:
-    """Return the lines in which a node tells its launcher some messages."""
+    """Return the lines in which a node sends its launcher some messages."""
     for message in sent:
         Control(None, f"t0ken.{node_rank}").tell(message)
     return capfd.readouterr().out
 
 
 def lost(blamed: int, frames: int = 0) -> Outcome:
-    """What an agent tells that has lost another."""
+    """Return the outcome sent by an agent that has lost another."""
     places = [f"my_task.py:{line} in loss" for line in range(frames)]
     failure = Failure(
         "link-lost", "no sign of life", 137, f"node{blamed + 1}", blamed, 9.0, frames=places
@@ -206,7 +206,7 @@ def lost(blamed: int, frames: int = 0) -> Outcome:
 
 
 def run_step(folder: Path, min_nodes: int = 0) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run a step to its end; returns what came of it, and how long it took."""
+    """Run a step to its end; returns the result, and how long it took."""
     began = time.monotonic()
     command = [sys.executable, "-c", RUN, ROOT, min_nodes]
     return run_program(command, folder, LAUNCH_TOKEN="t0ken"), time.monotonic() - began
@@ -281,7 +281,7 @@ def test_without_a_word_of_the_agents_sruns_code_counts(tmp_path: Path, tools: P
 
 @pytest.mark.parametrize(
     ("reason", "code", "signum", "environment", "expected"),
-    [  # squeue's reason, the code and the signal of the end that was told, the fault and the code
+    [  # squeue's reason, the reported code and signal, the resulting fault and code
         ("TimeLimit", 143, signal.SIGTERM, "requeued-batch-step", ("time-limit", 143)),
         ("TimeLimit", 1, signal.SIGTERM, "requeued-batch-step", ("time-limit", 143)),
         ("TimeLimit", 138, signal.SIGUSR1, "requeued-batch-step", ("time-limit", 143)),
@@ -356,7 +356,7 @@ def test_a_notice_that_no_file_can_tell_is_sent_by_srun(plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     ("squeue", "cancelled", "expected"),
-    [  # what squeue does, the steps that scancel gets, the signal that srun gets
+    [  # squeue's behaviour, the steps given to scancel, the signal sent to srun
         (
             "printf '7.0 other\\n7.1 mine\\n7.batch batch\\n7.2 mine too\\n'",
             "--quiet --signal=TERM 7.1",

@@ -1,6 +1,6 @@
-"""Launches over ssh and pdsh, where a bash on this machine stands for ssh.
+"""Launches over ssh and pdsh, with a bash on this machine instead of ssh.
 
-The launcher, its far side and pdsh are the real ones; the agent is a script of a few lines.
+The launcher, its remote side and pdsh are real; the agent is a script of a few lines.
 """
 
 import json
@@ -77,7 +77,7 @@ BEAT_S = 2.0
 
 
 class Nodes:
-    """A folder that says how each node behaves, and the launcher's environment."""
+    """A folder that defines how each node behaves, and the launcher's environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -102,7 +102,7 @@ class Nodes:
         self.started: list[subprocess.Popen[bytes]] = []
 
     def agent(self, script: str) -> None:
-        """Say what each node's agent does, after TELL."""
+        """Set what each node's agent does, after TELL."""
         (self.nodes / "agent.py").write_text(f"{TELL}\n{script}")
 
     def start(
@@ -129,7 +129,7 @@ class Nodes:
         return launcher.returncode, out.decode(), err.decode()
 
     def wait_for(self, name: str) -> str:
-        """Return what an agent has written into a file, as soon as it has."""
+        """Return the content of a file as soon as an agent has written it."""
         file = self.nodes / name
         eventually(lambda: file.exists() and file.read_text() != "", name)
         return file.read_text()
@@ -188,7 +188,7 @@ def test_the_end_of_pdshs_connection_ends_the_agent(nodes: Nodes) -> None:
     assert b"FAILED   node agent 0 (n0) " in err and b"[launcher-killed]\n" in err
 
 
-# --- what a node says is data -------------------------------------------------------------------
+# --- a node's output is data --------------------------------------------------------------------
 
 COMMAND = "RANKS[$(touch pwned)]"
 
@@ -206,7 +206,7 @@ COMMAND = "RANKS[$(touch pwned)]"
         '{"Report":\xff',
         json.dumps({"Hello": {"address": COMMAND}}),
     ],
-    ids=lambda answer: answer[:40],  # a report has the time
+    ids=lambda answer: answer[:40],  # a report contains the time
 )
 def test_a_report_that_does_not_fit_is_refused(nodes: Nodes, answer: str) -> None:
     (nodes.nodes / "n0").write_text(f"{LIE}\nsay {shlex.quote(answer)}\nexit 0")
@@ -235,7 +235,7 @@ def test_an_end_that_does_not_fit_is_a_lost_node(nodes: Nodes, answer: object) -
     assert not list(nodes.folder.rglob("pwned"))
 
 
-# --- a terminal that takes nothing --------------------------------------------------------------
+# --- a terminal that accepts no output ----------------------------------------------------------
 
 
 def test_a_reader_that_stalls_delays_neither_the_run_nor_its_stop(nodes: Nodes) -> None:
@@ -251,7 +251,7 @@ def test_a_reader_that_stalls_delays_neither_the_run_nor_its_stop(nodes: Nodes) 
     nodes.wait_for("printed")
     launcher.terminate()
     assert nodes.wait_for("told") == '{"StopRequest":{"signum":15}}\n'
-    assert launcher.wait(PATIENCE_S) == 75  # without a reader
+    assert launcher.wait(PATIENCE_S) == 75  # although nothing reads its output
     assert launcher.stdout is not None and launcher.stderr is not None
     assert b"not shown" not in launcher.stderr.read()
 
@@ -296,7 +296,7 @@ def test_in_a_pbs_job_each_node_gets_its_own_gpus_and_no_threads(nodes: Nodes) -
     nodes.agent(DUMP)
     make_tool(nodes.folder / "tools/pbsdsh", PBSDSH)
     (nodes.folder / "file").write_text("n0\nn0\nn1\n")
-    for node in ("n0", "n1"):  # a login has nothing of the job
+    for node in ("n0", "n1"):  # a login lacks the job's variables
         (nodes.nodes / node).write_text(
             "exec env -u PBS_JOBID -u NCPUS -u OMP_NUM_THREADS -u CUDA_VISIBLE_DEVICES bash -s"
         )
@@ -356,7 +356,7 @@ def test_a_process_that_stays_is_killed_and_counted(nodes: Nodes) -> None:
     assert not is_alive(nodes.process("stays"))
 
 
-# As a supervisor: it ends with its launcher, or without a sign of life from it.
+# Like a supervisor, it exits with its launcher, or if it has no sign of life from it.
 HELD = """
 import select
 open(os.environ['FAKE_NODES'] + '/agent.' + rank, 'w').write(str(os.getppid()))
@@ -384,7 +384,7 @@ def test_a_launcher_that_stood_still_says_so(nodes: Nodes) -> None:
     assert b"[launcher-killed]\n" in err
 
 
-# As an agent that hears nothing of another, and saves before it leaves; node 1's goes on.
+# Like an agent that hears nothing from another, it saves and exits; node 1's continues.
 SAVES = f"""
 import select
 open(os.environ['FAKE_NODES'] + '/agent.' + rank, 'w').write(str(os.getppid()))
@@ -424,7 +424,7 @@ def test_a_silent_node_is_a_lost_link_and_the_others_may_save(
 
 @pytest.mark.long
 def test_what_is_left_on_a_node_that_was_silent_at_the_end_is_ended(nodes: Nodes) -> None:
-    """Another node's agent has given it up before the launcher did."""
+    """Another node's agent gave it up before the launcher did."""
     nodes.agent(f"if rank == '0': time.sleep({0.7 * limits.SILENCE_S}); sys.exit(137)\n{HELD}")
     launcher = nodes.start("-", "1", "n0", "n1")
     part = nodes.process("agent.1")

@@ -1,4 +1,4 @@
-"""After a stop signal each rank has its time, and the end says what each did."""
+"""After a stop signal, each rank has time to save, and the end shows what each did."""
 
 import os
 import random
@@ -29,7 +29,7 @@ print(f"ready {rank}", flush=True)
 while not asked:
     time.sleep(0.01)
 """
-PROGRAMS = {  # -> of rank 1; exit code, how the ranks ended
+PROGRAMS = {  # what rank 1 does -> exit code, how the ranks ended
     "sys.exit(1)": (1, "rank 0 exited with code 0, rank 1 exited with code 1"),
     "raise KeyboardInterrupt": (130, "rank 0 exited with code 0, rank 1 ended by SIGINT"),
     "sys.exit(75)": (143, "rank 0 exited with code 0, rank 1 exited with code 75"),
@@ -42,14 +42,14 @@ OFTEN = "sys.exit(75)"
 def stop(
     runs: list[Run], folder: Path, leaves: str, *, save_s: float = 3, after_s: float = 0
 ) -> tuple[bool, str]:
-    """Stop two ranks, of which one leaves and one saves for so long.
+    """Stop two ranks, one of which exits while the other saves for `save_s`.
 
-    Returns whether the end was told rightly, and all that was said.
+    Returns whether the end was reported correctly, and all output.
     """
     script, save = folder / "program.py", f"Path({str(folder)!r}, 'saved').write_text('all')"
     tail = f"if rank == 1:\n    {leaves}\nelse:\n    time.sleep({save_s})\n    {save}\n"
     script.write_text(HEAD + tail)
-    grace = "10" if "sleep" in leaves else "60"  # all of it passes for the one that stays
+    grace = "10" if "sleep" in leaves else "60"  # a rank that stays uses all of it
     run = Run(["--nproc-per-node=2", str(script)], LAUNCH_COMMAND="again", GRACE=grace)
     runs.append(run)
     run.wait_for("ready 0", "ready 1")
@@ -73,7 +73,7 @@ def test_one_that_leaves_does_not_end_the_save_of_another(
 
 
 def stop_at_random(folder: Path) -> tuple[bool, bool]:
-    """Stop two ranks, of which one leaves at once and one saves for 5 s; is it saved, and told?"""
+    """Stop two ranks, one exits at once and one saves for 5 s; returns (is saved, is reported)."""
     runs: list[Run] = []
     try:
         told, _ = stop(runs, folder, "sys.exit(1)", save_s=5, after_s=random.uniform(0, 1))
@@ -105,7 +105,7 @@ def test_a_signal_stops_a_rank_on_its_own_at_the_next_step(signum: signal.Signal
     asked.ask()
     assert not asked.agreed()
     os.kill(os.getpid(), signum)
-    os.kill(os.getpid(), signum)  # schedulers send it twice
+    os.kill(os.getpid(), signum)  # schedulers send the signal twice
     asked.ask()
     assert asked.agreed() and asked.reason == signum.name
 

@@ -1,4 +1,4 @@
-"""The suite itself: each promise has a test, what is set is undone, a part that hangs is ended."""
+"""The suite itself: each promise has a test, changes are undone, a part that hangs is ended."""
 
 import ast
 import contextlib
@@ -25,7 +25,7 @@ def test_what_a_test_blocks_is_undone(turn: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bats") is None, reason="bats is not installed")
 def test_a_part_that_hangs_is_ended_and_counted(tmp_path: Path) -> None:
-    """In a copy of the suite, whose checks of the code all pass."""
+    """Runs in a copy of the suite, whose checks of the code all pass."""
     for folder in ("tests/scripts", "tests/cluster", "bench", "bin"):
         (tmp_path / folder).mkdir(parents=True)
     script = (ROOT / "tests/run.sh").read_text().replace("PART_LIMIT=3h", "PART_LIMIT=3s")
@@ -43,7 +43,7 @@ def test_a_part_that_hangs_is_ended_and_counted(tmp_path: Path) -> None:
 
 
 def is_in(link: Path, folder: Path) -> bool:
-    with contextlib.suppress(OSError):  # it has ended, or is none of ours
+    with contextlib.suppress(OSError):  # it has exited, or is not ours
         return link.readlink() == folder
     return False
 
@@ -80,7 +80,7 @@ def test_a_cell_tells_what_its_tests_did(errors: list[str], cell: str) -> None:
 
 
 def is_run(file: Path, name: str) -> bool:
-    """Return whether `make test` runs a test of that name, or one whose name begins so in bats."""
+    """Return whether `make test` runs a test of that name, which in bats may be a prefix."""
     text = file.read_text()
     if file.suffix == ".py":
         functions = [one for one in ast.parse(text).body if isinstance(one, ast.FunctionDef)]

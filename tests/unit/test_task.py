@@ -1,4 +1,4 @@
-"""A task of one's own, with all that it may have: evaluate, optimizer, schedule, loader, an end."""
+"""A user's own task, with all that it may define: evaluate, optimizer, schedule, loader, an end."""
 
 import types
 from pathlib import Path
@@ -14,7 +14,7 @@ from training.tasks import score
 
 pytestmark = pytest.mark.slow
 
-# Points left and right of a line; the weights, the order and the noise are drawn at random.
+# Points left and right of a line; the weights, the order and the noise are random.
 TASK = """
 import os, signal
 import torch
@@ -136,7 +136,7 @@ def test_an_optimizer_and_a_schedule_of_ones_own_resume_exactly(work: Work, task
     assert max(rates.values()) == pytest.approx(0.5, abs=0.02)
     work.run(f"parts-{task}", 2, word, code=75, STOP_AFTER="11")
     told = work.run(f"parts-{task}", 1, "task=points:Points", code=2)
-    assert "the checkpoint is of another optimizer" in told
+    assert "the checkpoint belongs to another optimizer" in told
     work.run(f"parts-{task}", 2, word)
     parts, whole = (weights_hash(work.weights(f"{one}-{task}")) for one in ("parts", "whole"))
     assert parts == whole
@@ -153,12 +153,12 @@ def test_a_task_is_found_beside_its_config(work: Work, tmp_path: Path) -> None:
 def test_the_loss_of_ranks_counts_by_its_terms(work: Work) -> None:
     told = work.run("uneven", 2, "task=points:Uneven", "train.max_steps=4")
     assert work.metrics("uneven", "loss") == dict.fromkeys(range(1, 5), 4.0)
-    assert "accuracy" in told and not work.metrics("uneven", "validation_rare")  # no terms at all
+    assert "accuracy" in told and not work.metrics("uneven", "validation_rare")  # it had no terms
 
 
 @pytest.mark.long
 def test_a_schedule_by_steps_goes_on_where_it_was(work: Work) -> None:
-    """JSON would turn its steps into words, and the rate would never change again."""
+    """JSON would turn its steps into strings, and the rate would never change again."""
     work.run("steps", 1, "task=points:Steps", code=75, STOP_AFTER="6")
     work.run("steps", 2, "task=points:Steps")
     rates = work.metrics("steps", "lr")
@@ -176,7 +176,7 @@ def test_a_task_may_end_the_run(work: Work, task: str, nproc: int, step: int) ->
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("nproc", "task", "settings"),
-    [  # a first backward pass, which DDP's order of buckets needs, read `train` by its index
+    [  # the backward pass for DDP's bucket order used to index `train`
         (4, "Streaming", ["train.batch_size=1"]),
         (3, "Blind", ["train.eval_every=0"]),
     ],
@@ -190,8 +190,8 @@ def test_data_may_lack_a_length_and_data_to_validate_on_may_be_missing(
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [  # one rank would be done with an epoch first, and the others wait for it
-        (["task=points:Unlike"], "data: rank 1 and rank 0 differ; give every node the same"),
+    [  # one rank would finish an epoch first, and the others would wait for it
+        (["task=points:Unlike"], "data: rank 1 and rank 0 have different data; give every"),
         *rarely(
             (
                 ["task=points:Streaming", "train.epochs=3"],
@@ -208,6 +208,6 @@ def test_a_best_that_no_validation_returns_is_told() -> None:
     task: Any = types.SimpleNamespace(best="acuracy", best_is_highest=True)
     with pytest.warns(UserWarning, match="best is 'acuracy', and evaluate returns loss, accuracy;"):
         assert score(task, {"loss": 1.0, "accuracy": 0.5}) == {}
-    assert score(task, {}) == {}  # there was none
+    assert score(task, {}) == {}  # there was no validation
     task.best = "accuracy"
     assert score(task, {"accuracy": 0.5}) == {"validation_loss": None, "score": -0.5}

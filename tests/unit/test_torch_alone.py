@@ -1,4 +1,4 @@
-"""Runs of every kind where torch is installed, what torch requires, and nothing else."""
+"""All kinds of runs in an environment with only torch and its requirements."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from agents import ROOT, run_program
 
 pytestmark = pytest.mark.slow
 LAUNCH = [ROOT / "scripts/launch.sh", "--nproc-per-node=2"]
-RUN_ID = f"alone-{os.getpid()}"  # a run's port follows from it
+RUN_ID = f"alone-{os.getpid()}"  # a run's port is derived from it
 GLOO_SAYS = re.compile(r"^\[Gloo\] Rank .*\n", re.M)  # on stdout, in some versions of torch
 PLAN = re.compile(r"\A(?:[a-z].*\n)*logs  .*\n")
 RAISES = """
@@ -24,19 +24,19 @@ time.sleep(600)
 
 @dataclass
 class Place:
-    """A folder, and the Python that its runs have."""
+    """A folder, and the Python of its runs."""
 
     folder: Path
     python: Path
 
     def run(self, *command: object, **variables: str) -> tuple[int, str, str]:
-        """Returns the exit code, stdout, and what stderr says after the plan."""
+        """Return the exit code, stdout, and what stderr shows after the plan."""
         own = {"PYTHON": str(self.python), "RUN_ID": RUN_ID, "OMP_NUM_THREADS": "1"}
         done = run_program(command, self.folder, **own, **variables)
         return done.returncode, GLOO_SAYS.sub("", done.stdout), PLAN.sub("", done.stderr)
 
     def ours(self, module: str, *words: object) -> tuple[int, str, str]:
-        """Run a module of ours, by its name; torch's own word on NumPy is left out."""
+        """Run one of our modules, by its name; torch's own message about NumPy is omitted."""
         code, out, err = self.run(self.python, "-m", module, *words, PYTHONPATH=str(ROOT))
         return code, out, re.sub(r".*UserWarning: Failed to initialize NumPy.*\n.*\n", "", err)
 
@@ -78,7 +78,7 @@ def test_an_example_ends_well_and_its_checkpoint_is_whole(place: Place) -> None:
     assert (code, out, err) == (0, "step-100       intact\n", "")
     code, out, err = place.ours("distributed.checkpoint", "hash", folder)
     assert code == 0 and re.fullmatch(r"[0-9a-f]{64}\n", out) and err == ""
-    assert place.run(*command) == (0, "", "")  # it has nothing left to do
+    assert place.run(*command) == (0, "", "")  # it has no steps left
 
 
 @pytest.mark.another_torch("failure block")

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 def both(function: Any, *arguments: object) -> list[Any]:
-    """Run a function on two ranks that have joined; returns what each returned, by rank."""
+    """Run a function on two ranks that have joined; returns each rank's result, by rank."""
     return run_ranks(_joined, function, arguments, ranks=[0, 1], world_size=2)
 
 
@@ -145,7 +145,7 @@ def test_the_mean_of_tensors() -> None:
     assert first == [
         (single, [[1.5], [3.0]]),
         (single, 0.5),
-        (single, 256.0),  # bfloat16 has no 257: rank 1 had 256 too
+        (single, 256.0),  # bfloat16 has no 257: rank 1 also had 256
         (single, 1.5),
         (double, 0.5),
     ]
@@ -189,7 +189,7 @@ def test_where_rank_0_fails_nobody_waits() -> None:
     first, other = both(_fail_first)
     assert first == "OSError: no space left"
     assert other == "RuntimeError: rank 0 failed in main_first(); its message says why"
-    assert is_peer_lost(other) and not is_peer_lost(first)  # the block shows rank 0's
+    assert is_peer_lost(other) and not is_peer_lost(first)  # the failure block shows rank 0's error
     assert time.monotonic() - start < PATIENCE_S
 
 
@@ -233,7 +233,7 @@ def _orders(workers: int) -> tuple[list[list[int]], list[list[int]]]:
         range(70),  # type: ignore[arg-type]
         8,
         shuffle=True,
-        drop_last=True,  # of each rank's 35 samples, three
+        drop_last=True,  # drops three of each rank's 35 samples
         num_workers=workers,
     )
     assert loader.persistent_workers == (workers > 0)
@@ -288,7 +288,7 @@ def test_autocast_computes_in_the_type_that_is_named() -> None:
 
 
 def _skip(strategy: str) -> tuple[int, float, list[float]]:
-    """The loss of rank 1 is infinite in the second of three steps, and reaches one row's shard."""
+    """Rank 1's loss is infinite in the second of three steps, and affects one row's shard."""
     torch.manual_seed(0)
     model = helper.setup_distributed_models(nn.Linear(2, 2, bias=False), strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -334,7 +334,7 @@ def test_no_scaler_is_needed_for_other_types(dtype: str | None) -> None:
 
 
 class Loop:
-    """A loop as a user writes it, which draws random numbers."""
+    """A loop as users write it, which draws random numbers."""
 
     def __init__(self, strategy: str = "auto", dtype: str | None = None) -> None:
         env = helper.init_distributed()

@@ -31,7 +31,7 @@ from distributed import collectives, limits, rendezvous
 from distributed import torch as helper
 from distributed.environment import LauncherError, detect
 
-pytestmark = pytest.mark.slow  # real process groups, seconds each
+pytestmark = pytest.mark.slow  # real process groups take seconds each
 
 
 def own_environment(**more: str) -> dict[str, Any]:
@@ -45,9 +45,9 @@ FORKSERVER.set_forkserver_preload(["torch", "torch._dynamo"])
 def run_ranks(
     function: Callable[..., object], *arguments: object, ranks: Sequence[int], world_size: int
 ) -> list[Any]:
-    """Run function(*arguments) as each of these ranks, started as by hand without a launcher.
+    """Run function(*arguments) as each of these ranks, started as if by hand, without a launcher.
 
-    Returns what each returned, or its exception in words, in the order given.
+    Returns each rank's result, or its exception as text, in the order given.
     """
     variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
     environment = own_environment(**variables, MASTER_PORT=str(free_port()))
@@ -84,7 +84,7 @@ def _rank(
 
 
 def _join_late(late_s: float) -> tuple[float, float]:
-    """Return when this rank was in the process group, and when it was told that all were."""
+    """Return when this rank had joined the process group, and when it knew that all had."""
     joined, join = [], dist.init_process_group
 
     def slow_join(*arguments: Any, **options: Any) -> None:
@@ -108,7 +108,7 @@ def test_rank_0_does_not_leave_with_its_store_while_others_join() -> None:
 
 def _share() -> dict[str, Any]:
     env = helper.init_distributed()
-    helper.seed_everything(7, env.rank)  # weights differ until rank 0's are given to all
+    helper.seed_everything(7, env.rank)  # weights differ until all ranks get rank 0's
     frozen = nn.Linear(1, 1).requires_grad_(False)
     models: Any = helper.setup_distributed_models(frozen, nn.Linear(3, 1), None)
     teacher, model, _ = models
@@ -146,12 +146,12 @@ def test_ranks_join_share_data_and_agree() -> None:
     first, other = found
     assert first == other  # the weights of both are rank 0's
     assert first["kinds"] == ["Linear", "DistributedDataParallel", "NoneType"]
-    assert first["gradients"] == (5.0, 5.5)  # kept 5; then the mean of 5 and 6
+    assert first["gradients"] == (5.0, 5.5)  # 5 is kept; then the mean of 5 and 6
     assert (first["uneven"], first["empty"]) == ({"z": 2 / 3, "a": 1.5}, {"z": 4.0})
 
 
 def _held_after_calls() -> int:
-    """Count the tensors that a thread still holds when the call is over."""
+    """Count the tensors that a thread still holds after the call."""
     helper.init_distributed()
     held = 0
     for _ in range(200):
@@ -163,7 +163,7 @@ def _held_after_calls() -> int:
 
 
 def test_no_thread_holds_a_tensor_after_the_call() -> None:
-    """It would take the GIL to let go, and where the program ends just then, Python aborts."""
+    """It would take the GIL to release one; if the program exits just then, Python aborts."""
     assert run_ranks(_held_after_calls, ranks=[0, 1], world_size=2) == [0, 0]
 
 
@@ -189,7 +189,7 @@ def test_missing_ranks_are_named_in_time() -> None:
     assert "within 2 s" in error and 2 < time.monotonic() - start < PATIENCE_S
     first, other = run_ranks(_join, 8.0, ranks=[0, 2], world_size=4)
     assert "2 of 4 ranks did not join" in first and ": rank 1, 3; " in first
-    assert other == first  # rank 0 takes the store with it when it goes, and not before
+    assert other == first  # rank 0's store ends with rank 0, and not before
 
 
 def test_missing_master_is_named_in_time_without_a_trace_of_torch() -> None:
@@ -214,7 +214,7 @@ def test_gpu_used_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     places = [dataclasses.replace(detect({}), rank=rank, world_size=3) for rank in range(3)]
     faults = []
-    for env, uuid in zip(places, ("aa", "bb", "aa"), strict=True):  # no GPU has to be here
+    for env, uuid in zip(places, ("aa", "bb", "aa"), strict=True):  # works without a GPU
         gpu = SimpleNamespace(uuid=uuid)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
         faults.append(rendezvous._check_in(store, env, torch.device("cpu"), "nccl"))
@@ -304,7 +304,7 @@ def test_alone_everything_works_without_a_group() -> None:
     helper.barrier()
     assert helper.sync_metrics({"loss": 2.5}, weight=9) == {"loss": 2.5}
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a loss as a loop has it
+        warnings.simplefilter("error")  # a loss like that of a loop
         loss = torch.ones((), requires_grad=True) * 2
         assert helper.sync_metrics({"loss": loss}) == {"loss": 2.0}
     model = nn.Linear(2, 2)
@@ -415,7 +415,7 @@ LAUNCHERS = {
     "launch": [*PYTHON, "torch.distributed.launch", "--use-env", *OPTIONS],
     "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3"],
 }
-# Rank 2 of three leaves before it joins, or is told that it is rank 1.
+# Rank 2 of three exits before it joins, or gets rank 1's number.
 WRONG = """
 own=OMPI_COMM_WORLD_
 [[ ${OMPI_COMM_WORLD_RANK:-} ]] || own=
@@ -449,6 +449,6 @@ def test_every_rank_that_joins_says_the_same_line(
     assert len(lines) == (2 if fault == "missing" else 3) and len({*lines}) == 1, done.stderr
     assert re.fullmatch(f"train\\.py: {SAID[fault]}", lines[0])
     assert "Traceback" not in done.stderr.partition("torch/distributed")[0]
-    codes = re.findall(r"exitcode +: (\d+) ", done.stderr)  # torchrun's own is 1
+    codes = re.findall(r"exitcode +: (\d+) ", done.stderr)  # torchrun's own exit code is 1
     assert codes or launcher == "mpirun"
     assert {*(codes or [str(done.returncode)])} == {"2"}, done.stderr

@@ -1,4 +1,4 @@
-"""The names of torch that one file may use alone: this torch has each, or what replaces it."""
+"""The torch names that only one file may use: this torch has each, or its replacement."""
 
 import json
 import re
@@ -22,23 +22,23 @@ from launcher.agent import fork, torchrun_arguments
 
 HOME = ROOT / "distributed/torch_internals.py"
 pytestmark = pytest.mark.another_torch("private names")
-# With an underscore, or in no documentation.
+# Names with an underscore, or without documentation.
 PRIVATE = re.compile(
     r"\b(?:torch|dist|nn)(?:\.\w+)*\._[a-z]\w*|from torch[\w.]* import (?:\([^)]*|.*)\b_[a-z]\w*"
     r"|torch\.numa\b|\belastic\.(?:rendezvous\.)?utils\b"
 )
 
 
-# --- who uses them ------------------------------------------------------------------------------
+# --- which files use them -----------------------------------------------------------------------
 
 
 def test_one_file_alone_uses_private_names_of_torch() -> None:
     found = {file: PRIVATE.findall(file.read_text()) for file in MODULES}
-    assert len(found.pop(HOME)) > 10  # it can be seen
+    assert len(found.pop(HOME)) > 10  # the search finds them
     assert {str(file): names for file, names in found.items() if names} == {}
 
 
-# --- that this torch has them -------------------------------------------------------------------
+# --- this torch has them ------------------------------------------------------------------------
 
 
 def test_this_torch_has_each() -> None:
@@ -65,13 +65,13 @@ def test_blocks_are_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.optimize_ddp is False
 
 
-# --- what is done without them ------------------------------------------------------------------
+# --- what happens without them ------------------------------------------------------------------
 
 
 def test_the_store_takes_over_the_port_that_is_open() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    early = socket.create_connection(("127.0.0.1", port))  # before there is a store
+    early = socket.create_connection(("127.0.0.1", port))  # before the store exists
     store = torch_internals.serve_store("127.0.0.1", port, listener.detach())
     with pytest.raises(OSError, match="in use"):
         socket.create_server(("127.0.0.1", port))

@@ -38,13 +38,13 @@ TINY = [
 def run(
     folder: Path, *arguments: object, program: object = TRAIN, processes: int = 1, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run train.py or another to its end, several processes under an agent."""
+    """Run train.py or another program to its end; several processes run under an agent."""
     command = [*AGENT, f"--nproc-per-node={processes}"] if processes > 1 else [sys.executable]
     return execute(folder, *command, program, *arguments, **{"OMP_NUM_THREADS": "1", **options})
 
 
 def check(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run train.py where `import torch` fails."""
+    """Run train.py with an `import torch` that fails."""
     code = (
         "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('train.py', {}, '__main__')"
     )
@@ -53,7 +53,7 @@ def check(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of text whose path needs care."""
+    """A folder of text whose path has special characters."""
     folder = tmp_path_factory.mktemp("a b 'c' \"d\" $HOME ü")
     for n in range(40):
         (folder / f"{n}.txt").write_text(f"the text of file number {n}\n" * 10)
@@ -125,7 +125,7 @@ def test_check_tells_launchers_in_json() -> None:
 
 
 def test_the_home_folder_is_meant_by_its_sign() -> None:
-    """A folder called ~ would be made else, which is a trap for whoever removes it."""
+    """Otherwise a folder named ~ would be created, which is dangerous to remove."""
     words = ("--config", LOCAL3, "--check", "--json", "checkpoint.dir=~/kept")
     assert json.loads(check(*words, HOME="/home/me").stdout)["checkpoint_dir"] == "/home/me/kept"
     done = check("--config", LOCAL3, "--check", "data.path=~nobody-here/text")
@@ -158,7 +158,7 @@ def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], message: str) ->
 
 
 def test_a_mistake_of_one_rank_is_one_line(tmp_path: Path, text: Path) -> None:
-    """Each rank starts in a folder of its own; only rank 0's holds the data."""
+    """Each rank starts in its own folder; only rank 0's holds the data."""
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
     (tmp_path / "0/text").symlink_to(text)
@@ -218,7 +218,7 @@ def test_the_users_umask_decides_who_can_read_a_run(tmp_path: Path, text: Path, 
         assert path.stat().st_mode & 0o777 == mode, path
 
 
-# As on a GPU: a CPU computes in float32, whatever the config says.
+# Makes a CPU behave like a GPU: normally, it computes in float32 whatever the config says.
 MIXED = """
 import sys
 import train
@@ -232,7 +232,7 @@ train.helper.finish(train.train(*start("")))
 def train_mixed(
     folder: Path, text: Path, dtype: str, *settings: str, program: str = MIXED, **options: Any
 ) -> tuple[str, State]:
-    """Train as on a GPU; returns what was printed, and what was saved."""
+    """Train as on a GPU; returns the output and the saved state."""
     (folder / "mixed.py").write_text(program)
     precision = f"distributed.mixed_precision.dtype={dtype}"
     options = {"program": "mixed.py", "processes": 1, "PYTHONPATH": str(ROOT), **options}
@@ -269,12 +269,12 @@ def test_a_run_saved_without_a_scaler_resumes_with_float16(
 def test_mixed_precision_on_a_cpu_is_said_not_to_be(tmp_path: Path, text: Path) -> None:
     words = ["distributed.mixed_precision.enabled=true", "train.max_steps=1"]
     done = run_tiny(tmp_path, text, "mixed", *words)
-    line = "precision  float32: mixed precision is for GPUs\n"
+    line = "precision  float32: mixed precision needs a GPU\n"
     assert done.stderr.count(line) == (0 if torch.cuda.is_available() else 1)
 
 
 def test_skipped_steps_are_told_once_at_the_end(tmp_path: Path, text: Path) -> None:
-    """The scaler begins with a factor that float16 overflows with."""
+    """The scaler begins with a factor that makes float16 overflow."""
     program = MIXED.replace(
         "train.helper.finish(",
         "make = train.helper.grad_scaler\n"
@@ -307,7 +307,7 @@ def test_the_settings_are_kept_and_a_resume_with_others_names_them(
     before = hash_of(trained / "checkpoints/longer")
     words = ("--config", kept, "train.max_steps=8")
     again = run(trained, *words, RUN_ID="longer", LAUNCH_COMMAND="launch 'a b'")
-    assert "resumed    after step 8\nmodel " in again.stderr  # it has nothing left to do
+    assert "resumed    after step 8\nmodel " in again.stderr  # it has no steps left
     assert "resume     RUN_ID=longer launch 'a b'\n" in again.stdout
     assert hash_of(trained / "checkpoints/longer") == before
 
@@ -316,7 +316,7 @@ def test_the_resume_line_without_a_launcher_or_its_command(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "argv", ["train.py", "a=1", "resume=never"])
     environment = detect({"RUN_ID": "r1"})
     assert resume_line(environment, None) == "resume     RUN_ID=r1 python train.py a=1"
-    assert resume_line(environment, "") == ""  # the launcher knows none that is right
+    assert resume_line(environment, "") == ""  # the launcher knows no correct command
 
 
 def test_resume_never_and_resume_from_a_path(trained: Path, text: Path) -> None:
@@ -376,7 +376,7 @@ def test_the_first_limit_ends_the_run() -> None:
     [
         ({"global_batch_size": 32}, 3, None, 11),
         ({"global_batch_size": 32}, 3, (3, 33), 11),
-        ({"global_batch_size": 32}, 2, (3, 33), 16),  # the config's again
+        ({"global_batch_size": 32}, 2, (3, 33), 16),  # the config's value again
         ({"global_batch_size": 32}, 3, (2, 32), "32 samples are not divisible by 3"),
         ({"batch_size": 8}, 2, (4, 32), 16),
         ({"batch_size": 8}, 3, (4, 32), "32 samples are not divisible by 3"),
@@ -394,7 +394,7 @@ def test_the_batch_of_a_run_that_is_resumed(
             choose_batch_size(train, ranks, saved or None)
 
 
-# --- the same final weights, whichever entry point started it -------------------------------------
+# --- the same final weights with every entry point ------------------------------------------------
 
 
 SHORT = ["train.max_steps=6", "train.eval_every=0", "checkpoint.every=3", "model.dropout=0.1"]
@@ -411,7 +411,7 @@ LAUNCHERS = [
 
 
 def commands(launcher: str) -> list[list[str]]:
-    """The command of each node."""
+    """Return the command of each node."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     by_launch = ["env", f"ENGINE={launcher}", *AGENT]
     port = str(free_port())
@@ -435,7 +435,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def weights_of(launcher: str, folder: Path) -> str:
     """Train a few steps and return the hash of the final weights."""
-    run_id = f"same-{os.getpid()}"  # it gives the port, and another worker may run one, too
+    run_id = f"same-{os.getpid()}"  # the port depends on it, and another worker may also run one
     environment = {**os.environ, "PYTHON": sys.executable, "RUN_ID": run_id, "BACKEND": "gloo"}
     environment |= {"LOG_DIR": f"{folder}/logs", "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
     settings = [*SHORT, f"checkpoint.dir={folder}/checkpoints"]
@@ -465,7 +465,7 @@ WORDS = [
     *("train.global_batch_size=8", "train.warmup_steps=2", "train.eval_every=25"),
     *("train.log_every=1", f"train.max_steps={STEPS}", "checkpoint.every=0"),
 ]
-REFERENCE = f"single-{os.getpid()}"  # workers of pytest may begin at once: a port for each
+REFERENCE = f"single-{os.getpid()}"  # each pytest worker needs its own port
 FSDP = pytest.mark.another_torch("FSDP")
 
 
@@ -563,7 +563,7 @@ def test_a_run_moves_between_strategies(
 
 @pytest.mark.parametrize("strategy", ["ddp", *rarely("fsdp")])
 def test_between_two_log_lines_no_step_waits_for_the_device(tmp_path: Path, strategy: str) -> None:
-    """Of a run in which each step is watched."""
+    """Check each step of a run."""
     words = ["--config", LOCAL3, *WORDS, f"distributed.strategy={strategy}"]
     words += ["train.log_every=3", "train.max_steps=8", "train.grad_accumulation=2"]
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -84,15 +84,13 @@ def test_each_panel_shows_its_metrics(tmp_path: Path) -> None:
         "learning rate": ["lr"],
         "gradient norm": [],
     }
-    assert curves["loss"][-1] == (19, 9.5)  # the last line is half a line
+    assert curves["loss"][-1] == (19, 9.5)  # the last line is incomplete
 
 
 def test_a_run_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert plot.main(["none"]) == 2
     told = capsys.readouterr().err
-    assert (
-        told == "plot: there is no logs/none/metrics.jsonl; give a run id, or its folder of logs\n"
-    )
+    assert told == "plot: there is no logs/none/metrics.jsonl; give a run id or its log folder\n"
 
 
 # --- python -m training.sample --------------------------------------------------------------------
@@ -121,9 +119,9 @@ def test_a_sample_goes_on_from_the_prompt(
         words = [str(tmp_path / "run"), "--prompt", "def f", "--length", "9", "--seed", seed]
         assert sample.main(words) == 0
         told.append(capsys.readouterr().out)
-    assert told[0] == told[1] != told[2]  # of a seed always the same
+    assert told[0] == told[1] != told[2]  # the same for the same seed
     assert all(one.startswith("def f") and len(one) <= 15 for one in told)  # 9 bytes, as text
-    text.unlink()  # a byte is a token, whatever it was trained on
+    text.unlink()  # not needed: bytes are tokens for any text
     assert sample.main([str(tmp_path / "run")]) == 0
 
 
@@ -179,7 +177,7 @@ def test_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text" / "a.png").write_bytes(b"\0")
     assert prepare.main([str(tmp_path / "text"), "--to", str(tmp_path / "tokens")]) == 0
     out = capsys.readouterr().out
-    assert "left out a.png (not text)" in out and " tokens of " in out
+    assert "skipped a.png (not text)" in out and " tokens of " in out
     text, tokens = (find_corpus(str(tmp_path / name)) for name in ("text", "tokens"))
     sizes = [sum(piece.size for piece in side) for side in (text.train, text.validation)]
     assert [len(side) for side in all_tokens(tmp_path / "tokens")] == sizes
@@ -196,12 +194,12 @@ def test_a_tokenizer_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made.train(files, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
     made.save(str(tmp_path / "mine.json"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prepare, "CHUNK", 100)  # several for each file
+    monkeypatch.setattr(prepare, "CHUNK", 100)  # several chunks per file
     assert prepare.main(["text", "--to", "tokens", "--tokenizer", "tokenizers:mine.json"]) == 0
     facts = json.loads(Path("tokens/tokens.json").read_text())
     assert facts == {"dtype": "uint16", "vocabulary": 300, "tokenizer": "tokenizers:mine.json"}
     corpus = find_corpus("tokens")
-    tokenizer = Tokenizer(corpus.tokenizer, corpus.folder)  # the file went along
+    tokenizer = Tokenizer(corpus.tokenizer, corpus.folder)  # the file was copied
     train, validation = all_tokens(Path("tokens"))
     assert tokenizer.end is not None
     assert train.count(tokenizer.end) + validation.count(tokenizer.end) == 40
@@ -273,7 +271,7 @@ def test_tokens_need_a_vocabulary_that_holds_them(tmp_path: Path) -> None:
 
 
 def test_tokens_of_an_unknown_vocabulary_are_looked_at(tmp_path: Path) -> None:
-    """nanoGPT's have no tokens.json; a token beyond the vocabulary would end the first step."""
+    """nanoGPT's have no tokens.json; a token beyond the vocabulary would fail the first step."""
     write_tokens(tmp_path, 50_256)
     with pytest.raises(SettingsError, match="256 is less than the 50257 of "):
         task_of(tmp_path)

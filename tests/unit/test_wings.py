@@ -1,4 +1,4 @@
-"""The import rules: scripts -> launcher -> distributed <- training, train.py; torch alone."""
+"""The import rules: scripts -> launcher -> distributed <- training, train.py; only torch."""
 
 import ast
 import re
@@ -8,22 +8,22 @@ from collections.abc import Iterator
 import pytest
 from agents import MODULES, ROOT
 
-DOORS = {"distributed/run.py", "distributed/selftest.py"}  # keep documented commands alive
+DOORS = {"distributed/run.py", "distributed/selftest.py"}  # keep documented commands working
 LONGEST_DOOR = 10  # lines
 MAY_IMPORT: dict[str, set[str]] = {
-    "distributed": set(),  # its own modules relatively: installed, it is inside another package
+    "distributed": set(),  # relative imports: when installed, it is inside another package
     "launcher": {"launcher", "distributed"},
     "training": {"training", "distributed"},
     "train.py": {"training", "distributed"},
     "scripts": {"launcher"},
 }
-OPTIONAL = {"safetensors"}  # for export to such a file
+OPTIONAL = {"safetensors"}  # for exports in this format
 WINGS = {"launcher", "distributed", "training", "train", "scripts"}
 NAMES = sorted(str(file.relative_to(ROOT)) for file in MODULES)
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Yield the package of every import, also of those inside functions, but relative ones."""
+    """Yield the package of every import except relative ones, also inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -35,7 +35,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def guarded(tree: ast.AST) -> Iterator[str]:
-    """Yield the packages that may be missing: an ImportError is caught."""
+    """Yield the packages that may be missing, whose ImportError is caught."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Try):
             caught = [ast.unparse(one.type) for one in node.handlers if one.type]
@@ -47,7 +47,7 @@ UNPICKLE = re.compile(r"\w+_object(_list)?|loads?_pickle|unpickle|Unpickler")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_that_arrives_is_unpickled(name: str) -> None:
-    """torch's *_object functions unpickle what other ranks send; torch.load can be told not to."""
+    """torch's *_object functions unpickle data from other ranks; torch.load can avoid it."""
     tree = ast.parse((ROOT / name).read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in calls:
@@ -62,7 +62,7 @@ def test_nothing_that_arrives_is_unpickled(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_module_imports_only_what_its_wing_may(name: str) -> None:
-    """A relative import stays in its wing."""
+    """A relative import must not leave its wing."""
     tree = ast.parse((ROOT / name).read_text())
     levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert max(levels, default=0) <= name.count("/")
@@ -81,7 +81,7 @@ def test_what_runs_on_a_node_needs_torch_alone(name: str) -> None:
     assert not {one.rpartition(".")[2] for one in called} & {"numpy", "from_numpy", "__array__"}
 
 
-# Where a process begins, what a rank reads of its own, and what others look for there.
+# Entry points, code in a rank that reads its own variables, and lookups for other code.
 READ_ENVIRON = {
     *("scripts/lib/start.py", "launcher/agent/supervisor.py", "launcher/explain/__main__.py"),
     *("launcher/command.py", "launcher/agent/rank/program.py", "launcher/text.py"),

@@ -1,6 +1,6 @@
-"""Make an environment with torch, what torch itself requires, and nothing else: FOLDER.
+"""Create an environment with only torch and its requirements: FOLDER.
 
-Its packages are links to those of the Python that runs this.
+Its packages are links to those of the Python that runs this script.
 """
 
 import subprocess
@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 
 def required(name: str, found: set[str]) -> set[str]:
-    """Add a package and all that it cannot do without to those found; returns them."""
+    """Add a package and its requirements to those found; returns them."""
     if name not in found:
         found.add(name)
         for one in map(Requirement, distribution(name).requires or ()):
@@ -22,14 +22,14 @@ def required(name: str, found: set[str]) -> set[str]:
 
 
 def make(folder: Path) -> Path:
-    """Returns the environment's Python."""
+    """Create the environment; returns its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python3*/site-packages")
     for name in required("torch", set()):
         package = distribution(name)
         tops = {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}
         for top in tops:
-            if not (site / top).is_symlink():  # several may have parts of one, as of nvidia
+            if not (site / top).is_symlink():  # several packages may share one, such as nvidia
                 (site / top).symlink_to(str(package.locate_file(top)))
     return folder / "bin/python"
 

@@ -1,9 +1,9 @@
 """Start agents and train.py as forks of a process that has imported torch.
 
-The import takes 3 s of CPU, most of what a launch on one machine costs, and is the same for each.
-What is forked runs the same file with its own arguments, environment, folder and streams, and is a
-child of the process that asked, as if that had executed it; /proc shows its own environment. Only
-what no fork can have is executed as usual: another Python, variables of Python's, a terminal.
+The import takes 3 s of CPU, most of the cost of a launch on one machine, and is the same for each.
+A fork runs the same file with its own arguments, environment, folder and streams, as a child of the
+process that requested it, as if it had been executed; /proc shows its own environment. Whatever a
+fork cannot have is executed as usual: another Python, Python's own variables, a terminal.
 tests/scripts and tests/cluster execute everything.
 """
 
@@ -28,20 +28,20 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = (str(ROOT / "scripts/lib/agent.py"), str(ROOT / "train.py"))
 EARLY = ("LC_", "LANG", "LD_", "OMP_", "MKL_", "KMP_", "TORCH")  # read before the first line
-THREADS = "OMP_NUM_THREADS"  # torch can be told later: the agent tells its ranks
-# What train.py imports in each rank, too.
+THREADS = "OMP_NUM_THREADS"  # can be set in torch later, as the agent does for its ranks
+# Also imported by train.py in each rank.
 LIBRARIES = (
     *("yaml", "pydantic", "matplotlib.backends.backend_agg", "torch.distributed.fsdp"),
     *("tensorboard.compat.proto.event_pb2", "tensorboard.summary.writer.event_file_writer"),
 )
-MOST = 1 << 16  # bytes of an order
-ROOM = "ROOM_FOR_VARIABLES"  # so large a variable that those of any order have room in its place
+MOST = 1 << 16  # bytes per order
+ROOM = "ROOM_FOR_VARIABLES"  # a variable so large that any order's variables fit in its place
 CLONE_PARENT = 0x8000  # from linux/sched.h
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())  # its number, from asm/unistd.h
 
 
 class Popen(subprocess.Popen[Any]):
-    """As subprocess.Popen; a program of PROGRAMS is forked."""
+    """Like subprocess.Popen, but a program in PROGRAMS is forked."""
 
     def _execute_child(self, *given: Any) -> None:
         call = EXECUTE_CHILD.bind(self, *given).arguments
@@ -62,7 +62,7 @@ EXECUTE_CHILD = inspect.signature(EXECUTE)
 
 
 def write_order(call: Mapping[str, Any]) -> bytes | None:
-    """Return what the fork is to become; None: it has to be executed."""
+    """Return what the fork must become, or None if it must be executed."""
     args, environ = call["args"], os.environ if call["env"] is None else call["env"]
     words = [str(word) for word in args] if isinstance(args, list) else []
     if CLONE is None or words[:2] not in [[sys.executable, program] for program in PROGRAMS]:
@@ -80,13 +80,13 @@ def write_order(call: Mapping[str, Any]) -> bytes | None:
 
 
 def streams(call: Mapping[str, Any]) -> list[int]:
-    """Return what become its stdin, stdout and stderr."""
+    """Return the descriptors for its stdin, stdout and stderr."""
     given = [call[name] for name in ("p2cread", "c2pwrite", "errwrite")]
     return [number if fd == -1 else fd for number, fd in enumerate(given)]
 
 
 def ignored() -> set[int]:
-    """Return the signals that this process ignores, and what it starts would."""
+    """Return the signals that this process ignores, as would the programs it starts."""
     found = {int(one) for one in signal.valid_signals() if signal.getsignal(one) is signal.SIG_IGN}
     return found - {signal.SIGPIPE, signal.SIGXFSZ}  # Python itself ignores these
 
@@ -101,7 +101,7 @@ def early(environ: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def number_of_threads(environ: Mapping[str, str]) -> int:
-    """Return what torch can be told after its import; 0: nothing, or what it alone can read."""
+    """Return the number of threads to set after torch's import; 0: none, or not a number."""
     number = environ.get(THREADS, "")
     return int(number) if number.isdecimal() else 0
 
@@ -117,7 +117,7 @@ def end_forkers() -> None:
 
 
 def forker(variables: Mapping[str, str]) -> socket.socket:
-    """Return the way to the process that forks under these variables."""
+    """Return the socket of the process that forks under these variables."""
     key = json.dumps(variables, sort_keys=True)
     if key not in FORKERS:
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -136,7 +136,7 @@ def forker(variables: Mapping[str, str]) -> socket.socket:
 
 
 def fork_for(channel: socket.socket) -> tuple[bytes, list[int]]:
-    """Fork for every order; returns only in the forks, with their order and streams."""
+    """Fork for every order; returns only in the forks, with the order and its streams."""
     while True:
         order, fds, _, _ = socket.recv_fds(channel, MOST, 3)
         if not order:
@@ -150,7 +150,7 @@ def fork_for(channel: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def fork_sibling() -> int:
-    """As os.fork(), but the child's parent is this process's."""
+    """Like os.fork(), but the child's parent is this process's parent."""
     assert CLONE is not None and len(os.listdir("/proc/self/task")) == 1
     ctypes.pythonapi.PyOS_BeforeFork()
     pid = ctypes.PyDLL(None).syscall(CLONE, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
@@ -162,11 +162,11 @@ def fork_sibling() -> int:
 
 
 def become(order: bytes, fds: list[int]) -> Path:
-    """Take over what the order says; returns the program to run."""
+    """Apply an order to this process; returns the program to run."""
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
-    sys.stdin = reopened(sys.stdin, "rb")  # ours are set to the files that were open before
+    sys.stdin = reopened(sys.stdin, "rb")  # the old ones belong to the files that were open before
     sys.stdout = reopened(sys.stdout, "wb")
     sys.stderr = reopened(sys.stderr, "wb")
     words, environ, folder, umask, is_session, to_ignore = json.loads(order)
@@ -181,7 +181,7 @@ def become(order: bytes, fds: list[int]) -> Path:
         signal.signal(signum, signal.SIG_IGN if signum in to_ignore else signal.SIG_DFL)
     if number := number_of_threads(environ):
         torch.set_num_threads(number)
-        # Else the first threads of a rank make torch's pool anew, each at the same time: it fails.
+        # Otherwise a rank's first threads recreate torch's pool at the same time, which fails.
         os.register_at_fork(after_in_child=partial(torch.set_num_threads, number))
     sys.argv = words
     given = environ.get("PYTHONPATH")
@@ -190,7 +190,7 @@ def become(order: bytes, fds: list[int]) -> Path:
 
 
 def show(environ: Mapping[str, str]) -> None:
-    """Have /proc/PID/environ say what an executed process's does: a run's are found by it."""
+    """Make /proc/PID/environ show the environment, by which a run's processes are found."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = map(int, fields[47:49])  # env_start and env_end of proc(5)
     text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environ.items())
@@ -200,7 +200,7 @@ def show(environ: Mapping[str, str]) -> None:
 
 
 def reopened(stream: TextIO, mode: str) -> io.TextIOWrapper:
-    """Return a stream of the same kind on what is open there now."""
+    """Return a stream of the same kind for the file that is open there now."""
     file = os.fdopen(stream.fileno(), mode, closefd=False)
     lines = stream is sys.stderr
     return io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=lines)

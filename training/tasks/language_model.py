@@ -133,8 +133,8 @@ class LanguageModelTask(Task):
         sizes = [f"{side.size / 1e6:.2f} M{unit}" for side in (self.train, self.validation)]
         files = self.corpus.left_out
         more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
-        left_out = f"; left out: {', '.join(files[:SHOWN])}{more}" if files else ""
-        return f"{sizes[0]} of {self.corpus.name}, and {sizes[1]} to validate on{left_out}"
+        left_out = f"; skipped: {', '.join(files[:SHOWN])}{more}" if files else ""
+        return f"{sizes[0]} of {self.corpus.name}, and {sizes[1]} for validation{left_out}"
 
     def summary(self, model: nn.Module, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Compare the loss with simpler models of the same bytes, and show a sample."""
