@@ -161,8 +161,7 @@ class Run:
         with refuse_together(environment):
             told = helper.gather_json(self.batches.per_epoch)
             if odd := next((rank for rank, one in enumerate(told) if one != told[0]), 0):
-                cause = f"data: rank {odd} and rank 0 have different data"
-                raise SettingsError(f"{cause}; give every node the same")
+                raise SettingsError(f"data: rank {odd} and 0 differ; give every node the same data")
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")
             plan_snapshots(self.model, settings, environment)
         optimizer = self.task.optimizer(self.model)

@@ -396,7 +396,7 @@ def test_another_job_of_the_same_id_is_refused(
             RunLock(tools / run, f"run {run}").close()
 
     lock_as_job("box", 1, SUBMITTED, "12", "mine")
-    whose = rf"run 12 .* of the same id \(cluster box, submitted {SUBMITTED}\); .*foreign-run"
+    whose = rf"run 12 .* with the same id \(cluster box, submitted {SUBMITTED}\); .*foreign-run"
     with pytest.raises(Refused, match=whose) if is_refused else contextlib.nullcontext():
         lock_as_job(*later, "12")
     lock_as_job(*later, "mine")  # a RUN_ID chosen by the user

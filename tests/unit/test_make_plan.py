@@ -197,7 +197,7 @@ def test_world_of_a_slurm_job(
         ({}, {"BACKEND": "mpi"}, "BACKEND is 'mpi'; it can be nccl, gloo"),
         ({}, {"BACKEND": "glo"}, "BACKEND is 'glo'; did you mean gloo? it can be nccl, gloo"),
         ({}, {"LAUNCHER": "torchrun"}, "LAUNCHER is 'torchrun'; it can be agent, srun"),
-        ({}, {"RUN_ID": "a b"}, "RUN_ID is 'a b'; use letters, digits"),
+        ({}, {"RUN_ID": "a b"}, "RUN_ID is 'a b'; use at most 128"),
         ({}, {"RUN_ID": "-x"}, "RUN_ID is '-x'"),
         ({"config": "2"}, {"TRAIN_SCRIPT": "a.py"}, "give the path of a YAML file, or - for none"),
         ({"config": "-"}, {}, "this project's train.py needs a config, and '-' passes none; give"),

@@ -191,7 +191,7 @@ def test_data_may_lack_a_length_and_data_to_validate_on_may_be_missing(
 @pytest.mark.parametrize(
     ("words", "told"),
     [  # one rank would finish an epoch first, and the others would wait for it
-        (["task=points:Unlike"], "data: rank 1 and rank 0 have different data; give every"),
+        (["task=points:Unlike"], "data: rank 1 and 0 differ; give every node the same data"),
         *rarely(
             (
                 ["task=points:Streaming", "train.epochs=3"],
