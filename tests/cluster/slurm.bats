@@ -484,6 +484,7 @@ PY
   eventually has_resumed 1
   on login scancel "$JOB"
   eventually has_ended "$JOB"
+  tail job.out
   grep -q "^resume   RUN_ID=$JOB .*sbatch --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config" job.out
 }
 
