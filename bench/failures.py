@@ -200,7 +200,7 @@ def main() -> None:
         "launcher",
         f"exit code when rank {FAULTY} exits with {CODE}",
         "its report names that rank",
-        "idle ranks of the other node end after",
+        "time until idle ranks on the other node exit",
         "ranks left after `kill -9` of the launcher",
         "ranks that saved after SIGTERM",
     ]

@@ -169,7 +169,7 @@ def _holder(fd: int) -> dict[str, Any]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether another process, on any machine that shares a folder, holds its lock."""
+    """Return whether another process, on any machine that shares the folder, holds its lock."""
     with contextlib.suppress(OSError), (folder / "lock").open("r+b") as lock:
         return not _try_lock(lock.fileno(), _LIVE)
     return False

@@ -98,7 +98,7 @@ def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
 def connect(address: str, port: int, secret: bytes, limit_s: float) -> socket.socket:
     """Connect to node rank 0; each end proves to the other that it knows the secret.
 
-    Raises OSError: NotAccepted or WrongSecret if the other end is not node rank 0 of this run.
+    Raises OSError if that fails; its subclasses NotAccepted and WrongSecret say who answered.
     """
     connection = socket.create_connection((address, port), timeout=limit_s)
     try:

@@ -85,8 +85,9 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
 def prepare(plan: Plan, script: str) -> Callable[[], None]:
     """Return the function that a fan-out calls after its last check, before it starts an agent.
 
-    With --detach, this continues in a child process, which that function detaches from the
-    terminal. Raises PlanError if a detached run has no id, and Refused if a live run has its id.
+    With --detach, this function forks and returns in the child, which the returned function
+    detaches from the terminal. Raises PlanError if a detached run has no id, and Refused if a live
+    run has its id.
     """
     if plan.is_dry_run:
         return lambda: None

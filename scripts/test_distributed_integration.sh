@@ -23,7 +23,7 @@ main() {
   esac
   if [[ -z ${SLURM_JOB_ID:-} ]]; then
     type -P salloc >/dev/null || refuse env-missing "salloc is not installed here; use a login node, or test_distributed.sh"
-    sinfo >/dev/null || refuse env-missing "sinfo failed, see above; run it where sinfo works"
+    sinfo >/dev/null || refuse env-missing "sinfo failed (see above); run this script where sinfo works"
     exec "${salloc[@]}" "$@" "$0"
   fi
   (($# == 0)) || die 2 "$1: this job already has its size; omit the options [config-invalid]"

@@ -44,7 +44,7 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
             model.load_state_dict(weights)
         except RuntimeError as error:
             raise SettingsError(
-                "model: the checkpoint belongs to another model "
+                "model: the checkpoint is from a different model "
                 f"({str(error).splitlines()[-1].strip()}); use its settings, or another RUN_ID"
             ) from None
     if settings.train.compile:
@@ -122,8 +122,8 @@ def load_moments(optimizer: Optimizer, model: nn.Module, saved: State) -> None:
         optimizer.load_state_dict(saved.fetch({"optimizer": state})["optimizer"])
     except (ValueError, IndexError) as error:
         raise SettingsError(
-            f"resume: the checkpoint belongs to another optimizer ({error}); "
-            "use its task, or another RUN_ID"
+            f"resume: the checkpoint is from a different optimizer ({error}); "
+            "use the task it was saved with, or another RUN_ID"
         ) from None
 
 

@@ -120,7 +120,7 @@ class Query:
             if step >= 0:
                 when = f"more than 10 times the longest gap between steps, after step {step}"
             who = "all ranks are in one place" if odd is None else f"rank {odd} is behind"
-            again = f"kill -QUIT {os.getppid()} shows it again, HANG_SECONDS would end the run"
+            again = f"kill -QUIT {os.getppid()} prints this again, HANG_SECONDS=N ends such a run"
             head = f"no step for {silent.silence_s:.0f} s, {when}: {who}; {again}; {head}"
         lines = [head, *stuck.group_stacks(places), *(f"{host}: no answer" for host in unheard)]
         lines += find_mismatches(calls)

@@ -164,7 +164,7 @@ def _find_hosts(typed: Typed) -> Typed:
     if pbs.read_lines(typed.environ):
         return replace(typed, fanout=via, nodefile=True)
     raise PlanError(
-        "--hosts job: not inside a SLURM or PBS job; name the nodes, or start it in one"
+        "--hosts job: not inside a SLURM or PBS job; name the nodes, or run this inside a job"
     )
 
 

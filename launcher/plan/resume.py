@@ -39,7 +39,7 @@ def command_line(typed: Typed, fanout: str) -> str:
     names += REPEATED
     if fanout in ("ssh", "pdsh") or typed.nodefile:
         names += REPEATED_WITH_SSH
-    if typed.nodefile:  # qsub -v sets the first; qstat also shows the values of the rest
+    if typed.nodefile:  # qsub -v passes CONFIG; secrets are omitted
         names += ["CONFIG", *(name for name in asked_names(environ) if not _SECRET.search(name))]
     names += _set_for_it(typed)
     given = {**environ, "LOG_LEVEL": ""} if typed.log_level else environ

@@ -609,10 +609,10 @@ is_not_running() { # <job>
   for name in slurm_train slurm_train_single_node; do
     cp -- "$ROOT/scripts/slurm/$name.sh" elsewhere/mine.sh
     (cd elsewhere && run -2 job --nodes=1 mine.sh)
-    [[ $(<elsewhere/job.out) == "$name.sh: this copy finds no scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" ]]
+    [[ $(<elsewhere/job.out) == "$name.sh: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" ]]
     rm elsewhere/job.out
     run -2 elsewhere/mine.sh # outside any job
-    [[ $output == "$name.sh: this copy finds no scripts/lib; "* && ${#lines[@]} == 1 ]]
+    [[ $output == "$name.sh: this copy cannot find scripts/lib; "* && ${#lines[@]} == 1 ]]
     RUN_ID=$name job --nodes=1 elsewhere/mine.sh config/local3.yaml --dry-run # from the project's folder
   done
 }

@@ -79,7 +79,7 @@ setup_folder() {
 @test "a copy far from the project: exit 2, and what to do" {
   touch nodes
   run launch plain.yaml
-  [[ $status == 2 && $output == "pbs_train.sh: this copy finds no scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" ]]
+  [[ $status == 2 && $output == "pbs_train.sh: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" ]]
 }
 
 @test "outside of a job: exit 2, and what to do" {

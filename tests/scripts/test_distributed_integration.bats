@@ -23,7 +23,7 @@ launch() {
   fake_tool salloc 'printf "%s\n" "$@"'
   fake_tool sinfo 'exit 1'
   run launch --nodes=4
-  assert_refused 3 "sinfo failed, see above; run it where sinfo works" env-missing
+  assert_refused 3 "sinfo failed (see above); run this script where sinfo works" env-missing
   fake_tool sinfo ''
   run launch --nodes=4 "--comment=a b"
   assert_output $'--nodes=2\n--time=20\n--nodes=4\n--comment=a b\n'"$ROOT/scripts/test_distributed_integration.sh"

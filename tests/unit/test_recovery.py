@@ -112,7 +112,7 @@ def test_what_no_longer_fits_is_one_line(job: Job, whole: Outcome) -> None:
     (job.folder / "wide.py").write_text(task.replace("16", "32"))
     code, output = job.run("other", 2, "task=wide:Noisily")
     assert code == 2
-    assert "train.py: model: the checkpoint belongs to another model (size mismatch" in output
+    assert "train.py: model: the checkpoint is from a different model (size mismatch" in output
 
 
 @pytest.mark.parametrize(
