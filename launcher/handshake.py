@@ -143,7 +143,7 @@ class _Visitor:
 
 
 class Acceptor:
-    """Accepts anyone who knows the secret. Any number of connections can wait; none delays another."""
+    """Accepts whoever knows the secret. Any number of connections can wait; none delays another."""
 
     def __init__(self, listener: socket.socket, access: Access, say: Callable[[str], None]) -> None:
         """The caller closes the listener; `say` reports the first connection that is dropped."""
