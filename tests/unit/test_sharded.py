@@ -170,7 +170,7 @@ def _work_apart(rank: int, folder: Path, run: Path) -> None:
         shutil.copytree(run, "run", dirs_exist_ok=True)
         assert load(Path("run")) is not None
     else:
-        with pytest.raises(CheckpointError, match=r"run/step-2 does not exist .*\[dir-not-shared\]$"):
+        with pytest.raises(CheckpointError, match=r"step-2 does not exist .*\[dir-not-shared\]$"):
             load(Path("run"))
 
 
