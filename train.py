@@ -24,7 +24,7 @@ from training.arguments import refuse, refuse_together, start
 if __name__ == "__main__":
     arguments, settings = start(__doc__)  # launch-kit: answers --check
 
-# torch is imported only now: it takes over a second, and --check and a wrong config do not need it.
+# torch is imported only now: that takes over a second, and --check and a bad config do without it.
 import argparse
 import logging
 import math
@@ -110,7 +110,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def join(arguments: argparse.Namespace, settings: Settings) -> Environment:
-    """Join the other ranks and set up logging, by default only on rank 0."""
+    """Join the other ranks, and set up logging: by default, only rank 0 logs."""
     torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
     try:
         environment = helper.init_distributed(
@@ -132,7 +132,7 @@ class Run:
     """A task, its data, model and optimizer on one rank, as the newest checkpoint left them."""
 
     def __init__(self, settings: Settings, environment: Environment, command: str | None) -> None:
-        # The launcher's command resumes the run; None: without a launcher.
+        # `command` is the launcher's, and resumes the run; None without a launcher.
         self.settings, self.environment, self.command = settings, environment, command
         rank, world_size, is_main = environment.rank, environment.world_size, environment.is_main
         self.folder = Path(os.path.expanduser(settings.checkpoint.dir)) / environment.run_id
@@ -161,7 +161,7 @@ class Run:
         with refuse_together(environment):
             told = helper.gather_json(self.batches.per_epoch)
             if odd := next((rank for rank, one in enumerate(told) if one != told[0]), 0):
-                raise SettingsError(f"data: rank {odd} and 0 differ; give every node the same data")
+                raise SettingsError(f"data: ranks 0 and {odd} differ; give all nodes the same data")
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")
             plan_snapshots(self.model, settings, environment)
         optimizer = self.task.optimizer(self.model)
@@ -237,7 +237,7 @@ class Run:
         helper.beat(step + 1)
 
     def mean_loss(self, step: int) -> float:
-        """Return the mean loss of all ranks since the last reading; end the run if not finite."""
+        """Return all ranks' mean loss since the last reading; end the run if it is not finite."""
         sums = helper.sync_metrics(self.meter.state())
         mean = sums["loss"] / (sums["terms"] or 1)
         if not math.isfinite(mean):
@@ -249,7 +249,7 @@ class Run:
         return mean
 
     def record(self, step: int, loss: float, rate: float) -> None:
-        """Record the training loss and the learning rate, and how fast the ranks were."""
+        """Record the training loss, the learning rate, and how fast the ranks were."""
         pace = self.pace.read(step, self.task.unit, self.task.flops)
         with self.meter.paused():
             values = {"loss": loss, **self.task.metrics(loss), "lr": rate}
@@ -311,7 +311,7 @@ class Run:
         }
 
     def end_stopped(self, step: int) -> int:
-        """Report that the run was stopped and saved; returns the exit code."""
+        """Report that the run has saved and stopped; returns the exit code."""
         reason = self.stop.reason or "another rank"
         log.info(f"stopped    after step {step}, which is saved ({reason})")
         if self.command is None:  # otherwise the launcher prints it
@@ -329,7 +329,7 @@ class Run:
         time = timedelta(seconds=round(self.meter.wall()))
         session = f"{step - self.limits.first_step} steps this session, {time}"
         speed = f"{self.meter.speed() * self.environment.world_size:,.0f} {self.task.unit}/s"
-        ended = f", which ended the run; task {self.settings.task}" if self.is_over else ""
+        ended = f", ended by task {self.settings.task}" if self.is_over else ""
         print(f"done       step {step}{ended} ({session}), {speed}")
         if skipped := int(self.scaler.skipped):
             print(f"skipped    {skipped} steps, because their gradients were not finite in float16")

@@ -1,7 +1,7 @@
 """A minimal loop that trains the built-in model; `make bench-step` compares train.py with it.
 
 bench/step.py starts and configures it, and turns.py decides when it takes its steps. STRATEGY,
-ACCUMULATE, COMPILE and RECOMPUTE select what a case needs, written in plain torch.
+ACCUMULATE, COMPILE and RECOMPUTE select what a case needs. All of it is plain torch.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def wrap(model: nn.Module, strategy: str) -> nn.Module:
 
 
 def waiting(model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager[None]:
-    """Reduce the gradients over the ranks only in the step's last backward pass."""
+    """Reduce the gradients across the ranks only in the step's last backward pass."""
     if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
     if hasattr(model, "set_requires_gradient_sync"):

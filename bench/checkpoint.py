@@ -2,9 +2,9 @@
 PYTHONPATH=. python bench/checkpoint.py [RUNS].
 
 Measures how long one save blocks the training loop, how long it takes to reach the disk, and how
-much time four saves add to a loop of 400 steps. Each measurement is a single-threaded process with
-its own folder, started when no writes to the disk are pending. All methods run in turn, RUNS times
-(default 3), one after another, so that their medians can be compared.
+much time four saves add to a loop of 400 steps. Each measurement runs in a single-threaded process
+with its own folder, which starts when no writes to the disk are pending. The methods take turns,
+RUNS times each (default 3), so that their medians can be compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from distributed.checkpoint import Saver, State
 
 SIZES_GB = (0.1, 0.5, 1.6)  # of the weights and AdamW's two moments together
 WIDTH = 1024  # of a layer, which has WIDTH x WIDTH weights
-SAVES = 2  # in one process: the first, which may allocate memory, and one more
+SAVES = 2  # in one process: the first may allocate memory, the second does not
 STEPS = 400  # of the loop, at the largest size
 SAVE_EVERY = 100  # steps
 TRAINED = 13  # layers that a step of the loop trains
@@ -158,7 +158,7 @@ def time_saves(way: str, size_gb: float) -> list[Times]:
 
 
 def time_loop(way: str) -> float:
-    """Return the seconds that the loop takes, until its last checkpoint is done."""
+    """Return the seconds from the start of the loop until its last checkpoint is done."""
     training = build(SIZES_GB[-1])
     layers, inputs = training.model[:TRAINED], torch.randn(BATCH, WIDTH)
     finish: Finish = done

@@ -7,7 +7,7 @@ address. The table shows:
 - the exit code, and how many times the report names rank 2, when rank 2 exits with code 7;
 - how long the sleeping ranks of the other node then survive;
 - how many ranks are left 10 s after `kill -9` of the launcher;
-- how many ranks have saved after SIGTERM to the launcher, if a save takes 2 s.
+- how many ranks finish a save that takes 2 s, after SIGTERM to the launcher.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Run:
                 self.__exit__()
                 raise RuntimeError(f"no start:\n{report}")
             time.sleep(0.02)
-        time.sleep(0.2)  # then each file is complete
+        time.sleep(0.2)  # by then, each file is complete
         self.pids = [int((self.folder / f"rank_{rank}").read_text()) for rank in range(RANKS)]
         return self
 
@@ -123,7 +123,7 @@ class Run:
 
 
 def look(launcher: Launcher) -> list[str]:
-    """Return a launcher's row."""
+    """Return the row of a launcher."""
     codes, named = set(), 0
     for _ in range(TRIES):
         with Run([launcher.alone()]) as run:

@@ -1,4 +1,4 @@
-"""Make a fault, and watch a run that meets it."""
+"""Cause a fault, and watch the run that it affects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fault_rows import Fault
 from harness import CLUSTER, ROOT
 
 START_S = 300.0  # for the ranks to take steps
-SNIPPET_S = 600.0  # to make a fault, or to undo it; only ends a hang
+SNIPPET_S = 600.0  # to cause a fault, or to undo it; only there to end a hang
 PORTS = itertools.count(23100)
 
 
@@ -33,7 +33,7 @@ class Sight:
 
 
 class Case:
-    """A fault made for one run, in its own folder."""
+    """A fault caused for one run, in a folder of its own."""
 
     def __init__(self, fault: Fault, folder: Path) -> None:
         self.fault, self.folder = fault, folder
@@ -69,7 +69,7 @@ class Case:
         return ["bash", "-c", f'source "$ROOT/bench/faults.bash"\n{text}']
 
     def run(self, text: str) -> None:
-        """Run bash, with the functions of faults.bash."""
+        """Run the text as bash, with the functions of faults.bash."""
         if text:
             subprocess.run(
                 self.command(text),
@@ -89,7 +89,7 @@ class Case:
         *,
         is_whole: bool = True,
     ) -> Sight:
-        """Run a command until it exits, meets its limit or, unless `is_whole`, `find` succeeds."""
+        """Run a command to its end or its limit or, unless `is_whole`, until `find` succeeds."""
         file = self.folder / "output"
         line, seconds, skipped = None, 0.0, 0
         with self._start(command, file) as run:

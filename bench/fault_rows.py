@@ -1,6 +1,6 @@
-"""The faults of `make bench-faults`: how each is made on one of four nodes, and what must be shown.
+"""The faults of `make bench-faults`: how each is caused on one of four nodes, and what is expected.
 
-`make`, `during`, `undo`, `command` and `torchrun` are bash, with the functions of faults.bash.
+`make`, `during`, `undo`, `command` and `torchrun` are bash that uses the functions of faults.bash.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FAST_CLOCK = "import time; now = time.time; time.time = lambda: now() + 42"
 
 @dataclass(frozen=True, eq=False)
 class Fault:
-    """A fault, how it is made on one node, and how it must be shown."""
+    """A fault, how it is caused on one node, and how it must be shown."""
 
     name: str
     made: str  # in words
@@ -39,7 +39,7 @@ class Fault:
     during: str = ""  # once the ranks take steps
     undo: str = ""
     command: str = "plain"
-    torchrun: str = "torchrun"  # "": it cannot be made for torchrun
+    torchrun: str = "torchrun"  # "": it cannot be caused for torchrun
     host: str = "node3"  # the host to be named, as a regular expression
     also: str = ""  # another fault that a late node may show
     code: int = 3
@@ -51,7 +51,7 @@ class Fault:
 
 @dataclass(frozen=True, eq=False)
 class Elsewhere:
-    """A fault that cannot be made here."""
+    """A fault that cannot be caused here."""
 
     name: str
     why: str = "needs a GPU"

@@ -1,4 +1,4 @@
-"""The faults of `make bench-faults` that are made once the ranks take steps, and some others.
+"""The faults of `make bench-faults` that are caused once the ranks take steps, and some others.
 
 See fault_rows.py for the format.
 """
@@ -14,7 +14,7 @@ ENDLESS = 10**9  # steps
 
 
 def in_run(name: str, made: str, during: str, **changes: Any) -> Fault:
-    """Return a fault made during a run, which must end with code 137 within 2 s by default."""
+    """Return a fault caused during a run; by default, the run must end with code 137 within 2 s."""
     fault = Fault(name, made, during=during, code=137, limit_s=2.0, steps=ENDLESS)
     return replace(fault, **changes)
 

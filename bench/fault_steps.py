@@ -2,10 +2,11 @@
 
     <launcher> bench/fault_steps.py FOLDER STEPS
 
-Each rank writes its process id to FOLDER/rank_<rank> once all have met. When
-FOLDER/fault exists, rank 2 does what it says: raise, leave, wait, grow, nan or slow. If there is a
-folder FOLDER/disk, rank 0 saves to it. With a file FOLDER/idle, ranks take no steps; with
-FOLDER/saves, a rank on SIGTERM waits SAVE_S seconds, writes FOLDER/<rank>.saved and exits with 75.
+Each rank writes its process id to FOLDER/rank_<rank> once all have met. Once FOLDER/fault exists,
+rank 2 does what the file says: raise, leave, wait, grow, nan or slow. If there is a folder
+FOLDER/disk, rank 0 saves to it. If there is a file FOLDER/idle, the ranks take no steps. If there
+is a file FOLDER/saves, a rank that gets SIGTERM waits SAVE_S seconds, writes FOLDER/<rank>.saved
+and exits with 75.
 """
 
 import os

@@ -11,7 +11,7 @@ on() { # <host> <command...>
   "$CLUSTER" run "$@"
 }
 
-# Runs a command on each host, with a folder OWN that only this host has.
+# Runs a command on each host, with a folder OWN that only that host has.
 every() { # <command...>
   local host
   for host in login "${NODES[@]}"; do on "$host" "$@"; done
@@ -42,7 +42,7 @@ wait_for_slurm() {
   until [[ $(on login sinfo -h -p batch -t idle -o %D) == 4 ]]; do sleep 0.2; done
 }
 
-# Runs a command instead of a batch script, in a job of all nodes.
+# Runs a command instead of a batch script, in a job on all nodes.
 job() { # <command...>
   on login salloc -Q --nodes=4 --ntasks-per-node=1 "$@"
 }
@@ -64,12 +64,12 @@ lose_job() {
   until [[ -z $(on login squeue -h -j "$job") ]]; do sleep 0.2; done
 }
 
-# Prints the number of nodes and the node rank typed for a node, or nothing if it was forgotten.
+# Prints the node count and the node rank typed for a node, or nothing if the node was forgotten.
 typed_for() { # <node>
   if (($1 == 3)); then echo "$THIRD"; else echo "4 $(($1 - 1))"; fi
 }
 
-# Starts a command for each node, and waits for all; returns the last code that is not 0.
+# Starts a command for each node, and waits for all of them; returns the last code that is not 0.
 by_hand() { # <function of node, number of nodes, node rank>
   local node size rank pids=() pid code=0
   for node in 1 2 3 4; do
@@ -83,7 +83,7 @@ by_hand() { # <function of node, number of nodes, node rank>
   return "$code"
 }
 
-# Sends an HTTP request from node4 to node1's port, once that is open.
+# Sends an HTTP request from node4 to node1's port, once the port is open.
 knock() {
   # shellcheck disable=SC2016 # for the node
   on node4 bash -c 'until { printf "GET / HTTP/1.0\r\n\r\n" >"/dev/tcp/node1/$0"; } 2>/dev/null; do
@@ -204,7 +204,7 @@ add_disk() { # <host> <folder>
   on "$1" mount -t tmpfs -o size=2100m disk "$PWD/$2"
 }
 
-# Fills the disk: shrinks it to what is used now, which may change.
+# Fills the disk: shrinks it to what is in use now, which may change.
 fill_disk() { # <host> <folder>
   # shellcheck disable=SC2016 # for the host
   on "$1" bash -c 'for _ in {1..50}; do

@@ -1,17 +1,19 @@
-"""Every fault that can be made on a cluster in a box, one at a time on one of four nodes.
+"""Every fault that a cluster in a box can cause, one at a time on one of four nodes.
 
 `make bench-faults` (as root), or
 python bench/faults.py [--wait SECONDS] [--skip-torchrun] [--untimed] [NAME...].
 
-Each fault of fault_rows.py is made once for a launch of this project, and once for plain torchrun,
-started on each node over ssh. The table shows what is reported first, and after how many seconds:
-from the start of the command, or from the fault if it is made during a run. For torchrun, this is
-the first line of any node, ssh's lines included, that reports an error and that a healthy run does
-not print, within --wait seconds (60). Healthy launches follow, which must report no fault.
+Each fault of fault_rows.py is caused once for a launch of this project, and once for torchrun
+alone, started on each node over ssh. The table shows what is reported first, and after how many
+seconds, counted from the start of the command or, if the fault is caused during a run, from the
+fault. For torchrun, this is the first line from any node (even one from ssh) that reports an error
+and that a healthy run does not print, within --wait seconds (default 60). Then come healthy
+launches, which must report no fault.
 
-Writes bench/faults.md; fails if a fault is not named within its limit with its host and its exit
-code. With names, only those rows are made. With names or --skip-torchrun, it prints the table.
-tests/cluster/faults.bats makes some rows, untimed, and `make prove PART=faults` makes all.
+Writes bench/faults.md; fails unless each fault is named within its limit, with its host and the
+right exit code. With names, only those rows are run. With names or --skip-torchrun, it prints the
+table instead. tests/cluster/faults.bats runs some rows without timing them, and `make prove
+PART=faults` runs all.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ from harness import ROOT, cluster, describe_machine, render
 from shape_runs import without_numbers
 
 PAGE = Path(__file__).with_name("faults.md")
-LIMIT_S = 300.0  # for one of our launches to end; only ends a hang
-MANY = 200  # lines of steps since the fault: it continues training
+LIMIT_S = 300.0  # for one of our launches to end; only there to end a hang
+MANY = 200  # lines of steps since the fault: training continues
 BESIDE = 3  # runs of torchrun at once
 HARMLESS = 3  # runs of torchrun without a fault: what they print is not an error
 TIMES = 20  # healthy launches
@@ -47,7 +49,7 @@ ERROR = re.compile(
     r"|timed out|killed|read-only|closed",
     re.IGNORECASE,
 )
-# Frames of a traceback, before the error; a name server that does not know a client.
+# The lines of a traceback before the error, and a name server that does not know a client.
 NO_ERROR = re.compile(r"(\[\w+\]:)?(Traceback |  )|.*The hostname of the client socket")
 INTRODUCTION = """# Faults
 
@@ -83,7 +85,7 @@ def name_in(output: str) -> str | None:
 
 
 def launch(fault: Fault, *, is_timed: bool = True) -> Verdict:
-    """Make a fault for one of our launches."""
+    """Cause a fault for one of our launches."""
     with tempfile.TemporaryDirectory(prefix="fault-") as folder:
         case = Case(fault, Path(folder))
         if fault.command.startswith(("job", "slurm", "lose_job")):
@@ -135,7 +137,7 @@ def launch_healthy() -> int:
 
 
 def run_torchrun(fault: Fault, wait_s: float, harmless: set[str]) -> str:
-    """Make a fault for torchrun; returns what it showed, and after how long."""
+    """Cause a fault for torchrun; returns what it showed, and after how long."""
     if not fault.torchrun:
         return "-"
 
@@ -164,7 +166,7 @@ def run_torchrun(fault: Fault, wait_s: float, harmless: set[str]) -> str:
 
 
 def shorten(line: str) -> str:
-    """Return a line without its time and labels, not too long for a table."""
+    """Return a line without its time and labels, cut to fit into a table."""
     label = r"^(\[\w+\]: ?)*([EWI]\d{4} [\d:.]+ \d+ |\[W[\d:. ]+\S+\] )?"
     text = re.sub(label, "", " ".join(line.split()))
     text = text.replace("|", "/").replace("`", "'").replace(f"{ROOT}/", "")
@@ -172,7 +174,7 @@ def shorten(line: str) -> str:
 
 
 def run_all_torchrun(faults: Sequence[Fault], wait_s: float) -> dict[Fault, str]:
-    """Run torchrun with each fault; those that do not affect others run at the same time."""
+    """Run torchrun with each fault; several at once if they do not affect other runs."""
     healthy = Fault("", "")
     harmless: set[str] = set()
     for _ in range(HARMLESS):

@@ -1,6 +1,6 @@
 """The few figures of the main README, taken from the tables of bench/README.md and bench/proofs.md.
 
-The benches and `make prove` call `write`, so that the page always shows their figures.
+The benches and `make prove` call `write`, so that the README always shows their latest figures.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _source(page: str, title: str) -> str:
 
 
 def _before(page: str, title: str, word: str) -> str:
-    """Return the number before a word in the text below a heading."""
+    """Return the number that precedes a word in the text below a heading."""
     found = re.search(rf"(\d+){word}", _part(page, title))
     assert found, title
     return found[1]
@@ -155,7 +155,7 @@ def _section(page: str, title: str) -> list[Row]:
 
 
 def _by(rows: list[Row], column: str, first: str) -> dict[str, Row]:
-    """Return rows by one column; only those whose first cell is `first`, unless that is empty."""
+    """Return rows by one column; if `first` is not empty, only those with that first cell."""
     return {
         row[column]: row
         for row in rows

@@ -5,7 +5,7 @@
 LOOP is bare, ddp or fsdp (the bare loop with one rank, and NCCL on a GPU), accelerate, lightning,
 or stall (how long a save blocks the loop). All compute as train.py does: in bfloat16 on a GPU, with
 compiled blocks, fused AdamW, and input that is read ahead into pinned memory. Prints JSON: tokens
-per second after FROM_STEP and peak memory in GB; or seconds.
+per second after FROM_STEP and peak memory in GB or, for stall, seconds.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Training:
 
 
 class Clock:
-    """Times the steps after `from_step`; waits for the GPU only at both ends."""
+    """Times the steps after `from_step`; waits for the GPU only at the start and at the end."""
 
     def __init__(self, steps: int, from_step: int) -> None:
         self._marks = {from_step: 0.0, steps: 0.0}
 
     def tick(self, step: int) -> None:
-        """Note that a step is done, counted from 1."""
+        """Record that a step is done; the first is step 1."""
         if step in self._marks:
             if IS_CUDA:
                 torch.cuda.synchronize()
@@ -170,7 +170,7 @@ def with_lightning(training: Training, clock: Clock) -> None:
 
 
 def time_saves(training: Training) -> dict[str, float]:
-    """Return how long the last of several saves blocks the loop, with ours and with torch.save."""
+    """Return how long the last of several saves blocks the loop: one of ours, and a torch.save."""
     training.model.to(DEVICE)
     optimizer = training.make_optimizer()
     batch = next(iter(training.loader)).to(DEVICE)

@@ -27,7 +27,7 @@ COMMAND_S = 100.0  # for one command: if it hangs, the others still have time
 STOP_S = 60.0  # for a launcher to end its ranks
 TOKENS = 20_000_000
 HAS_GPU = torch.cuda.is_available()
-# For GPT-2, or without a GPU a tiny model, so that any machine can run the programs.
+# For GPT-2 or, without a GPU, for a tiny model, so that any machine can run the programs.
 GPT2_SETTINGS = ["train.grad_accumulation=1", "train.global_batch_size=32"]
 if not HAS_GPU:
     GPT2_SETTINGS[1:] = ["train.global_batch_size=4", "train.compile=false", "model.layers=2"]
@@ -36,7 +36,7 @@ if not HAS_GPU:
 
 
 class Failed(Exception):
-    """A row did not show what it had to show."""
+    """A row did not show what it must show."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Ended:
     seconds: float
 
     def block(self) -> dict[str, str]:
-        """Return the failure block by its labels."""
+        """Return the rows of the failure block, by label."""
         rows = re.findall(r"^(FAILED|cause|code|others|log|see) +(.*)", self.text, re.MULTILINE)
         return dict(rows)
 
@@ -129,7 +129,7 @@ class Machine:
         return self.metrics(run_id)
 
     def loop(self, name: str, steps: int, from_step: int) -> dict[str, float]:
-        """Return what gpu_loops.py measures of a loop over GPT-2. Raises Failed."""
+        """Return what gpu_loops.py measures of a loop that trains GPT-2. Raises Failed."""
         script = str(ROOT / "bench/gpu_loops.py")
         words = [name, str(steps), str(from_step), GPT2_CONFIG, *self.gpt2_settings()]
         ended = self.run([sys.executable, script, *words]).expect()
@@ -138,7 +138,7 @@ class Machine:
         return found
 
     def gpt2_settings(self) -> list[str]:
-        """Write random tokens for training and validation; returns the settings of GPT-2."""
+        """Write random tokens for training and validation; returns the settings for GPT-2."""
         for name, count in (("train.bin", TOKENS), ("val.bin", TOKENS // 16)):
             if not (self.folder / name).exists():
                 tokens = torch.randint(50257, (count,), dtype=torch.int32).to(torch.uint16)
@@ -146,7 +146,7 @@ class Machine:
         return [f"data.path={self.folder}", *GPT2_SETTINGS]
 
     def metrics(self, run_id: str) -> list[dict[str, float]]:
-        """Return those of a run's lines so far that have a loss."""
+        """Return the lines with a loss that a run has recorded so far."""
         file = self.folder / "logs" / run_id / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [told for line in lines if "loss" in (told := json.loads(line))]

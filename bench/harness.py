@@ -45,7 +45,7 @@ def run(*command: object, **environment: str) -> str:
 def in_turns(
     measures: Mapping[Name, Callable[[], Result]], times: int, *, warm_up: int = 0
 ) -> dict[Name, list[Result]]:
-    """Measure each in turn, several times, so that a slow phase of the machine slows all alike.
+    """Measure each in turn, several times, so that a slow phase of the machine affects all alike.
 
     Args:
         warm_up: rounds before the first that counts; they warm the caches.
@@ -95,7 +95,7 @@ def pair_head(first: str, second: str) -> list[str]:
 
 @contextlib.contextmanager
 def cluster(nodes: int) -> Iterator[bool]:
-    """Provide a cluster in a box with this many nodes; False if it cannot run here."""
+    """Provide a cluster in a box with this many nodes; yields False if it cannot run here."""
     if subprocess.run([CLUSTER, "check"]).returncode != 0:
         yield False
         return
@@ -126,7 +126,7 @@ def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def write_section(name: str, about: str, *parts: str) -> None:
     """Put the parts between the markers of section `name` of bench/README.md, and print them.
 
-    A first line gives the machine, the command and `about`. Also updates the main README.
+    The first line gives the machine, the command and `about`. Also updates the main README.
     """
     text = "\n\n".join([f"{describe_machine(f'make bench-{name}')}{about}", *parts])
     print(text)

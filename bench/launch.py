@@ -1,7 +1,7 @@
 """Compare launchers from launch to first step: `make bench-launch`, or bench/launch.py [RUNS].
 
 Measures the seconds from the start of the launcher to the end of a DDP model's first optimizer step
-on the slowest rank. All launchers run in turn, RUNS times (default 7), and medians are compared.
+on the slowest rank. The launchers run in turn, RUNS times (default 7). Their medians are compared.
 """
 
 from __future__ import annotations

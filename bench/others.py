@@ -1,4 +1,4 @@
-"""Other packages to compare or run with, in temporary environments on top of our torch."""
+"""Other packages that we compare or test with, in temporary environments on top of our torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def find(package: str, command: str) -> Path | None:
 
 
 def environment(name: str, packages: Sequence[str]) -> Path:
-    """Return the Python of an environment with those of the packages that can be installed."""
+    """Return the Python of an environment that has as many of the packages as can be installed."""
     folder = Path(tempfile.gettempdir(), f"bench-{name}-{os.getuid()}")
     python = folder / "bin/python"
     if not python.exists():
@@ -34,7 +34,7 @@ def environment(name: str, packages: Sequence[str]) -> Path:
 
 
 def version(launcher: Path, package: str) -> str:
-    """Return the version of a package in the environment of its launcher; "" if it has none."""
+    """Return the version of a package in the environment of its launcher; "" if it is not there."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
     told = subprocess.run(
         [launcher.with_name("python"), "-c", code],

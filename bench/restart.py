@@ -1,9 +1,9 @@
 """Compare the time from a killed rank to training again: `make bench-restart`, or
 python bench/restart.py [RUNS].
 
-One node, or two on loopback, train a small DDP model; once it runs steadily, rank 1 is killed with
-SIGKILL. Measures the seconds from the kill to the end of the first step that all ranks have done,
-without loading a checkpoint. All launchers run in turn, RUNS times (default 7).
+One node, or two on loopback, train a small DDP model. Once training is steady, rank 1 is killed
+with SIGKILL. Measures the seconds from the kill to the end of the first step that all ranks
+complete, without loading a checkpoint. All launchers run in turn, RUNS times (default 7).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def time_restart(launcher: list[str], nodes: int, nproc: int) -> float | None:
-    """Return the seconds from the kill to the last rank's next step, or None if it had none."""
+    """Return the seconds from the kill until all ranks have taken a step; None if some never do."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         file = Path(folder, "steps")
         file.touch()
@@ -119,7 +119,7 @@ def places(launcher: list[str], nodes: int) -> list[list[str]]:
         port = server.getsockname()[1]
     if launcher == AGENT:
         meet = ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    else:  # whose ranks must meet again, which a static rendezvous does not allow
+    else:  # their ranks must meet again, which a static rendezvous does not allow
         meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
         meet.append("--local-addr=127.0.0.1")
     return [[f"--nnodes={nodes}", f"--node-rank={node}", *meet] for node in range(nodes)]
@@ -130,7 +130,7 @@ def wait_for_steps(
 ) -> dict[int, list[Step]] | None:
     """Wait until each rank has done that many steps of an attempt; returns them by rank.
 
-    Returns None if the launchers exited before, or if one hung.
+    Returns None if the launchers exit before that, or if one hangs.
     """
     end = time.time() + LIMIT_S
     while time.time() < end:

@@ -134,7 +134,7 @@ class Launchers:
         return outcome(code, stdout, stderr, folder)
 
     def _clear_locks(self) -> None:
-        """Remove the locks of a run that was killed while DeepSpeed compiled."""
+        """Remove the locks of a run that was killed while DeepSpeed was compiling."""
         for lock in self._extensions.glob("*/lock"):
             lock.unlink()
 
@@ -151,7 +151,7 @@ class Launchers:
         return 124
 
     def _torchrun(self, shape: Shape, folder: Path, *where: str) -> list[str]:
-        """Send each rank's output to its own file: torchrun mixes lines on the terminal."""
+        """Send each rank's output to its own file, because torchrun mixes lines on the terminal."""
         options = ["--redirects=3", f"--log-dir={logs_of(folder)}"]
         options += [f"--nproc-per-node={1 if where else RANKS}", f"--master-port={self._port}"]
         options += [f"--max-restarts={shape.restarts}"]

@@ -3,17 +3,17 @@ python bench/shapes.py [NAME...].
 
 Each script of tests/shapes/ runs with two ranks: on this machine under torchrun and under
 scripts/launch.sh; and, if a cluster in a box can run here (as root), on two of its nodes under
-torchrun on each node, under scripts/ssh/launch_torchrun_auto.sh, and as a SLURM job. These are
-compared with torchrun on the same nodes:
+torchrun on each node, under scripts/ssh/launch_torchrun_auto.sh, and as a SLURM job. Our launchers
+are compared with torchrun on the same nodes:
 
 - the exit code;
 - what all ranks print on stdout, line by line in any order, and whether all of stderr appears (with
   our launchers, on the terminal or in the node logs);
 - the files that they leave, with their content.
 
-torchrun runs each script once in each place. If ours differs, torchrun runs it again on this
-machine: if stdout differs between torchrun's own runs (times), numbers are not compared, and
-neither is the content of files that differ.
+torchrun runs each script once in each place. If our result differs, torchrun runs the script again
+on this machine. If stdout differs between torchrun's own runs (in times, say), numbers are not
+compared, and neither is the content of files that differ.
 With names or --check, bench/README.md is not changed. With --here, only this machine is used. Exits
 with 1 if something differs.
 """
@@ -101,7 +101,7 @@ def main() -> None:
 def look(shape: Shape, launchers: Launchers) -> list[str]:
     """Return a shape's cells: each of our ways compared with torchrun's."""
     cells = []
-    references: dict[Way, list[Outcome]] = {}  # run once each: two of our ways use one
+    references: dict[Way, list[Outcome]] = {}  # each run once: two of our ways share one
     for way in launchers.ways().values():
         if way is None:
             cells.append("not run: no cluster here")

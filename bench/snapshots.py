@@ -1,11 +1,12 @@
 """What snapshots in memory cost and save: `make bench-snapshots`, or
 python bench/snapshots.py [TIMES].
 
-train.py runs on 2 ranks, with a snapshot every 5 steps. The cost is in seconds per step, in blocks
-of 20 steps of one run, alternately without and with snapshots; each block with snapshots is
-compared with the mean of its two neighbours. For the savings, rank 1 is killed with SIGKILL after
-step 95, with a checkpoint every 50 steps, TIMES times (default 7), to count the repeated steps and
-the seconds until a new one. torchrun restarts the same train.py from the same checkpoints.
+train.py runs on 2 ranks, with a snapshot every 5 steps. The cost is given in seconds per step, in
+blocks of 20 steps of one run that are alternately without and with snapshots; each block with
+snapshots is compared with the mean of its two neighbours. To measure the savings, rank 1 of a run
+with a checkpoint every 50 steps is killed with SIGKILL after step 95, TIMES times (default 7). What
+counts is how many steps are repeated, and how many seconds pass until a new step is done. torchrun
+restarts the same train.py from the same checkpoints.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def cost(name: str, settings: tuple[str, ...], pairs: int) -> list[str]:
 
 
 def kill_once(launcher: list[str], settings: list[str]) -> tuple[int, float]:
-    """Return the number of steps repeated after a kill, and the seconds until a new one."""
+    """Return the number of steps repeated after a kill, and the seconds until a new step."""
     with tempfile.TemporaryDirectory() as folder:
         chosen = [f"checkpoint.dir={folder}", "checkpoint.every=50", "train.log_every=1", *settings]
         script = [str(ROOT / "train.py"), "--config", CONFIG, *chosen, "train.max_steps=140"]
@@ -111,7 +112,7 @@ def kill_once(launcher: list[str], settings: list[str]) -> tuple[int, float]:
 
 
 def wait_for_step(metrics: Path, wanted: int, after: float = 0.0) -> float:
-    """Wait until a step is done; returns the time when it was."""
+    """Wait until a step is done; returns the time when it was done."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         for step, at in read(metrics):
@@ -122,14 +123,14 @@ def wait_for_step(metrics: Path, wanted: int, after: float = 0.0) -> float:
 
 
 def read(metrics: Path) -> list[tuple[int, float]]:
-    """Return the steps done so far, and when each was, in seconds since the epoch."""
+    """Return the steps done so far, and when each was done, in seconds since the epoch."""
     text = metrics.read_text() if metrics.exists() else ""
     lines = [json.loads(line) for line in text.split("\n")[:-1]]
     return [(line["step"], line["time"]) for line in lines]
 
 
 def rank_1_below(launcher: int) -> int:
-    """Return the process id of rank 1: the second process to start of those without children."""
+    """Return the process id of rank 1: among processes without children, the second to start."""
     pending, last = [launcher], []
     while pending:
         pid = pending.pop()

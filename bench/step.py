@@ -1,11 +1,11 @@
-"""Compare the step time of train.py's loop, with its logging, with a bare loop: `make bench-step`.
+"""Compare the step time of train.py's loop (logging included) and a bare loop: `make bench-step`.
 
 python bench/step.py [LAUNCHES]: both train the same model on the same text, with the same strategy
-and single-threaded processes. They run side by side and take BLOCK steps each in turn; each block
-of train.py is compared with the mean of the bare loop's blocks before and after it. A block is
-timed by the clock, so that everything between two steps of train.py counts: data, logs, heartbeat.
-Both are launched LAUNCHES times (default 3). Also measures the time from train.py's last step,
-including the checkpoint and picture, to the prompt.
+and single-threaded processes. They are started together and take turns of BLOCK steps; each block
+of train.py is compared with the mean of the bare loop's blocks before and after it. What is timed
+is the wall-clock time of a block, so everything between two steps of train.py counts: data, logs,
+heartbeat. Both are launched LAUNCHES times (default 3). Also measures the time from train.py's last
+step to the prompt, which includes the checkpoint and the picture.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TARGETS = {"ddp": 1.02}  # for the others, 1.03
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy, by train.py's settings and by bare_loop.py's variables."""
+    """A strategy, as settings of train.py and as variables of bare_loop.py."""
 
     name: str
     ranks: int
@@ -65,7 +65,7 @@ CASES = (
 
 @dataclass
 class Found:
-    """Seconds per step in each block, and from train.py's last step to its launcher's exit."""
+    """Seconds per step in each block; seconds from train.py's last step to its launcher's exit."""
 
     ours: list[float] = field(default_factory=list)
     bare: list[float] = field(default_factory=list)
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def launch(case: Case, found: Found) -> None:
-    """Run both programs side by side to their ends, and add the measurements."""
+    """Run both programs, which take turns, until they end; add the measurements."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for pipe in NAMES:
@@ -111,7 +111,7 @@ def launch(case: Case, found: Found) -> None:
 
 
 def run_both(bare: list[str], ours: list[str], folder: Path) -> float:
-    """Return when ours exited, in seconds since the epoch; bare exits before it."""
+    """Return when ours exited, in seconds since the epoch; bare exits first."""
     both = []
     try:
         for name, command in zip(NAMES, (bare, ours), strict=True):

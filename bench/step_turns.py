@@ -16,7 +16,7 @@ turns = Turns()
 
 
 class Run(train.Run):
-    """A block ends when the next one's first step begins: everything in between counts."""
+    """A block ends when the first step of the next one begins: everything before that counts."""
 
     def take_step(self, step: int) -> None:
         turns.before(step)

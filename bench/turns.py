@@ -1,4 +1,4 @@
-"""Let two programs train side by side, a block of steps each in turn, for step.py.
+"""Let two programs take turns, each training for a block of steps, for step.py.
 
 A slow phase of the machine then slows both alike. Two runs, one after the other, would differ by
 more than the cost of train.py.
@@ -11,12 +11,12 @@ import time
 from io import FileIO
 from pathlib import Path
 
-BLOCK = 10  # steps; the same as between two lines of the log
+BLOCK = 10  # steps; as many as between two lines of the log
 NAMES = ("bare", "ours")  # in this order
 
 
 class Turns:
-    """The turns of one PROGRAM, with pipes in the folder TURNS. All its ranks wait for a turn."""
+    """The turns of one PROGRAM, with pipes in the folder TURNS. All its ranks wait for its turn."""
 
     def __init__(self) -> None:
         folder, name = Path(os.environ["TURNS"]), os.environ["PROGRAM"]

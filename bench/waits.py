@@ -50,7 +50,7 @@ def take_watched_step(run: train.Run, step: int) -> None:
             torch.cuda.set_sync_debug_mode("warn")
             take_step(run, step)
             torch.cuda.set_sync_debug_mode("default")
-        # Another warning, that the mode is a prototype, also mentions synchronizing operations.
+        # Another warning, which says that the mode is a prototype, also mentions such operations.
         waits = [one for one in told if "called a synchronizing" in str(one.message)]
         found.update(f"{Path(one.filename).name}:{one.lineno}" for one in waits)
     else:
@@ -63,7 +63,7 @@ def take_watched_step(run: train.Run, step: int) -> None:
 
 
 def is_fused(event: Any) -> bool:
-    """Return whether this is a fused optimizer's, which reads its step count only on CPUs."""
+    """Return whether this event is a fused optimizer's, which reads its step count only on CPUs."""
     while event is not None and "_fused_" not in event.name:
         event = event.cpu_parent
     return event is not None

@@ -74,7 +74,8 @@ def gather(tensor: Tensor) -> Tensor:
         return mine
     for one in kinds:
         if one != kinds[0]:
-            raise ValueError(f"gather: ranks have rows of {kinds[0]} and of {one}; make them equal")
+            cause = f"rows differ between ranks ({kinds[0]} and {one})"
+            raise ValueError(f"gather: {cause}; make their shape and dtype match")
     shape, dtype = kinds[0]
     own = mine.to(_device()).contiguous().view(-1).view(torch.uint8)
     whole: Tensor = torch.cat(_gather(own)).view(getattr(torch, dtype)).view([-1, *shape])
@@ -84,7 +85,7 @@ def gather(tensor: Tensor) -> Tensor:
 def broadcast(value: Any) -> Any:
     """Return rank 0's value on every rank: a tensor, or any JSON value.
 
-    A tensor has no gradient. It is on the CPU, or on this process's GPU if rank 0's is on a GPU.
+    The tensor has no gradient. It is on this process's GPU if rank 0's is on one, else on the CPU.
     """
     is_tensor = isinstance(value, Tensor)
     mine = [[*value.shape], str(value.dtype)[6:], value.device.type] if is_tensor else value
@@ -119,7 +120,7 @@ def mean(tensor: Tensor) -> Tensor:
 def main_first() -> Iterator[None]:
     """Run the body on rank 0 first, then on all other ranks at the same time.
 
-    If it raises on rank 0, the other ranks do not run it, but raise a RuntimeError.
+    If it raises on rank 0, the other ranks skip it and raise a RuntimeError.
     """
     if own_rank() == 0:
         is_done = False

@@ -1,6 +1,6 @@
-"""Detect which launcher started this process, and its rank among the others.
+"""Detect which launcher started this process, and which rank this process is.
 
-Only this module and job.py read the variables of launchers. No torch, so the import is fast.
+Only this module and job.py read the variables of launchers. Neither imports torch: that is slow.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ BACKENDS = ("nccl", "gloo")  # any other value of BACKEND may be meant for anoth
 
 
 def printable(text: str, longest: int = 600) -> str:
-    """Return text as one line with control characters escaped; the middle of a long one is cut."""
+    """Return text as one line with control characters escaped; a long one is cut in the middle."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     half = longest // 2
     return shown if len(shown) <= longest else f"{shown[:half]} ... {shown[-half:]}"
 
 
 class LauncherError(ValueError):
-    """The launcher's variables are wrong or contradict each other: `cause; fix [fault]`."""
+    """The launcher's variables are invalid or contradict each other: `cause; fix [fault]`."""
 
     def __init__(self, text: str, fault: str = "wrong-world") -> None:
         super().__init__(f"{printable(text)} [{fault}]")
@@ -68,7 +68,7 @@ class Environment:
 
 
 class _Variables(dict[str, str]):
-    """The variables of one process. Missing or wrong ones raise a LauncherError with the fix."""
+    """The variables of one process. Missing or invalid ones raise a LauncherError with the fix."""
 
     cure = ""
 
@@ -108,13 +108,13 @@ def torchrun(v: _Variables) -> Environment:
     if v["LOCAL_RANK"] not in ("", v[local_name]):
         cause = f"LOCAL_RANK={v['LOCAL_RANK']} but --local-rank is {v[local_name]}"
         raise LauncherError(f"{cause}; give only one")
-    # If LOCAL_WORLD_SIZE is not set, in a start by hand, all ranks must be on this machine.
+    # If LOCAL_WORLD_SIZE is not set, as in a start by hand, all ranks must be on this machine.
     size_name = "LOCAL_WORLD_SIZE" if v["LOCAL_WORLD_SIZE"] else "WORLD_SIZE"
     ranks = _ranks_of_equal_nodes(v, "RANK", "WORLD_SIZE", local_name, size_name)
     env = Environment("launch" if v["--local-rank"] else "torchrun", *ranks, *v.master())
     if size_name == "WORLD_SIZE" and env.rank != env.local_rank:
-        cause = f"RANK={env.rank} differs from LOCAL_RANK={env.local_rank}, so there are more nodes"
-        raise LauncherError(f"{cause}; set LOCAL_WORLD_SIZE, the number of ranks on this one")
+        cause = f"RANK={env.rank} differs from LOCAL_RANK={env.local_rank}: there are several nodes"
+        raise LauncherError(f"{cause}; set LOCAL_WORLD_SIZE, the number of ranks on this node")
     if not v["GROUP_WORLD_SIZE"]:
         return env
     num_nodes = v.number("GROUP_WORLD_SIZE")
@@ -126,7 +126,7 @@ def mpi(launcher: str, names: tuple[str, ...], v: _Variables) -> Environment:
     """Read the variables set by an MPI's mpiexec. Assumes that ranks are placed node by node."""
     ranks = _ranks_of_equal_nodes(v, *names)
     is_alone = ranks[-1] == 1  # one node
-    v.cure = "set it to the first host (a free port) and pass it on: mpirun -x, mpiexec -genv"
+    v.cure = "use mpirun -x or mpiexec -genv (MASTER_ADDR: first host, MASTER_PORT: free port)"
     port_id = v["PMIX_NAMESPACE"] or v["I_MPI_HYDRA_UUID"] or v["PALS_APID"] or job_id(v)
     port_id = port_id or (_starter() if is_alone else "")
     return Environment(launcher, *ranks, *v.master("127.0.0.1" if is_alone else "", port_id))
@@ -146,7 +146,7 @@ def no_local_rank(v: _Variables) -> Environment:
     mark = next(mark for mark in _SIZES if v[mark])
     if v[_SIZES[mark]] == "1":
         return plain(v)
-    cause = f"{mark}={v[mark]}, but no variable gives this rank's local rank"
+    cause = f"{mark}={v[mark]}, but no variable gives this process's local rank"
     cure = "start the ranks with torchrun or scripts/launch.sh; for a single process, unset"
     raise LauncherError(f"{cause}; {cure} {mark}")
 
@@ -159,7 +159,7 @@ def _ranks_of_equal_nodes(
     local_size = v.number(local_size_name, 1, world_size, f" ({size_name}={world_size})")
     rank = v.rank(rank_name, world_size, size_name)
     local_rank = v.rank(local_rank_name, local_size, local_size_name)
-    # Without the local rank: Open MPI 5 numbers the ranks of a node in a different order.
+    # The local rank is not used: Open MPI 5 numbers the ranks of a node in a different order.
     node_rank, num_nodes = rank // local_size, -(-world_size // local_size)
     return rank, local_rank, world_size, local_size, node_rank, num_nodes
 
@@ -211,7 +211,7 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
 def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, str] | None:
     """Return node count, node rank and master of a step with one task per node; otherwise None.
 
-    On several nodes, the master is `master` if given, then MASTER_ADDR if set, then the first node.
+    On several nodes, the master is `master` if given, else MASTER_ADDR if set, else the first node.
     """
     if not is_task(environ):
         return None
@@ -242,7 +242,7 @@ def plain(v: _Variables) -> Environment:
     job_tasks = v.number("SLURM_NTASKS", default=str(nodes))
     started = v.number("SLURM_STEP_NUM_TASKS", default="1")  # can be more in a salloc shell
     if v["SLURM_JOB_ID"] and started < job_tasks:
-        cause = f"no srun started this process, one of the {job_tasks} tasks of job {job_id(v)}"
+        cause = f"srun did not start this process, one of the {job_tasks} tasks of job {job_id(v)}"
         raise LauncherError(f"{cause}; put srun before the command", fault="batch-step")
     for name in ("WORLD_SIZE", "LOCAL_RANK", "--local-rank"):
         if v[name]:
@@ -286,7 +286,7 @@ def detect(
 ) -> Environment:
     """Return this process's environment; `local_rank` is torch.distributed.launch's argument.
 
-    Raises LauncherError or HostlistError if a variable is missing, wrong or contradicts another.
+    Raises LauncherError or HostlistError if a variable is missing or wrong, or contradicts another.
     """
     v = _Variables(os.environ if environ is None else environ)
     if local_rank is not None:
@@ -336,6 +336,6 @@ def port_from_id(run_id: str) -> int:
 
 @cache
 def new_run_id() -> str:
-    """Return YYYYMMDD-HHMMSS-<4 hex digits> from time and process id, the same at each call."""
+    """Return YYYYMMDD-HHMMSS-<4 hex digits>, from time and process id; the same at each call."""
     mixed = zlib.crc32(f"{time.time_ns()} {os.getpid()}".encode())
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{mixed & 0xFFFF:04x}"

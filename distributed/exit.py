@@ -18,7 +18,7 @@ from .heartbeat import beat
 def finish(code: int = 0) -> NoReturn:
     """Join threads, run exit handlers, and exit without tearing down torch, which takes 0.6 s.
 
-    If threads and handlers take longer than 30 s, it prints a line and exits without them.
+    If they take longer than 30 s, it prints a line and exits without waiting for them.
     """
     atexit.unregister(finish)  # it may be an exit handler itself
     sys.stdout.flush()
@@ -40,6 +40,6 @@ def _exit_late(code: int) -> None:
         time.sleep(min(1.0, left))
         with contextlib.suppress(ValueError):  # an incomplete environment, reported elsewhere
             beat()
-    text = f"threads or exit handlers still run after {limits.EXIT_S:g} s; exiting without them"
+    text = f"threads or exit handlers are still running after {limits.EXIT_S:g} s; exiting anyway"
     os.write(2, f"process {os.getpid()}: {text}\n".encode())  # another thread may hold sys.stderr
     os._exit(code)

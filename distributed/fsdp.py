@@ -1,8 +1,8 @@
 """FSDP2: parameters, gradients and the optimizer's state are sharded over the ranks.
 
-Each rank holds a shard of every parameter, and gathers those of a block to compute with it (Zhao et
-al. 2023; torch.distributed.fsdp.fully_shard). Every rank must run the same forward passes. The
-import takes 0.7 s, so import this module only to shard a model.
+Each rank holds a shard of every parameter, and gathers a block's parameters when it computes with
+them (Zhao et al. 2023; torch.distributed.fsdp.fully_shard). Every rank must run the same forward
+passes. The import takes 0.7 s, so import this module only to shard a model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def shard(
     """Shard a model, block by block, with rank 0's weights.
 
     If each group of ranks shards separately, the groups hold replicas (HSDP). Raises LauncherError
-    if the ranks cannot be split into groups of `how.shard`, or this torch cannot shard on a CPU.
+    if the ranks cannot form groups of `how.shard`, or if this torch cannot shard on a CPU.
     """
     if is_cpu := device.type == "cpu":
         _refuse_unless(can_shard_on_cpu())
@@ -59,7 +59,7 @@ def shard(
 
 def _refuse_unless(can_do: bool) -> None:
     if not can_do:
-        cause = f"strategy fsdp needs GPUs with torch {torch.__version__}"
+        cause = f"with torch {torch.__version__}, strategy fsdp needs GPUs"
         raise LauncherError(f"{cause}; install torch 2.8 or newer, or use ddp", "env-missing")
 
 

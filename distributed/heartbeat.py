@@ -1,8 +1,8 @@
 """A rank reports its progress to its node agent through a record in shared memory (no torch).
 
 A beat is one write to memory. It takes a microsecond and never waits. The agent reads the records,
-and considers the run stuck when the ranks that are furthest behind are silent for too long: the
-other ranks wait for them.
+and considers the run stuck when the ranks that are furthest behind have been silent for too long,
+because the other ranks wait for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECORD = struct.Struct("<qqqddB?6x")
 
 
 class Beat(NamedTuple):
-    """A rank's record. Time 0 means that nothing counts its steps, and it is not watched."""
+    """A rank's record. Time 0 means that nothing counts its steps, so it is not watched."""
 
     step: int = -1  # optimizer steps done; -1: none reported yet
     marks: int = 0  # beats since then
@@ -43,7 +43,7 @@ class Beat(NamedTuple):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How far the rank is; equal for ranks that are in step with each other."""
+        """How far the rank has got; equal for ranks that are in step with each other."""
         return self.step, self.marks
 
     @property
@@ -118,15 +118,15 @@ def beat(
     """Report this rank's progress to the node agent, if there is one.
 
     Call it with the number of optimizer steps done, as often as you like within a step, from the
-    same places on every rank. While one rank works alone for a long time, for instance to save,
-    call it there without a step.
+    same places on every rank. While one rank is working alone for a long time, for instance to
+    save, call it on that rank without a step.
 
     Args:
         step: optimizer steps done.
         saved: the step of a checkpoint that has just reached the disk.
         hang_seconds: from now on, how long this rank may be silent before it counts as stuck.
-            Until set: $HANG_SECONDS, or if unset 10 times the longest silence so far, at least 60,
-            and 600 until two steps are done.
+            By default, $HANG_SECONDS; if that is not set, 10 times the longest silence so far, but
+            at least 60, and at least 600 until two steps are done.
     """
     if heart := _heart():
         heart.beat(step, saved, hang_seconds)
@@ -146,7 +146,7 @@ def name_record(fd: int, number: int) -> str:
 
 
 def find_record(name: str) -> tuple[int, int] | None:
-    """Return descriptor and number; None in a subprocess, where it may be a different file."""
+    """Return descriptor and number; None in a subprocess, whose descriptor may be another file."""
     with contextlib.suppress(OSError, ValueError):
         fd, *_, number = map(int, name.split(":"))
         if name_record(fd, number) == name:

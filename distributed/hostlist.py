@@ -46,7 +46,7 @@ def _names(text: str) -> Iterator[str]:
     for match in _ITEM.finditer(text):
         item, stray = match.groups()
         if stray:
-            raise _error(text, match.start(2), f"{stray!r} has no partner")
+            raise _error(text, match.start(2), f"unmatched {stray!r}")
         try:
             names = _expand_item(item)
         except ValueError as error:

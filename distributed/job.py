@@ -50,7 +50,7 @@ def job_run_id(environ: Mapping[str, str]) -> str:
 
 
 def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
-    """Return what identifies this start of this SLURM or PBS job; {} outside both.
+    """Return what identifies this start of this SLURM or PBS job; {} outside a job.
 
     A requeued job keeps its id and gets the next start count; SLURM gives it a new submit time.
     Another job can have the same id, on another cluster or after the scheduler was reset. In a PBS
@@ -87,7 +87,7 @@ def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | N
     import subprocess  # slower to import than the rest of this module, and rarely needed
     import threading
 
-    told = [f"waiting for {' '.join(command)}, {limit_s:g} s at most"]
+    told = [f"waiting up to {limit_s:g} s for {' '.join(command)}"]
     notice = threading.Timer(limits.SCHEDULER_SILENT_S, print, told, {"file": sys.stderr})
     notice.start()
     try:

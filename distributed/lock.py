@@ -1,4 +1,4 @@
-"""A lock that lets one live run write to a folder, and atomic changes of symbolic links."""
+"""A lock that lets only one live run write to a folder, and atomic changes to symbolic links."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from . import limits
 from .errors import Refused
 from .job import this_job
 
-_LIVE, _COMMIT = 0, 1  # bytes of the lock's file
-# Locks on the open file: copying the folder would release locks of the process (fcntl(2)).
+_LIVE, _COMMIT = 0, 1  # bytes of the lock file
+# These lock the open file: copying the folder would release locks of the process (fcntl(2)).
 _SET, _SET_WAITING = 37, 38  # F_OFD_SETLK, F_OFD_SETLKW; missing from fcntl in some Pythons
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, process
 
 
 class RunLock:
-    """A lock on a folder that one live run at a time writes to, held until this process exits.
+    """A lock on a folder, held until this process exits: only one live run at a time writes there.
 
     A restarted job takes the folder over from its earlier start, which may still be running on a
-    node that the scheduler cannot reach. A launch that restarted its ranks does the same. Each new
+    node that the scheduler cannot reach. So does a launch that has restarted its ranks. Each new
     lock file replaces the previous one. A kernel lock on its first byte shows whether the holder is
-    alive; a lock on its second byte is held during a commit. Works on NFS. Forked processes do not
-    inherit it. Raises Refused if a live process holds it, or if the folder belongs to another job
-    with the same id.
+    alive; a lock on its second byte is held during a commit. The lock works on NFS, and forked
+    processes do not inherit it. Raises Refused if a live process holds it, or if the folder belongs
+    to another job with the same id.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
@@ -88,7 +88,7 @@ class RunLock:
     def committing(self) -> Iterator[None]:
         """Block takeovers while the body commits something.
 
-        Raises Refused if another process has taken over: this one must not write any more.
+        Raises Refused if another process has taken over: this one must no longer write.
         """
         _set_lock(self.fd, fcntl.F_WRLCK, _COMMIT, _SET_WAITING)
         try:
@@ -120,7 +120,7 @@ def refuse_locked(folder: Path, what: str) -> None:
 
 
 def _refuse_live(fd: int, what: str, me: Mapping[str, Any]) -> None:
-    """Take the lock unless this process succeeds its holder; raise Refused if that one is live."""
+    """Take the lock unless this process follows its holder; raise Refused if the holder is live."""
     holder = _holder(fd)
     is_next = any(
         me.get(one) and me[one] == holder.get(one) and me[number] > holder[number]

@@ -43,7 +43,7 @@ def grad_scaler(dtype: str | None, **options: Any) -> Scaler:
 class Scaler(torch.amp.GradScaler):
     """Also counts the steps that it skips because a gradient is not finite."""
 
-    skipped: int | Tensor = 0  # since the scaler was created; a tensor, not to wait for the GPU
+    skipped: int | Tensor = 0  # since its creation; a tensor, so as not to wait for the GPU
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         one = torch.ones((), device=device())
@@ -122,13 +122,13 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether each rank holds a part of the model, so that all must compute together."""
+    """Return whether each rank holds only a part of the model; then all must compute together."""
     return hasattr(model, "set_requires_gradient_sync")  # of FSDPModule
 
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Do not exchange gradients in the body; the next backward pass exchanges their sum."""
+    """Do not exchange gradients in the body; the first backward pass after it does."""
     with contextlib.ExitStack() as stack:
         if enabled and isinstance(model, DistributedDataParallel):
             stack.enter_context(model.no_sync())
@@ -140,7 +140,7 @@ def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
 
 
 def clip_gradients(model: nn.Module, norm: float) -> Tensor:
-    """Scale the gradients down to a total norm of at most `norm`; returns the norm before.
+    """Scale the gradients down to a total norm of at most `norm`; returns the norm before that.
 
     Every rank calls it and gets the same value. If you use a scaler, call its `unscale_` first.
     """

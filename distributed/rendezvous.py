@@ -38,15 +38,15 @@ def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: 
         try:
             store.wait(["gate"], timedelta(seconds=timeout_s))
         except dist.DistStoreError:
-            missing = [r for r in range(env.world_size) if not store.check([f"rank {r} runs"])]
+            missing = [r for r in range(env.world_size) if not store.check([f"rank {r} is used"])]
             named = f"{', '.join(map(str, missing[:16]))}{', ...' * (len(missing) > 16)}"
             meeting = f"at {env.master_addr}:{env.master_port} within {timeout_s:g} s"
             cause = f"{len(missing)} of {env.world_size} ranks did not join {meeting}: rank {named}"
-            cure = "check whether they started, and read their node's log"
+            cure = "check whether they started, and read their nodes' logs"
             store.set("gate", json.dumps(["node-missing", f"{cause}; {cure}"]))
         told = store.get("gate")
     except dist.DistNetworkError:
-        cause = f"lost the store of rank 0 ({env.master_addr}:{env.master_port}) while ranks joined"
+        cause = f"lost rank 0's store ({env.master_addr}:{env.master_port}) before all ranks joined"
         cure = "rank 0's message says why"
         raise with_fault(ConnectionError, "node-missing", f"{cause}; {cure}") from None
     with contextlib.suppress(RecursionError, json.JSONDecodeError, UnicodeDecodeError):
@@ -62,7 +62,7 @@ def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: 
                 if fault == "node-missing":
                     raise with_fault(TimeoutError, fault, text)
                 raise LauncherError(text, fault)
-    raise ConnectionError(f"{told!r:.80} at the store is not from a rank of this run")
+    raise ConnectionError(f"{told!r:.80} in the store is not from a rank of this run")
 
 
 def _open_store(env: Environment, timeout_s: float) -> TCPStore:
@@ -85,7 +85,7 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
         )
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):  # not a DistNetworkError before torch 2.5
-            cause = f"cannot serve {at}; give each process its own RANK, or set another MASTER_PORT"
+            cause = f"cannot listen on {at}; give each process its own RANK, or change MASTER_PORT"
             raise with_fault(OSError, "port-in-use", cause) from None
         if not isinstance(error, dist.DistNetworkError):
             raise
@@ -93,7 +93,7 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
 
 
 def _is_served(address: str, port: int, timeout_s: float) -> bool:
-    """Return whether a port accepts connections in time; if not, TCPStore would print a trace."""
+    """Return whether a port accepts connections in time; otherwise TCPStore would print a trace."""
     end = time.monotonic() + timeout_s
     while (left := end - time.monotonic()) > 0:
         with contextlib.suppress(OSError), socket.create_connection((address, port), left):
@@ -105,9 +105,9 @@ def _is_served(address: str, port: int, timeout_s: float) -> bool:
 def _check_in(
     store: Store, env: Environment, device: torch.device, backend: str
 ) -> tuple[str, str] | None:
-    """Claim this rank and, for NCCL, its GPU; return fault and text if another process has one."""
+    """Claim this rank and, for NCCL, its GPU; return fault and text if one is already claimed."""
     me = f"{socket.gethostname()} (rank {env.rank}, {device}, process {os.getpid()})"
-    taken = {f"rank {env.rank} runs": ("duplicate-node-rank", "give each node its own rank")}
+    taken = {f"rank {env.rank} is used": ("duplicate-node-rank", "give each node its own rank")}
     if backend == "nccl":
         uuid = torch.cuda.get_device_properties(device).uuid
         cure = "start no more ranks than GPUs, or use the gloo backend"

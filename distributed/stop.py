@@ -65,7 +65,7 @@ class Stop:
             if self._takes("save"):
                 self._save_at = now
             if self._takes("stop"):
-                self.reason = self.reason or "the file stop"
+                self.reason = self.reason or "the stop file"
         if not self.reason and now >= self._end:
             self.reason = "max_seconds"
         self._flags[0] = bool(self.reason)
@@ -83,7 +83,7 @@ class Stop:
         return False
 
     def agreed(self) -> bool:
-        """At the end of a step, return whether any rank asked to stop; the same on all ranks."""
+        """At a step's end, return whether any rank has asked to stop; the same on all ranks."""
         if self._work is not None:
             self._work.wait()
         is_stop, is_save, self.is_end_agreed = map(bool, self._flags.tolist())
@@ -95,5 +95,5 @@ class Stop:
         self._ends = True
 
     def note_save(self) -> None:
-        """Start counting the seconds to the next save now."""
+        """Start counting the seconds until the next save."""
         self._save_at = time.monotonic() + self._save_seconds

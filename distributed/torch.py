@@ -121,7 +121,7 @@ def init_distributed(
         join_timeout_s: limit for all ranks to join.
         timeout_s: limit for one collective.
         local_rank: the --local-rank argument of torch.distributed.launch.
-        nodes, ranks_per_node: raise LauncherError for any other number.
+        nodes, ranks_per_node: expected numbers; raises LauncherError if they differ.
 
     Returns this process's environment, with rank 0's run id; later calls return the same again.
     Raises LauncherError if variables, ranks or GPUs contradict each other, TimeoutError naming the
@@ -176,7 +176,7 @@ def _choose_backend(asked: str | None, env: Environment) -> str:
     if chosen not in BACKENDS:
         raise ValueError(f"backend {chosen!r} is unknown; use nccl, gloo or auto")
     if chosen == "nccl" and not cuda:
-        raise ValueError(f"backend nccl needs a GPU and {socket.gethostname()} has none; use gloo")
+        raise ValueError(f"backend nccl needs a GPU but {socket.gethostname()} has none; use gloo")
     return chosen
 
 
@@ -223,7 +223,7 @@ def get_dataloader_for_distributed(
     drop_last: bool = False,
     **options: Any,
 ) -> DataLoader[Any]:
-    """Return a loader over this rank's share of a dataset, `batch_size` samples per process.
+    """Return a loader over this rank's share of a dataset, with `batch_size` samples per process.
 
     All ranks get the same number of samples: unless `drop_last`, the last sample of some ranks is
     a repeated one. Each iteration over the loader is a new epoch in a new order: epochs 0, 1, 2 and
@@ -232,8 +232,8 @@ def get_dataloader_for_distributed(
     other world size or rank, and for an IterableDataset, which cannot be sharded.
     """
     if isinstance(dataset, IterableDataset):
-        cause = f"{type(dataset).__name__} is an IterableDataset, which has no samples to share out"
-        cure = "let its __iter__ skip those of other ranks, and give it to DataLoader"
+        cause = f"{type(dataset).__name__} is an IterableDataset, whose samples cannot be divided"
+        cure = "make its __iter__ skip other ranks' samples, and pass it to DataLoader"
         raise ValueError(f"{cause}; {cure}")
     if dist.is_initialized():
         _refuse_others(
@@ -265,9 +265,9 @@ def sync_metrics(
 ) -> dict[str, float]:
     """Return each value's weighted mean over the ranks, with one all-reduce in float64.
 
-    Every rank passes the same names and gets the same numbers. `weight` is that of this rank's
-    values, such as its number of samples; 0 ignores them. If all weights are 0, the means are NaN.
-    Raises ValueError for a world size other than the process group's.
+    Every rank passes the same names and gets the same numbers. `weight` is the weight of
+    this rank's values, such as its number of samples; 0 ignores them. If all weights are 0, the
+    means are NaN. Raises ValueError for a world size other than the process group's.
     """
     _refuse_others("the process group's is", ("world_size", world_size, count_ranks()))
     own = {

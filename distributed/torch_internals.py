@@ -27,7 +27,7 @@ __all__ = ("default_store", "is_lost_by_fork", "tree_leaves", "tree_map_only")
 
 
 def serve_store(address: str, port: int, listener: int) -> TCPStore:
-    """Serve torch's store on a socket that is already listening: no one else can take the port.
+    """Serve torch's store on a socket that is already listening, so no one else can take the port.
 
     Before torch 2.8, the libuv store cannot do this; the classic one can, with the same protocol.
     """
@@ -53,7 +53,7 @@ def process_groups() -> list[Any]:
 
 # --- the flight recorder ------------------------------------------------------------------------
 
-# They return the recorded collectives as JSON: NCCL's from torch 2.5 on, other backends' from 2.8.
+# These return the recorded collectives as JSON: NCCL's from torch 2.5 on, other backends' from 2.8.
 # Without them, no collective is shown.
 _NAMES = "_dump_nccl_trace_json", "_dump_fr_trace_json"
 recorders: list[Callable[[], str]] = [
@@ -101,7 +101,7 @@ def load_dynamo() -> None:
 
 
 def compile_beside_ddp() -> None:
-    """Keep torch.compile from splitting graphs at the ends of DDP's buckets."""
+    """Keep torch.compile from splitting graphs at the boundaries of DDP's buckets."""
     torch._dynamo.config.optimize_ddp = False
 
 

@@ -3,7 +3,7 @@
     pip install scikit-learn
     scripts/ssh/launch_singlenode.sh examples/digits.yaml 2
 
-The data, 1,797 pictures of 8 x 8 pixels, come with scikit-learn.
+The data, 1,797 images of 8 x 8 pixels, come with scikit-learn.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Digits(Task):
     def __init__(self, settings: Settings) -> None:
         self.hidden = settings.model["hidden"]  # from the config's `model:`
         digits = load_digits()
-        pixels = torch.tensor(digits.data / 16, dtype=torch.float32)  # [picture, 64], 0 to 1
-        labels = torch.tensor(digits.target)  # [picture]
+        pixels = torch.tensor(digits.data / 16, dtype=torch.float32)  # [image, 64], 0 to 1
+        labels = torch.tensor(digits.target)  # [image]
         is_trained = torch.arange(len(labels)) % 5 > 0  # one in five is validation data
         self.train = TensorDataset(pixels[is_trained], labels[is_trained])
         self.validation = TensorDataset(pixels[~is_trained], labels[~is_trained])

@@ -89,9 +89,9 @@ def read_container(
 
 
 def config_texts(config: Path) -> list[str]:
-    """Return the text of a config, and of files beside it that it names, such as its defaults.
+    """Return the text of a config, and of the files beside it that it names, such as its defaults.
 
-    Any word may name one, because the parser of the config may exist only inside the image.
+    Any word may name one, because the config's parser may exist only inside the image.
     """
     if not config.is_file():
         return []
@@ -115,7 +115,7 @@ def _choose(here: Path, given: str, *, in_job: bool) -> tuple[str, str]:
     if not in_job:
         raise PlanError(
             f"CONTAINER is {given!r}: only pyxis can load it, in a SLURM job; "
-            f"give an image's file or folder, or podman:{given}"
+            f"give an image file or folder, or podman:{given}"
         )
     return "pyxis", given
 
@@ -160,7 +160,7 @@ def _charliecloud(container: Container, command: Sequence[str]) -> list[str]:
     return [*words, *container.arguments, container.image, "--", *command]
 
 
-# ps shows only the names. The image sets its own values of the variables that are omitted.
+# ps shows only the names. The image sets its own values for the omitted variables.
 _START_ENROOT = """\
 options=()
 for name in $(compgen -e); do
@@ -182,7 +182,7 @@ def _enroot(container: Container, command: Sequence[str]) -> list[str]:
     return ["bash", "-c", _START_ENROOT, "enroot", *options, container.image, *inside]
 
 
-# Each node checks for its own devices. In the background, reading a terminal would stop podman.
+# Each node checks for its own devices. In the background, podman must not read from a terminal.
 _NETWORK = 'if [ -e /dev/infiniband ]; then set -- --device=/dev/infiniband "$@"; fi'
 _GPUS = 'if [ -e /dev/nvidiactl ]; then set -- --device=nvidia.com/gpu=all "$@"; fi'
 _RUN_PODMAN = (

@@ -18,7 +18,7 @@ from launcher.text import install_command
 
 # A frame, as a traceback or faulthandler prints it.
 _FRAME = re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$')
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")  # possibly of another machine
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")  # possibly on another machine
 _SHOWN_FRAMES = 3
 _LONGEST = 300  # characters of a cause
 # How torch passes on the exception of a data worker, a replica or a pinning thread.
@@ -80,7 +80,7 @@ class RaisedError:
     time: float  # seconds since the epoch
     fault: str = ""  # named by the exception's `fault`, and at the end of its message
     notes: str = ""  # added to the exception (PEP 678)
-    has_left: bool = False  # it is no error: the script called exit()
+    has_left: bool = False  # not an error: the script called exit()
 
 
 def read_error(path: Path) -> RaisedError | None:
@@ -106,7 +106,7 @@ def describe_end(
     raised: RaisedError | None,  # the error file's content; None if the rank left none
     *,
     code: int | None,  # the exit code; None if the rank has not exited yet
-    is_out_of_memory: bool,  # the kernel made an out-of-memory kill during the attempt
+    is_out_of_memory: bool,  # there was an out-of-memory kill during the attempt
     last_text: str,  # the last line that the rank wrote to stderr
 ) -> Failure:
     """Return the failure of a rank that an error has ended, or is about to end."""
@@ -141,7 +141,7 @@ def read_traceback(last_line: str, time: float) -> RaisedError:
 def fault_of(message: str) -> str:
     """Return the fault behind an error that names none, from what torch and the system print."""
     rule = find_rule(message)
-    # Up to Kind.END, the process that prints it failed by itself, or timed out waiting.
+    # Up to Kind.END, the process that printed the line failed by itself, or timed out waiting.
     return rule.fault if rule is not None and rule.kind <= Kind.END else "rank-error"
 
 
@@ -155,7 +155,7 @@ def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
     """Return the fault and the cause for an exit code, if there is no error file."""
     name = signal_name(code)
     if name == "SIGKILL" and out_of_memory:
-        return "out-of-memory", "SIGKILL by the kernel: this node's memory limit was reached"
+        return "out-of-memory", "SIGKILL from the kernel: this node's memory limit was reached"
     unknown = name or f"exited with code {code} without an exception"
     fault = "rank-killed" if name == "SIGKILL" else "rank-error"
     fault = "rank-crashed" if name in _CRASHES else fault
@@ -174,7 +174,7 @@ def count_memory_kills() -> int:
     """Return the number of out-of-memory kills in this process's control group."""
     with contextlib.suppress(OSError):
         groups = Path("/proc/self/cgroup").read_text(errors="surrogateescape")
-        for line in groups.splitlines():  # cgroups v1: one per controller; v2: one
+        for line in groups.splitlines():  # cgroups v1: a line per controller; v2: one line
             _, controllers, group = line.split(":", 2)
             is_first = "memory" in controllers.split(",")
             file = f"/memory{group}/memory.oom_control" if is_first else f"{group}/memory.events"
@@ -186,9 +186,9 @@ def count_memory_kills() -> int:
 
 
 def one_line(cause: str) -> str:
-    """Return the first line of a message, cut if it would fill the screen.
+    """Return the first line of a message, shortened if it would fill the screen.
 
-    If torch passed the error on, the line is the original error's, with where it was raised.
+    If torch passed the error on, return the original error's line, and where it was raised.
     """
     if passed_on := _PASSED_ON.match(cause):
         cause = f"{passed_on['own']} ({passed_on[1]})"
@@ -221,6 +221,6 @@ def user_frames(stack: str) -> list[str]:
 
 
 def short_path(path: str) -> str:
-    """Return a path relative to the working directory if it is below it, otherwise unchanged."""
+    """Return a path relative to the working directory if it lies inside, otherwise unchanged."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

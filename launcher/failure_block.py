@@ -26,7 +26,7 @@ TAIL_BYTES = 1 << 20  # read from the end of a log, to find its block
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
 FIRST_ROW = r"run {8}\S"  # of a plan, as print_row() prints it
 # A block or a stopped line; or the beginning of a later start: the first row of a plan, or a line
-# that refuses to start.
+# that refuses the start.
 _ENDS = re.compile(
     r"^(?P<end>FAILED   .*\n(?:.*\n){1,99}?see      TROUBLESHOOTING.*"
     r"|stopped  .* \(code \d+\); nothing is left running(?:\nresume   .*)?)$"
@@ -131,7 +131,7 @@ def _others(outcome: Outcome, fault: str) -> str:
         parts.append(f"{count(outcome.stopped, 'rank')} {were} stopped by the launcher")
     left = "nothing is left running"
     if fault in ("link-lost", "node-lost"):
-        left += " where a node can be reached"
+        left += " on the reachable nodes"
     if outcome.left:
         left = f"{count(outcome.left, 'process', 'processes')} could not be ended"
     return f"{', '.join(parts)}; {left}" if parts else left

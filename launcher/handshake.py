@@ -1,7 +1,7 @@
 """Authenticate connections between nodes: both ends must know the run's secret (no torch).
 
     node rank 0 -> node     a nonce
-    node -> node rank 0     a nonce, and HMAC-SHA256 over both (RFC 2104), keyed with the secret
+    node -> node rank 0     a nonce, and the HMAC-SHA256 of both (RFC 2104), keyed with the secret
     node rank 0 -> node     the same, for its own role; zeros if the node's proof is wrong
 
 Before that, node rank 0 reads and sends nothing else. The secret is in RUN_SECRET, which the
@@ -53,9 +53,10 @@ def new_secret() -> str:
 
 
 def read_access(environ: Environ) -> Access:
-    """Return who may join: set by RUN_SECRET (the secret, or its file's path), otherwise by HOSTS.
+    """Return who may join, as RUN_SECRET says or, if it is unset, HOSTS.
 
-    Raises PlanError, one line with cause and cure, if one of them cannot be used.
+    RUN_SECRET is the secret or the path of a file that holds it.
+    Raises PlanError, with cause and cure in one line, if one of them cannot be used.
     """
     secret = environ.get("RUN_SECRET", "")
     if "/" in secret:
@@ -63,7 +64,7 @@ def read_access(environ: Environ) -> Access:
     if secret and len(secret) < LEAST_SECRET:
         raise PlanError(
             f"RUN_SECRET has {len(secret)} characters; "
-            f"give at least {LEAST_SECRET}, as openssl rand -hex 32 does"
+            f"give at least {LEAST_SECRET}, for example from openssl rand -hex 32"
         )
     if secret or not environ.get("HOSTS"):
         return Access(secret.encode())
@@ -143,7 +144,7 @@ class _Visitor:
 
 
 class Acceptor:
-    """Accepts whoever knows the secret. Any number of connections can wait; none delays another."""
+    """Accepts whoever knows the secret. Many connections can wait; none delays another."""
 
     def __init__(self, listener: socket.socket, access: Access, say: Callable[[str], None]) -> None:
         """The caller closes the listener; `say` reports the first connection that is dropped."""
@@ -171,7 +172,7 @@ class Acceptor:
         return let_in
 
     def close(self) -> None:
-        """Drop the connections that still wait."""
+        """Drop the connections that are still waiting."""
         for visitor in [*self._waiting.values()]:
             self._forget(visitor)
             visitor.socket.close()
@@ -203,7 +204,7 @@ class Acceptor:
             connection.send(visitor.nonce)  # cannot block: the buffer is empty
 
     def _read(self, visitor: _Visitor) -> bool:
-        """Read what has arrived; returns whether the visitor is known and has sent a line."""
+        """Read what has arrived. Returns whether the visitor is known and has sent a line."""
         missing = NONCE_BYTES + PROOF_BYTES - len(visitor.received)
         try:
             data = visitor.socket.recv(65536 if visitor.is_known else missing)

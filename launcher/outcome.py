@@ -1,8 +1,8 @@
 """How a run ended: which of its failures is shown, and the exit code.
 
 The program that reports the end collects accounts of it, and choose() returns the one that counts.
-Node rank 0's agent accounts for the ranks of all nodes. The launcher of several nodes accounts for
-each node's part of the run: what its agent reported, or that it reported nothing. A run on one
+Node rank 0's agent accounts for the ranks of all nodes. The launcher of a run on several nodes
+accounts for each node's part: what its agent reported, or that it reported nothing. A run on one
 machine, or on nodes that were started by hand, has only agents.
 
 Nothing here reads a clock, a file or a process.
@@ -60,10 +60,10 @@ class Outcome:
 
 
 class Basis(IntEnum):
-    """What an account is based on. The first in this order counts: it may be the others' cause."""
+    """What an account is based on. The first in this order counts: it may have caused the rest."""
 
     LOST_NODE = 1  # the launcher's connection to a node ended, or the node did not end its part
-    CAUSE = 2  # an error of a rank, or what the agents saw happen first
+    CAUSE = 2  # an error in a rank, or what the agents saw happen first
     SILENCE = 3  # the launcher and a node lost contact, and the node ended its part
     NOT_STARTED = 4  # a node's agent could not be started
     REFUSAL = 5  # an agent refused to start, and has said why
@@ -93,13 +93,13 @@ class NodeEnd:
     stopped: Sequence[int] = ()  # ranks that the agent had to stop
     first_rank: int = 0
     codes: Sequence[int] = ()  # the exit codes of all its ranks, from first_rank on
-    saved_step: int = -1  # of the newest checkpoint that a rank of it reported; -1: none
+    saved_step: int = -1  # of the newest checkpoint that one of its ranks reported; -1: none
     parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of snapshots: ranks by step
     copies: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the same for another node
 
     def __post_init__(self) -> None:
         if not all(0 <= code <= 255 for code in self.codes):
-            raise ValueError(f"{self.codes}: no exit codes")
+            raise ValueError(f"{self.codes}: not exit codes")
 
     @property
     def left(self) -> dict[int, int]:
@@ -152,8 +152,9 @@ def has_saved(nodes: Iterable[NodeEnd]) -> bool:
 def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
     """Return the exit code of a run that did not fail.
 
-    0 if it completed. If it was stopped: a rank's own exit code, otherwise 75 if ranks saved,
-    otherwise the signal's code. A rank that has reported a save exits with 0 only on completion.
+    It is 0 if the run completed. If the run was stopped, it is a rank's own exit code, otherwise
+    75 if ranks saved, otherwise the signal's code. A rank that has reported a save exits with 0
+    only on completion.
     """
     codes = [code for node in nodes for code in node.left.values() if code != 0]
     if other := next((code for code in codes if code != STOPPED), 0):
@@ -194,9 +195,9 @@ class NodePart:
     host: str
     code: int | None  # the agent's; None: it has not ended
     told: Outcome | None = None  # by the agent, or by its supervisor instead
-    lost: str = ""  # why the launcher gave the node up
+    lost: str = ""  # why the launcher gave up on the node
     is_reachable: bool = True  # when the launcher checked again
-    is_silent: bool = False  # when the launcher gave it up
+    is_silent: bool = False  # when the launcher gave up on it
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ class LaunchEnd:
                 yield Basis.CAUSE if failure.rank >= 0 else Basis.LOST_AGENT, outcome
 
     def _losses(self) -> Iterator[Account]:
-        """Yield one account of why nodes were lost, for all of them."""
+        """Yield a single account of why nodes were lost."""
         is_well = {part.code for part in self.parts} <= {0, STOPPED}
         if self.still_s and not (self.stopped_by or is_well):
             cause = f"the launcher was suspended for {self.still_s:.0f} s (SIGSTOP, Ctrl-Z, sleep)"
@@ -249,7 +250,7 @@ class LaunchEnd:
         yield basis, self._blame(first, "link-lost" if is_link else "launcher-killed", cause)
 
     def _unreported(self) -> Iterator[Account]:
-        """Yield the ends of agents that reported nothing, judged by their exit codes."""
+        """Yield accounts of the agents that reported nothing, judged by their exit codes."""
         told = {part.told.code for part in self.parts if part.told}  # others end with it too
         engine = self.plan.engine  # which reports nothing
         for node, part in enumerate(self.parts):

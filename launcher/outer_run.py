@@ -14,7 +14,7 @@ _OF_A_RUN = re.compile(
 
 
 def leave_outer_run(environ: OwnEnviron) -> None:
-    """Remove the variables that identify the outer run, if a rank of it started this process."""
+    """Remove the variables of the outer run, if one of its ranks started this process."""
     if "TORCHELASTIC_RUN_ID" not in environ:
         return
     token = environ.get("LAUNCH_TOKEN", "")

@@ -1,8 +1,8 @@
 """A clock that stops while this process is stopped, so that no peer counts as late afterwards.
 
 SIGSTOP, a suspended job or a sleeping machine stops a process, and usually also everything that it
-waits for. A loop that waits for others turns every few seconds. A longer gap between two turns
-means that the process was stopped, so silences are measured from the end of that gap.
+waits for. A loop that waits for others iterates every few seconds. A longer gap between two
+iterations means that the process was stopped, so silences are measured from the end of that gap.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from launcher.wire import limits
 
 
 class OwnTime:
-    """A clock that one loop reads in every turn, at least every STILL_S seconds."""
+    """A clock that one loop reads in every iteration, at least every STILL_S seconds."""
 
     def __init__(self, read: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._read, self._newest = read, read()
@@ -30,7 +30,7 @@ class OwnTime:
         return self._newest - self._missed_s
 
     def since(self, moment: float) -> float:
-        """Return the seconds since a time of the underlying clock, or since a later suspension."""
+        """Return the seconds since a time on the underlying clock, or since a later suspension."""
         self.now()
         return self._newest - max(moment, self._resumed)
 
@@ -46,7 +46,7 @@ class Deadline:
         self.at = math.inf
 
     def set_within(self, seconds: float) -> None:
-        """Set it to this many seconds from now, unless it is earlier."""
+        """Set it to this many seconds from now, unless it is already earlier."""
         self.at = min(self.at, now() + seconds)
 
     def take(self) -> bool:

@@ -1,8 +1,8 @@
 """Linux process control: keep, find and end the processes of this run, and only those.
 
 A run's processes are found by descent. Every process that starts others declares itself a child
-subreaper, so that whatever a rank forks, detaches or orphans stays below it (prctl(2)). If all of
-those have died, the rest are found by the run's token, a variable in their environment.
+subreaper, so that whatever a rank forks, detaches or orphans stays below it (prctl(2)). If all
+the subreapers have died, the rest are found by the run's token, a variable in their environment.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def anonymous_file(name: str) -> int:
 
 
 def claim(name: str, *, is_inherited: bool = False) -> bool:
-    """Hold an abstract socket's name until this process ends; False if another process holds it.
+    """Hold an abstract socket name until this process ends. Returns False if another holds it.
 
     With `is_inherited`, programs that this process starts or executes hold it too.
     """
@@ -76,8 +76,8 @@ def outlive_parent() -> None:
 def read_stat(pid: int) -> list[bytes]:
     """Return the fields of /proc/PID/stat from the third on: state, parent, ... (proc(5)).
 
-    Empty if the process has ended, or is not visible. The second field, the name, can have any
-    bytes; it is cut after 15 bytes, even inside a character.
+    Empty if the process has ended, or is not visible. The second field, the name, can contain any
+    bytes; it is cut off after 15, even inside a character.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -87,7 +87,7 @@ def read_stat(pid: int) -> list[bytes]:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since the boot; None if it has ended.
+    """Return when a process started, in clock ticks since boot; None if it has ended.
 
     Together with the process id, this identifies a process: the kernel reuses process ids.
     """
@@ -96,7 +96,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def descendants(root: int) -> list[int]:
-    """Return the process ids of all living descendants of `root`, without zombies."""
+    """Return the process ids of all living descendants of `root`, excluding zombies."""
     children: dict[int, list[int]] = {}
     for pid in _all_pids():
         if stat := read_stat(pid):
@@ -131,7 +131,7 @@ def is_stopped(pid: int) -> bool:
 def has_signal(pid: int, mask: str, signum: int) -> bool:
     """Whether a signal is in one of a process's masks (proc(5), /proc/PID/status).
 
-    SigCgt has the signals with a handler, SigBlk those that the main thread blocks.
+    SigCgt lists the signals that have a handler, SigBlk those that the main thread blocks.
     """
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         mask_line = next((line for line in file if line.startswith(f"{mask}:")), f"{mask}: 0")
@@ -145,11 +145,11 @@ def handles(pid: int, signum: int) -> bool:
 
 
 def await_signal(signals: Iterable[int], limit_s: float) -> int | None:
-    """Return the first of these signals that arrives in time; None if none does, or a child ended.
+    """Return the first of these signals to arrive in time; None if none does, or if a child ends.
 
-    These and WAKING must have been blocked before the first thread started. An alarm ends the
-    wait: if a process is stopped for longer than sigtimedwait()'s timeout, Python returns
-    uninitialized memory (seen with 3.11).
+    These signals and WAKING must have been blocked before the first thread started. An alarm ends
+    the wait, because if a process is stopped for longer than the timeout of sigtimedwait(), Python
+    returns uninitialized memory (seen with 3.11).
     """
     signal.setitimer(signal.ITIMER_REAL, max(0.001, limit_s))  # 0 would set no alarm
     came = signal.sigwaitinfo({*signals, *WAKING}).si_signo
@@ -165,7 +165,7 @@ def send(pids: Iterable[int], signum: int) -> None:
 
 
 def send_to_main_threads(pids: Iterable[int], signum: int) -> None:
-    """Send a signal to each main thread. In a stopped process, otherwise any thread may take it."""
+    """Signal each main thread. Otherwise, in a stopped process, any thread may take the signal."""
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc 2.30
     for pid in pids:
         if tgkill is None or tgkill(pid, pid, signum) != 0:
@@ -180,7 +180,7 @@ def reap() -> Iterator[tuple[int, int]]:
 
 
 def suspend() -> None:
-    """Stop all descendants and this process, as Ctrl-Z does; continue all when it is continued."""
+    """Stop this process and all descendants, as Ctrl-Z does; continue them when it continues."""
     me = os.getpid()
     stopped: list[int] = []
     deadline = time.monotonic() + limits.KILL_S
@@ -190,7 +190,7 @@ def suspend() -> None:
         if time.monotonic() > deadline:
             break
         time.sleep(limits.POLL_S)
-    # The default action: the kernel does not stop a process that no shell could continue.
+    # With the default action, the kernel does not stop a process that no shell could continue.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
     signal.raise_signal(signal.SIGTSTP)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
@@ -198,10 +198,10 @@ def suspend() -> None:
 
 
 def end_descendants(*, term_s: float = 0.0) -> list[int]:
-    """End every descendant of this process: SIGTERM, `term_s` seconds, then SIGKILL.
+    """End every descendant of this process: SIGTERM, then SIGKILL after `term_s` seconds.
 
-    Returns the process ids that remain a second later: tasks in uninterruptible sleep, which no
-    signal ends.
+    Returns the ids of the processes that remain a second later: those in uninterruptible sleep,
+    which no signal ends.
     """
     me = os.getpid()
     if term_s > 0:
@@ -219,7 +219,7 @@ def end_descendants(*, term_s: float = 0.0) -> list[int]:
 
 
 def end_marked(token: str, wait_s: float) -> int:
-    """Wait for the processes of a run to end, and kill those that do not; returns their number."""
+    """Wait for the processes of a run to end, and kill the rest. Returns the number killed."""
     deadline = time.monotonic() + wait_s
     while left := _marked(f"LAUNCH_TOKEN={token}", f"{OUTER_TOKEN}={token}"):
         if time.monotonic() >= deadline:
@@ -236,7 +236,7 @@ def take_name(name: str) -> None:
 
 
 def ranks_of(run_id: str) -> dict[str, int]:
-    """Return the process ids of a run's ranks on this machine by name, in rank order."""
+    """Return the process ids of a run's ranks on this machine, by name, in rank order."""
 
     def name_of(pid: int) -> str:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""Several streams on one terminal or pipe: bytes are shown as they come, and lines never mix."""
+"""Several streams on one terminal or pipe: bytes are shown as they arrive, and lines never mix."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LONGEST_HELD = 1 << 16  # bytes of an unfinished line; a longer one is shown at 
 class View:
     """One stream on a screen.
 
-    If it is the only one, its bytes are shown as they come. Otherwise complete lines are shown at
-    once. An unfinished line is shown after PARTIAL_S if no other is open, and then as it grows.
+    If it is the only one, its bytes are shown as they arrive. Otherwise, complete lines are shown
+    at once. An unfinished line is shown after PARTIAL_S if no other is open, and then as it grows.
     """
 
     def __init__(self, screen: Terminal, *, is_alone: bool, prefix: bytes = b"") -> None:
@@ -31,7 +31,7 @@ class View:
         self._is_redrawn = False  # the last byte shown was \r
 
     def may_be_dropped(self, line: bytes) -> bool:
-        """Whether a line with this start may have to be dropped."""
+        """Whether a line that starts like this may have to be dropped."""
         return False
 
     def clean(self, data: bytes) -> bytes:
@@ -57,9 +57,9 @@ class View:
         self._show(whole)
 
     def tick(self, now: float) -> bool:
-        """Show text that was held for long enough; returns whether any is still held.
+        """Show text that has been held long enough. Returns whether any is still held.
 
-        `now` must be from before the stream was last read: all text written by then has been added.
+        `now` must be a time before the last read: all text written by then has been added.
         """
         is_due = self._held and now - self._since >= limits.PARTIAL_S
         if is_due and self._screen.is_free_for(self._source):

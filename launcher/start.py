@@ -1,4 +1,4 @@
-"""Start a run: the program behind every script of scripts/.
+"""Start a run: the program behind every script in scripts/.
 
 python scripts/lib/start.py COMMAND ... WORDS      (run_command in scripts/lib/launch.sh)
 
@@ -30,7 +30,7 @@ from launcher.text import OwnEnviron, PlanError, mend_streams, short_host_name, 
 
 
 def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
-    """Run the command that was typed; returns the exit code."""
+    """Run the command that was typed. Returns the exit code."""
     mend_streams()
     leave_outer_run(environ)
     size = len(Call._fields)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
 
 
 def start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
-    """Run the command that was typed; returns the exit code. Prints one line if it is refused."""
+    """Run the command that was typed. Returns the exit code. Prints one line if it is refused."""
     code = 1
     try:
         code = _start(call, words, environ)
@@ -83,11 +83,11 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
 
 
 def prepare(plan: Plan, script: str) -> Callable[[], None]:
-    """Return the function that a fan-out calls after its last check, before it starts an agent.
+    """Return the function that a fan-out calls after its last check, before the first agent starts.
 
     With --detach, this function forks and returns in the child, which the returned function
-    detaches from the terminal. Raises PlanError if a detached run has no id, and Refused if a live
-    run has its id.
+    detaches from the terminal. Raises PlanError if a detached run has no id, and Refused if a
+    live run has the same id.
     """
     if plan.is_dry_run:
         return lambda: None

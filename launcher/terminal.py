@@ -24,7 +24,7 @@ class Terminal(io.RawIOBase):
     open_by: object | None = None  # the stream whose unfinished line it shows
 
     def __init__(self, fd: int, *, is_instant: bool = False) -> None:
-        """`is_instant`: the descriptor never blocks, and is not shared (`open_again`)."""
+        """`is_instant` means that the descriptor never blocks and is not shared (`open_again`)."""
         self.fd, self._is_instant = fd, is_instant
         self._queue: deque[bytes] = deque()
         self._size = 0  # bytes not written yet
@@ -53,7 +53,7 @@ class Terminal(io.RawIOBase):
         return len(data)
 
     def show(self, data: bytes, source: object) -> None:
-        """Show bytes of a stream, on a new line if another stream's line is unfinished."""
+        """Show bytes from a stream, on a new line if another stream's line is unfinished."""
         if not self.is_free_for(source):
             self.end_line()
         self.open_by = None if data.endswith(b"\n") else source
@@ -137,7 +137,7 @@ class Terminal(io.RawIOBase):
 
 
 def open_again(fd: int) -> Terminal:
-    """Reopen a terminal or pipe on a new descriptor that never blocks; keep any other file.
+    """Reopen a terminal or pipe on a new descriptor that never blocks; use any other file as is.
 
     Making the given descriptor non-blocking would also affect the shell.
     """

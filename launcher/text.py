@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 Environ = Mapping[str, str]  # this process's variables, or a test's
-OwnEnviron = MutableMapping[str, str]  # the same, if it changes them for processes that it starts
+OwnEnviron = MutableMapping[str, str]  # the same, to be changed for processes that it starts
 
 
 class PlanError(ValueError):
@@ -79,7 +79,7 @@ def install_command(packages: str) -> str:
     """Return the command that installs packages for this Python."""
     words = f"{sys.executable} -m pip install"
     # uv makes environments without pip. importlib.util.find_spec would ask setuptools' finder too,
-    # which takes this for a start of pip, and breaks torch.compile in processes forked later.
+    # which mistakes this for a start of pip, and breaks torch.compile in processes forked later.
     if PathFinder.find_spec("pip") is None:
         words = f"uv pip install --python {sys.executable}"
     return f"{words} {packages}"

@@ -33,12 +33,12 @@ def encode(message: Any) -> str:
 
 
 def parse(kind: type[T], text: bytes | str) -> T:
-    """Return the dataclass that a JSON text describes; raises MessageError."""
+    """Return the dataclass that a JSON text describes. Raises MessageError."""
     return decode(kind, parse_json(text))
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Return the content of a JSON text; raises MessageError."""
+    """Return the content of a JSON text. Raises MessageError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -50,7 +50,7 @@ def decode(kind: type[T], value: Any) -> T:
 
     Fields may be of type str, int, float, bool, Path, another dataclass, a Sequence, a Mapping
     from str, or a union of these with None. Missing fields take their defaults. Raises MessageError
-    if a field is missing, unknown or of another type.
+    if a field is missing, unknown or of the wrong type.
     """
     result: T = _read(kind, value, kind.__name__)
     return result
@@ -87,7 +87,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
     hints = _hints(kind)
     if not isinstance(value, dict) or not value.keys() <= hints.keys():
-        raise MessageError(f"{where}: {value!r:.80} is no {kind.__name__}")
+        raise MessageError(f"{where}: {value!r:.80} is not a {kind.__name__}")
     read = {name: _read(hints[name], item, f"{where}.{name}") for name, item in value.items()}
     try:
         return kind(**read)

@@ -29,7 +29,7 @@ pack() { # <python> <folder of logs> <folder on the nodes>
   local packed key folders facts archive end=.tar
   mkdir -p -- "$2"
   packed=$(cd -- "$2" && pwd)/environments-$UID
-  [[ $1 != "$packed"/* ]] || die 2 "PYTHON is already such a copy; unset it, or set it to the environment's own [config-invalid]"
+  [[ $1 != "$packed"/* ]] || die 2 "PYTHON is already a staged copy; unset it, or set it to the environment's own [config-invalid]"
   make_own_folder "$packed"
   key=$(hash_of "$1 $(readlink -f -- "$1") $3")
   folders=$packed/$key.folders
@@ -57,7 +57,7 @@ find_folders() { # <python>
 conda = filter(os.path.isdir, [sys.prefix + "/conda-meta"])
 print(sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *conda, sep="\n")')
   [[ $folders != /usr$'\n'* && $folders != /usr/local$'\n'* ]] ||
-    die 2 "$1 is the system's, which each node has; set PYTHON, VENV or CONDA_ENV to an environment [env-missing]"
+    die 2 "$1 is the system's Python, which each node has; set PYTHON, VENV or CONDA_ENV to an environment [env-missing]"
   echo "$folders"
 }
 
@@ -84,11 +84,11 @@ pack_environment() { # <file with the folders> <archive> <beginning of the archi
 }
 
 WAIT_S=280 # for another process to pack or unpack it
-READERS=8  # each reads a part of the archive: a file server with a high latency serves several at once
+READERS=8  # each reads a part of the archive: a file server with high latency serves several at once
 MIB=1048576
 
 run_staged() { # <archive> <folder> <python> <argument...>
-  # Only these commands unpack it, on the nodes. A machine that only launches does not need it.
+  # Only these commands, on the nodes, unpack it. A machine that only launches does not need it.
   case "${*:4:2} " in
     */scripts/lib/agent.py\ * | */scripts/lib/start.py\ launcher.[fp]* | -u\ *) ;;
     *) [[ -d $2 ]] || exec "$3" "${@:4}" ;;
@@ -118,10 +118,10 @@ hold_unpacked() { # <archive> <folder>
 hold() { # <file> <--shared|--exclusive>
   exec 9>>"$1"
   flock "$2" --wait "$WAIT_S" 9 ||
-    fail env-missing "another process has held $1 for more than $WAIT_S s; find out what hangs there"
+    fail env-missing "another process has held $1 for more than $WAIT_S s; find out why"
 }
 
-# Nothing is run that another user could have put there.
+# Makes sure that nothing is run that another user could have put there.
 make_own_folder() { # <folder>
   (umask 077 && mkdir -p -- "$1") || fail env-missing "cannot create $1, see above; give another LOG_DIR or FOLDER"
   [[ -O $1 && ! -L $1 ]] || fail env-missing "$1 belongs to another user; give another LOG_DIR or FOLDER"
@@ -131,11 +131,11 @@ unpack_environment() { # <archive> <folder>
   local new=$2.new facts python link
   [[ -r $1 ]] || fail env-missing "there is no $1 here; run stage_env.sh again, with a LOG_DIR that all nodes share"
   [[ $1 != *.zst ]] || command -v zstd >/dev/null ||
-    fail env-missing "there is no zstd here, to unpack $1; install it, or set PYTHON to the environment's own"
+    fail env-missing "unpacking $1 needs zstd, which is not installed here; install it, or set PYTHON to the environment's own"
   remove_unused "${2%/*}"
   mapfile -t facts <"$1.facts"
   ((facts[1] + $(stat -L -c %s -- "$1") < $(df --output=avail -B1 -- "${2%/*}" | tail -n 1))) ||
-    fail disk-low "${2%/*} has no room for $((facts[1] / MIB)) MiB and their archive; give stage_env.sh one that has"
+    fail disk-low "${2%/*} has no room for $((facts[1] / MIB)) MiB and the archive; give stage_env.sh a folder that has"
   echo "stage_env.sh: ${HOSTNAME%%.*}: unpacking $1" >&2
   rm -rf -- "$new"
   mkdir -- "$new"
@@ -166,7 +166,7 @@ read_in_parts() { # <file> <its copy>
   for reader in "${readers[@]}"; do wait "$reader" || return; done
 }
 
-# Keeps only one environment for each user, and those that a process runs from.
+# Keeps only one environment for each user, and those that a process is running from.
 remove_unused() { # <folder of all environments>
   local other
   for other in "$1"/*/; do

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Work out the SLURM job that a training needs, and submit it.
+# Work out the SLURM job that a training run needs, and submit it.
 #
 # usage: scripts/submit_with_config.sh config=FILE num_gpus_train=N [num_gpus=N prepare=SCRIPT] [nodelist=LIST] [key=value...] [-- ARGS...]
 #

@@ -21,7 +21,7 @@ isolate_test() {
   mkdir -p -- "$HOME"
 }
 
-# Keeps variables in KEPT; sets a plain locale and umask, an empty HOME, a PATH without schedulers.
+# Keeps only the variables in KEPT; sets a plain locale and umask, and a PATH without schedulers.
 isolate() { # <folder for the links>
   local name
   for name in $(compgen -e); do
@@ -35,7 +35,7 @@ isolate() { # <folder for the links>
   hide_schedulers "$1"
 }
 
-# Replaces each folder of PATH that has a scheduler's tools by one with links to its other tools.
+# Replaces each folder of PATH that has a scheduler's tools with one of links to its other tools.
 hide_schedulers() { # <folder for the links>
   local folder tool folders path=
   IFS=: read -ra folders <<<"$PATH"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs a command as on a login node, and with a job's variables: a scheduler answers, root's home has
-# its own ssh settings and a .bashrc that prints, locale and umask are unusual. Needs root.
+# ssh settings and a .bashrc that prints, and the locale and umask are unusual. Needs root.
 #
 # usage: tests/login_node.sh COMMAND...
 #
@@ -23,7 +23,7 @@ main() {
   unshare --mount bash -c 'mount --bind "$0" /etc/passwd && exec "$@"' "$WORK/passwd" "$@"
 }
 
-# Each command prints the same whatever its arguments, like scontrol with all jobs of the machine.
+# Each command prints the same whatever its arguments, as scontrol prints all jobs of the machine.
 make_scheduler() {
   local tool
   mkdir "$WORK/bin"

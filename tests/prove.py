@@ -6,7 +6,7 @@
 
 TIMES is how many times a part repeats a case; parts that kill repeat it more often. Parts that
 measure speeds run first, one at a time. Then three parts run at once, because each mostly waits:
-one in this process and two in their own, the longest first. Exits with 1 if a promise is not kept.
+one in this process and two in others, the longest first. Exits with 1 if a promise is not kept.
 """
 
 import argparse
@@ -41,7 +41,7 @@ OFTEN = {"kills": 2, "saves": 2, "snapshots": 2, "pbs": 4}  # this many times TI
 PROOFS = Path(__file__).parents[1] / "bench/proofs.md"
 TESTS = Path(__file__).parent
 WRITING = threading.Lock()  # of the page: two parts can end at the same time
-INTERRUPTED = threading.Event()  # a part that has not ended by then proves nothing
+INTERRUPTED = threading.Event()  # once it is set, a part that has not ended proves nothing
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def prove_kills(times: int) -> tuple[str, bool]:
 def kill_savers(
     times: int, format: str, settings: Sequence[str], points: set[str]
 ) -> tuple[str, bool]:
-    """Kill at random points of saving, and in the first run also at each of `points`."""
+    """Kill at random points of the save, and in the first run also at each of `points`."""
     runs = max(1, 10 * times // KILLS_PER_RUN)
     equal = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -250,7 +250,7 @@ def run_bats(files: str, tag: str, times: int) -> tuple[str, bool]:
 
 
 def prove_faults(times: int) -> tuple[str, bool]:
-    """Make each fault of bench/fault_rows.py once, and TIMES healthy launches."""
+    """Cause each fault of bench/fault_rows.py once, and start healthy launches."""
     program = str(TESTS.parent / "bench/faults.py")
     lines, is_kept = run_tests([sys.executable, program, "--skip-torchrun"], {})
     return lines[-1], is_kept
@@ -259,7 +259,7 @@ def prove_faults(times: int) -> tuple[str, bool]:
 def run_tests(command: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str], bool]:
     """Run tests, showing their output if any fails; Ctrl-C lets them clean up.
 
-    They test signals that nohup would make them ignore.
+    They test signals, some of which nohup would make them ignore.
     """
     with subprocess.Popen(
         ["env", "--default-signal=INT,QUIT,HUP", *command],

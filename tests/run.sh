@@ -3,7 +3,7 @@
 #
 # usage: tests/run.sh all|fast|lint|cluster
 #
-# At the end, it prints what was skipped and why, what failed, and on the last line the counts.
+# At the end, it prints what was skipped and why, what failed and, on the last line, the counts.
 set -euo pipefail
 shopt -s extglob
 if [[ -n $(trap -p INT QUIT HUP) ]]; then # started with `&` or nohup: the tests would ignore these signals
@@ -15,8 +15,8 @@ PYTHON=${PYTHON:-${VENV:-.venv}/bin/python}
 export PYTHON PATH="${PYTHON%/*}:$PWD/.tools/node_modules/.bin:$PATH"
 OUTPUT=$(mktemp)
 PART_LIMIT=3h        # of a part that runs in the background; most take minutes
-AGAIN=10             # seconds after which Ctrl-C is repeated to a part
-declare -A BESIDE=() # the processes of the parts that run
+AGAIN=10             # seconds after which Ctrl-C is sent to a part again
+declare -A BESIDE=() # the processes of the parts that are running
 trap clean_up EXIT
 trap 'exit 130' INT # even if a runner handled it and only ended its tests
 PASSED=0 FAILED=0
@@ -98,9 +98,9 @@ clean_up() {
   rm -f -- "$OUTPUT" "$OUTPUT".*
 }
 
-# Repeats the signal until the part ends, because bats loses one that comes as it starts a test.
+# Repeats the signal until the part ends, because bats loses one that arrives as a test starts.
 interrupt() {                # <process of a part>
-  kill -INT "$1" || return 0 # timeout passes on the first only
+  kill -INT "$1" || return 0 # timeout passes on only the first
   until timeout "$AGAIN" tail --pid="$1" -s 0.1 -f /dev/null; do kill -INT -- "-$1" || true; done
 }
 
@@ -120,7 +120,7 @@ lint() {
   fi
 }
 
-# Six at once, because the tests of make test often wait as well.
+# Six at once, because the tests of make test often wait too.
 test_python() { # <all|fast>
   local words="not long" workers=6
   [[ $1 == all ]] || words="not slow and not long" workers=2
@@ -181,7 +181,7 @@ check() { # <command...>
   fi
 }
 
-# Runs tests, and keeps their output for counting. A runner that fails before it counts also fails.
+# Runs tests, and keeps their output for counting. A runner that fails without counts is a failure.
 show() { # <command...>
   "$@" 2>&1 | tee -- "$OUTPUT" || grep -qE '^not ok |[0-9]+ (failed|error)' "$OUTPUT" || add 0 1
 }

@@ -1,8 +1,8 @@
 """Run the tests that another torch can break, under that torch: `make test-torch VERSION=2.6.0`.
 
 Creates an environment below .tools/ with this Python, that torch, NumPy, PyYAML and pydantic. Runs
-the tests marked `another_torch` in it. Prints a table of one row: which parts pass, which fail and
-why, and which are rejected by name because that torch is too old for them. Exits with 1 if a part
+the tests marked `another_torch` in it. Prints a one-row table: which parts pass, which fail and
+why, and which are rejected by name because that torch is too old. Exits with 1 if a part
 fails.
 """
 

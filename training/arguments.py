@@ -1,4 +1,4 @@
-"""train.py's command line. It does not import torch, so mistakes are reported within 0.2 s."""
+"""train.py's command line. This file does not import torch, so it reports mistakes in 0.2 s."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def refuse(cause: object) -> NoReturn:
     """Print one line with the mistake, and exit with 2. Of srun's tasks, only the first prints.
 
     The other tasks exit after it, with the same code even if srun ends them first. But every task
-    prints a mistake that concerns only its host (a plain ValueError), or that a task is missing (a
-    TimeoutError), because the missing one may be the first.
+    prints a mistake that concerns only its host (a plain ValueError), and reports a task that is
+    missing (a TimeoutError), because that may be the first.
     """
     fault, text = _read(cause)
     if is_first_task() or type(cause) in (ValueError, TimeoutError):
@@ -81,13 +81,13 @@ def refuse_together(environment: Environment) -> Iterator[None]:
 
 
 def start(description: str) -> tuple[argparse.Namespace, Settings]:
-    """Read the arguments and the config. With --check, or if they are wrong, exit here."""
+    """Read the arguments and the config. With --check, or if they are invalid, exit here."""
     arguments = _parse(description)
     for stream in (sys.stdout, sys.stderr):  # sampled text may not fit the locale
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     config = arguments.config
-    # The user's own task may be in this folder or in the config's, also behind a link.
+    # The user's own task may be in this folder or in the config's, even behind a link.
     sys.path += map(str, (Path.cwd(), config.absolute().parent, config.resolve().parent))
     try:
         settings = load(config, arguments.overrides, os.environ)
@@ -146,7 +146,7 @@ def _parse(description: str) -> argparse.Namespace:
     config.add_argument("--config", "--config_path", metavar="FILE", type=Path, help="the config")
     config.add_argument("--config-path", dest="folder", metavar="DIR", type=Path, help="its folder")
     parser.add_argument("--config-name", metavar="NAME", help="its name in DIR")
-    parser.add_argument("--check", action="store_true", help="check the config, start nothing")
+    parser.add_argument("--check", action="store_true", help="only check the config")
     parser.add_argument("--json", action="store_true", help="with --check: print JSON")
     backends = "nccl", "gloo"
     parser.add_argument("--distributed-backend", choices=backends, help="default: the config's")
@@ -171,7 +171,7 @@ def _parse(description: str) -> argparse.Namespace:
     if arguments.folder:
         arguments.config = arguments.folder / f"{arguments.config_name.removesuffix('.yaml')}.yaml"
     if arguments.log_level not in LOG_LEVELS:
-        parser.error(f"log level {arguments.log_level} is none of {', '.join(LOG_LEVELS)}")
+        parser.error(f"log level {arguments.log_level} is not one of {', '.join(LOG_LEVELS)}")
     if arguments.distributed_backend:
         arguments.overrides.append(f"distributed.backend={arguments.distributed_backend}")
     return arguments

@@ -51,16 +51,16 @@ for _name in ("__iter__", "__or__", "copy", "items", "keys", "values"):  # `**` 
 
 
 def refuse_misspelt(model: Tree, task: str) -> None:
-    """Raise SettingsError for a key of `model:` that the task has read under another name."""
+    """Raise SettingsError for a key of `model:` that the task has read under a similar name."""
     for key, near in _unread(model, "model."):
         if near:
-            raise SettingsError(f"{key}: {task} does not read it; did you mean {near}?")
+            raise SettingsError(f"{key} is not used by {task}; did you mean {near}?")
 
 
 def warn_unread(model: Tree, task: str) -> None:
-    """Warn of keys of `model:` that the task has not read; call it after everything is created."""
+    """Warn about `model:` keys that the task has not read; call it after everything is created."""
     for key, _ in _unread(model, "model."):
-        _log.warning(f"warning: {key}: {task} has not read it; correct or omit it")
+        _log.warning(f"warning: {key} is not used by {task}; correct or omit it")
 
 
 def _unread(section: Tree, prefix: str) -> Iterator[tuple[str, str]]:
@@ -102,7 +102,7 @@ def _check_method(task: Any, base: Any, method: str, name: str) -> None:
     if method in ("model", "loss") and given == plain.__get__(task):
         own = {one: getattr(task, one) for one in dir(task) if not hasattr(base, one)}
         near = difflib.get_close_matches(method, own, 1)
-        cure = f"is {near[0]} meant?" if near else "write one"
+        cure = f"did you mean {near[0]}?" if near else "write one"
         place = own[near[0]] if near else task.__init__
         _refuse(place, f"{name} has no method {method}; {cure}")
     _check_call(given, plain, given, f"{name}.{method}")

@@ -81,7 +81,7 @@ class Batches:
             length, block = len(task.train), getattr(task.train, "block", 1)  # type: ignore[arg-type]
             self.per_epoch = length // self.samples
             if self.per_epoch == 0:
-                raise SettingsError(f"data: too few for {share.ranks} batches of {batch_size}")
+                raise SettingsError(f"data: fewer than {share.ranks} batches of {batch_size}")
             done = self._epoch * self.per_epoch + self._batch
             self._numbers = functools.partial(_samples, length, block, settings.seed, share)
             self._rest = _load(task, self._numbers(done), done, self.per_epoch, settings)
@@ -103,9 +103,9 @@ class Batches:
             raise
 
     def describe(self, back: int = 0, count: int = 1) -> str:
-        """Return the numbers of the samples in `count` batches, the last one `back` batches ago.
+        """Return the sample numbers of `count` batches, the last of them `back` batches ago.
 
-        Empty if samples have no numbers: data without a length, or the task's own loader.
+        Empty if samples have no numbers, as with data without a length, or the task's own loader.
         """
         if self._numbers is None or self.per_epoch is None:
             return ""
@@ -167,7 +167,7 @@ def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterat
         for number, batch in enumerate(load(epoch=epoch, skip=done), done + 1):
             yield epoch, number, batch
         if number == 0:
-            raise SettingsError(f"data: epoch {epoch} has no batch for each rank")
+            raise SettingsError(f"data: epoch {epoch} has too few samples for one batch per rank")
         epoch, done = epoch + 1, 0
 
 
@@ -179,7 +179,7 @@ def _read_all(
     epoch: int,
     skip: int,
 ) -> Iterator[Any]:
-    """Yield a rank's batches of data that can only be read in order, equally many on each rank."""
+    """Yield a rank's batches of data that can only be read in order, as many as on other ranks."""
     stream = iter(data)
     groups = iter(lambda: list(itertools.islice(stream, share.samples)), [])
     for group in itertools.islice(groups, skip, None):
@@ -236,7 +236,7 @@ def fill_up(
 ) -> Iterator[tuple[Any, bool]]:
     """Yield the batches of a rank's share of a dataset, and whether each counts.
 
-    The first sample fills gaps, so all `in_step` ranks, which share a model, get equally many.
+    The first sample fills gaps, so all `in_step` ranks, which share a model, get the same number.
     """
     yield from ((batch, True) for batch in loader)
     samples = in_step * (loader.batch_size or 1)

@@ -15,7 +15,7 @@ Tree = dict[str, Any]
 
 
 class SettingsError(ValueError):
-    """The config, or the data it names, is wrong: where, why and what to do, in one line."""
+    """The config, or the data it names, is invalid: where, why and what to do, in one line."""
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text))
@@ -55,7 +55,7 @@ def read_file(path: Path) -> Tree:
         cause = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise SettingsError(f"{path}{where}: not YAML: {cause}") from None
     if not isinstance(tree, dict):
-        raise SettingsError(f"{path}: should hold `key: value` lines")
+        raise SettingsError(f"{path}: should contain `key: value` lines")
     if _is_too_large(tree):
         raise SettingsError(f"{path}: has over 10000 values; check its aliases (*name)")
     return tree

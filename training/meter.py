@@ -71,8 +71,8 @@ class Meter:
         first, value = self.not_finite or (math.inf, 0.0)
         steps = helper.gather_json(first)
         if rank == steps.index(min(steps)):
-            cause = f"the loss of step {first} is {value} on rank {rank}"
-            cause += f", of {samples}" if (samples := describe(int(first))) else ""
+            cause = f"the loss at step {first} is {value} on rank {rank}"
+            cause += f", for {samples}" if (samples := describe(int(first))) else ""
             cause += "; try a lower train.learning_rate, and check the data of that step"
             raise with_fault(FloatingPointError, "loss-not-finite", cause)
         with contextlib.suppress(RuntimeError):
@@ -162,7 +162,7 @@ class Stopwatch:
 
 
 def peak_memory() -> int:
-    """Return this rank's peak memory in bytes: of its GPU, or without one, of the machine."""
+    """Return this rank's peak memory in bytes: of its GPU or, without one, of the machine."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

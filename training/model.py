@@ -95,14 +95,14 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
     module = helper.unwrap(model)
     trained = [one for one in module.parameters() if one.requires_grad]
     size = size_of(module.state_dict().values()) + 2 * size_of(trained)  # AdamW: two moments
-    buffers = 2 + is_copied * environment.is_main  # a copy is sent from a third
+    buffers = 2 + is_copied * environment.is_main  # a copy is sent from a third one
     if is_sharded:
         buffers = (2 + 2 * is_copied) * environment.local_world_size  # also for another node
     needed = size * buffers
     if needed > (free := free_memory()) and environment.restart_count == 0:  # later it is in use
         raise SettingsError(
             f"checkpoint.snapshot_every: snapshots take {needed / 1e9:.1f} GB of memory, "
-            f"and {free / 1e9:.1f} GB are free; set it to 0"
+            f"but only {free / 1e9:.1f} GB are free; set it to 0"
         )
     every = settings.checkpoint.snapshot_every
     _log.info(f"snapshots  every {every} steps, in {needed / 1e6:,.0f} MB of memory")
@@ -147,7 +147,7 @@ def choose_forward(model: nn.Module, settings: Train) -> None:
 def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:
     """Run one backward pass, after which DDP puts its gradient buckets in their final order.
 
-    With more than two ranks the order decides how sums are rounded. The first step after a resume
+    With more than two ranks, the order decides how sums are rounded. The first step after a resume
     must be rounded like the same step of an uninterrupted run.
     """
     before = [buffer.clone() for buffer in model.buffers()]

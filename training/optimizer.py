@@ -14,7 +14,7 @@ from training.settings import Train
 
 
 def make_optimizer(model: nn.Module, settings: Train) -> AdamW:
-    """Return AdamW with weight decay only for matrices, not for biases and gains."""
+    """Return AdamW with weight decay only for matrices, not for biases or gains."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups: list[dict[str, Any]] = [
@@ -60,7 +60,7 @@ class Schedule:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def after(self) -> None:
-        """Note that a step is done."""
+        """Record that a step is done."""
         if self.own is not None:
             self.own.step()
 

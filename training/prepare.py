@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", help="of text files, or one text file")
+    parser.add_argument("folder", help="a folder of text files, or one text file")
     parser.add_argument("--to", metavar="TO", type=Path, required=True, help="a folder")
     parser.add_argument("--tokenizer", default="bytes", help="default: bytes")
     chosen = parser.parse_args(arguments)
@@ -44,12 +44,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
-    """Write the tokens of both sides of a text. SettingsError: it or `to` already holds tokens."""
+    """Write both sides of a text as tokens; SettingsError if it or `to` already holds tokens."""
     corpus = find_corpus(path)
     if not corpus.is_text:
         raise SettingsError(f"{path} already holds tokens; name it in data.path")
     if to.is_file() or (to / "train.bin").exists():
-        what = "is a file" if to.is_file() else "has a train.bin already"
+        what = "is a file" if to.is_file() else "already has a train.bin"
         raise SettingsError(f"{to} {what}; name another folder, or delete it")
     size = tokenizer.vocabulary
     dtype = next(name for name, code in CODES.items() if size <= 256 ** array(code).itemsize)
@@ -75,7 +75,7 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
 
 
 def encode(piece: Piece, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
-    """Yield the tokens of a document, some lines at a time."""
+    """Yield the tokens of a document, a few lines at a time."""
     with piece.path.open("rb") as opened:
         opened.seek(piece.start)
         while (left := piece.start + piece.size - opened.tell()) > 0:

@@ -34,13 +34,13 @@ _log = logging.getLogger(__name__)
 def may_be_lost(folder: Path, what: str = "") -> Iterator[None]:
     """If the body fails to show or record something, report it once; the run continues.
 
-    `what` describes the failure; by default, the body cannot write in the folder.
+    `what` describes the failure; by default, that the body cannot write to the folder.
     """
     try:
         yield
     except Exception as error:
         why = getattr(error, "strerror", "") or str(error) or type(error).__name__
-        _tell_lost(what or f"cannot write in {str(folder)!r}", why.splitlines()[0])
+        _tell_lost(what or f"cannot write to {str(folder)!r}", why.splitlines()[0])
 
 
 @functools.cache
@@ -75,7 +75,7 @@ class Limits:
 
 
 class Progress:
-    """Shows and records progress on rank 0; if not enabled, every method does nothing.
+    """Shows and records progress on rank 0; if it is not enabled, no method does anything.
 
     `folder` is the run's. If it already holds metrics.jsonl, the lines of steps that a resumed run
     will repeat are removed. The speed is in `unit` per second, such as "tokens".
@@ -116,7 +116,7 @@ class Progress:
             self.draw()
 
     def step(self, step: int) -> None:
-        """Note that a step is done; show it if enough time has passed since the last one shown."""
+        """Record a finished step; show it if enough time has passed since the last one shown."""
         now = time.monotonic()
         is_due = now - self._shown >= (BAR_EVERY_S if self._bar else LINE_EVERY_S)
         if not self._enabled or not (is_due or step == self._limits.last_step):
@@ -154,8 +154,8 @@ class Progress:
 
     def draw(self) -> None:
         """Draw loss.png from metrics.jsonl."""
-        if self._enabled and is_installed("matplotlib", "no picture of the loss"):
-            with may_be_lost(self._folder, "no picture of the loss"):
+        if self._enabled and is_installed("matplotlib", "no loss plot"):
+            with may_be_lost(self._folder, "no loss plot"):
                 plot.draw({"": self._folder}, self._folder / "loss.png", ["loss"], plot.SMALL)
 
     def sync(self) -> None:

@@ -43,8 +43,8 @@ def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoin
 def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | None) -> int:
     """Return the size of one process's micro-batch; log a global batch that had to be rounded.
 
-    A run that is resumed with another number of processes uses the config's global batch, or if
-    there is none, its previous one; raises SettingsError if that is not divisible.
+    A run that is resumed with another number of processes uses the config's global batch or, if
+    there is none, its previous one. Raises SettingsError if that is not divisible.
     """
     each, shares = train.batch_size_on(world_size), world_size * train.grad_accumulation
     before = saved.progress["global_batch_size"] if saved and len(saved.ranks) != world_size else 0
@@ -53,7 +53,7 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
         cause = f"{samples} samples are not divisible by {shares} (ranks x grad_accumulation)"
         if before:
             raise SettingsError(
-                f"resume: the run's {cause}; resume it with another number of processes"
+                f"resume: the run's {cause}; resume it with a different number of processes"
             )
         _log.info(f"batch      {each * shares} samples a step: {cause}")
     return samples // shares if before else each
@@ -88,14 +88,14 @@ def changes(before: Tree, now: Tree, prefix: str = "") -> Iterator[str]:
 def write_config(settings: Settings, folder: Path) -> None:
     """Write all settings of the run into config.yaml, which train.py accepts as a config.
 
-    Warns of those that the task has not read.
+    Warns about those that the task has not read.
     """
     if isinstance(settings, OwnTaskSettings):
         warn_unread(settings.model, settings.task)
     text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
     with may_be_lost(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(f"# All settings of this run's newest start.\n{text}")
+        (folder / "config.yaml").write_text(f"# All settings of this run's latest start.\n{text}")
 
 
 def resume_line(environment: Environment, command: str | None) -> str:

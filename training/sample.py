@@ -33,10 +33,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--prompt", default=SAMPLE_PROMPT.decode(), help="text to continue")
     parser.add_argument("--length", type=int, default=SAMPLE_TOKENS, help="tokens")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: no randomness")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
     chosen = parser.parse_args(arguments)
     if chosen.length < 1 or chosen.temperature < 0:
-        parser.error("--length is 1 or more, --temperature 0 or more")
+        parser.error("--length must be 1 or more, --temperature 0 or more")
     try:
         model, tokenizer = load(chosen.checkpoint)
     except (SettingsError, CheckpointError, OSError) as error:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 def load(folder: Path) -> tuple[GPT, Tokenizer]:
     """Return the model of a checkpoint and its tokenizer.
 
-    Raises CheckpointError if none is intact, and SettingsError if it is of another task.
+    Raises CheckpointError if none is intact, and SettingsError if it belongs to another task.
     """
     state = checkpoint.load(folder)
     if state is None:

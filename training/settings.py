@@ -1,4 +1,4 @@
-"""The config: typed, composed of layers, and if wrong, rejected in one line. Needs no torch.
+"""The config: typed, composed of layers and, if invalid, rejected in one line. Needs no torch.
 
 A config is YAML. `defaults: [distributed]` puts it on top of distributed.yaml in the same folder;
 `key=value` arguments (`train.batch_size=8`) override both. Times are in seconds, sizes in bytes,
@@ -93,7 +93,7 @@ class LanguageModel(Section):
 
 
 class Train(Section):
-    max_steps: Count | None = None  # the run ends after max_steps or epochs, whichever is first
+    max_steps: Count | None = None  # the run ends after max_steps or epochs, whichever comes first
     max_seconds: Seconds | None = None  # then it saves and stops; resume it later
     epochs: Count | None = None
     batch_size: Count | None = None  # samples per process and micro-batch; or:
@@ -135,7 +135,7 @@ class Checkpoint(Section):
     every_minutes: Rate = 10.0  # after the last save; 0: never
     snapshot_every: Interval = 0  # into memory that outlives the ranks; 0: never
     keep_last: Count = 3  # intact checkpoints; older ones are deleted, except the best
-    format: Literal["full", "sharded"] = "full"  # by rank 0; or each rank its part
+    format: Literal["full", "sharded"] = "full"  # rank 0 writes all; or each rank its part
 
 
 class MixedPrecision(Section):
@@ -205,7 +205,7 @@ class OwnTaskSettings(Settings):
 
 
 def data_path(path: str | None) -> Path | None:
-    """Return data.path's folder or file, for the built-in task; SettingsError if it is missing."""
+    """Return the folder or file at data.path (built-in task); SettingsError if it is missing."""
     found = Path(os.path.expanduser(path)) if path else None  # unlike Path's, accepts any ~name
     if found and not found.exists():
         raise SettingsError(f"data.path: there is no folder or file {found}; correct it")
@@ -303,7 +303,7 @@ def _read_overrides(overrides: Sequence[str]) -> Tree:
 
 
 def _parse(key: str, text: str) -> Any:
-    """Return text unchanged for a key of type str, otherwise parsed if a YAML scalar or list."""
+    """Return text as is for a key of type str, otherwise parsed if it is a YAML scalar or list."""
     if text in NOTHING:
         return None
     kind = KNOWN.get(key)

@@ -36,7 +36,7 @@ class Tokenizer:
                 raise SettingsError(f"tokenizer {name}: there is no file {self.file}")
             try:
                 self._tokens = _import("tokenizers").Tokenizer.from_file(str(self.file))
-            except Exception as error:  # its only type of error for a wrong file
+            except Exception as error:  # its only type of error for an invalid file
                 raise SettingsError(f"tokenizer {name}: {error}") from None
             self.vocabulary = self._tokens.get_vocab_size()
             self.end = self._tokens.token_to_id("<|endoftext|>")

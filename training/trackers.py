@@ -28,7 +28,7 @@ CLOSE_S = 300.0
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a tracker is given about a run."""
+    """What a tracker is told about a run."""
 
     run_id: str
     folder: Path  # logs/<run id>
@@ -143,7 +143,7 @@ class Trackers:
             closing.join(1.0)
             beat()  # a slow network must not look like a stuck run
         if closing.is_alive():
-            _log.warning(f"trackers took over {CLOSE_S:g} s to close; the run ends [log-lost]")
+            _log.warning(f"trackers took more than {CLOSE_S:g} s to close; the run ends [log-lost]")
         return self._has_begun
 
     def _start(self, name: str) -> None:

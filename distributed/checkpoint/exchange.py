@@ -1,4 +1,4 @@
-"""Copy each rank's part of a sharded snapshot to the next node, so that one node may be lost.
+"""Copy each rank's part of a sharded snapshot to the next node, in case a node is lost.
 
 The parts go from rank to rank, not over the node agents' links: those all lead to node rank 0,
 which would have to relay every part.
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 class Neighbours:
     """The ranks with the same local rank on the next node and on the previous one.
 
-    A rank that cannot reach them continues without them; they wait for it once, then do the same.
+    A rank that cannot reach them continues without them. They wait for it once, then go on too.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Neighbours:
     def exchange(self, mine: Memory, copies: Sequence[Memory]) -> None:
         """Send a buffer to the next node, and keep the previous node's in one of `copies`.
 
-        It stops early if the program exits.
+        Stops early if the program exits.
         """
         if self._are_there:
             with self._may_be_lost():
@@ -112,7 +112,7 @@ def deliver(lacking: Sequence[tuple[int, int]], copy: Memory | None, own: Memory
             any(_transfer(group, copy, rank, None, -1))
         elif dist.get_rank() == rank:
             any(_transfer(group, None, -1, own, holder))
-    dist.barrier(group)  # a rank that left now would cut off ranks that still connect
+    dist.barrier(group)  # a rank that left now would cut off ranks that are connecting
     dist.destroy_process_group(group)
 
 
@@ -125,7 +125,7 @@ def _transfer(
 ) -> Iterator[None]:
     """Send a buffer and receive another; yields after each piece.
 
-    The header comes last, and makes the received buffer complete.
+    The header comes last, and completes the received buffer.
     """
 
     def swap(out: Tensor, into: Tensor) -> None:

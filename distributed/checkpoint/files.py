@@ -65,7 +65,7 @@ def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> 
     `parts` has the manifest's entries for files that the ranks have written and flushed there.
     """
     for name, content in tensors.items():
-        torch.save(getattr(content, "data", content), folder / f"{name}.pt")  # Ranks: packed
+        torch.save(getattr(content, "data", content), folder / f"{name}.pt")  # Ranks are packed
     (folder / "progress.json").write_text(json.dumps(progress))
     files = sorted(file for file in folder.iterdir() if file.name not in parts)
     entries = {**{file.name: entry_of(file) for file in files}, **parts}
@@ -103,7 +103,7 @@ def pack(content: object) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Return the packed content, on the CPU; never runs code from a pickle."""
+    """Return the unpacked content, on the CPU; never runs code from a pickle."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
@@ -123,7 +123,7 @@ def _hash_manifest(manifest: Mapping[str, Any]) -> str:
 
 def commit(temporary: Path, final: Path) -> None:
     """Rename a written checkpoint to its final name, durably, and point `latest` at it."""
-    if final.exists():  # damaged: an intact one would have been resumed
+    if final.exists():  # damaged: the run would have resumed an intact one
         _delete(final)
     temporary.rename(final)
     sync(final.parent)
@@ -170,18 +170,18 @@ def export(weights: dict[str, Tensor], file: str) -> None:
     try:
         from safetensors.torch import save_file
     except ImportError:
-        cause = f"{file} needs the package safetensors, which is not installed; pip install "
+        cause = f"{file} needs the safetensors package, which is not installed; pip install "
         raise CheckpointError(cause + "safetensors, or export to a .pt file") from None
     whole = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(whole, file, metadata={"format": "pt"})  # as other programs expect for torch
+    save_file(whole, file, metadata={"format": "pt"})  # other programs expect this
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content, or a folder's names, to the disk."""
+    """Flush a file's content, or a folder's entries, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
-        if path.is_file():  # not read again soon: leave the page cache to the training data
+        if path.is_file():  # not read again soon: the page cache is for the training data
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
@@ -214,7 +214,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def read_newest(folder: Path) -> tuple[dict[str, bytes], Path, str]:
-    """Return the files and folder of a run's newest intact checkpoint; if none is, the damage.
+    """Return the files and folder of the newest intact checkpoint; if none is intact, the damage.
 
     Damaged ones that are newer are set aside if this process holds the run's lock.
     """
@@ -224,7 +224,7 @@ def read_newest(folder: Path) -> tuple[dict[str, bytes], Path, str]:
             content = read(candidate)
         except CheckpointError as error:
             damaged[candidate] = str(error)
-            _log.warning("%s; trying the checkpoint before it", error)
+            _log.warning("%s; trying the previous checkpoint", error)
             continue
         if damaged and is_locked_here(folder):
             update_link(folder / "latest", candidate.name)
@@ -265,10 +265,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         for name, entry in manifest["files"].items():
             status = (folder / name).lstat()
             if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{folder}/{name}: is not a regular file")
+                raise CheckpointError(f"{folder}/{name} is not a regular file")
             if status.st_size != entry["size"]:
                 found = f"has {status.st_size} bytes, not {entry['size']}"
-                raise CheckpointError(f"{folder}/{name}: {found}")
+                raise CheckpointError(f"{folder}/{name} {found}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: unreadable ({error})") from None
     return manifest
@@ -281,9 +281,9 @@ def read_progress(folder: Path) -> dict[str, Any]:
 
 
 def score(folder: Path) -> float:
-    """Return a checkpoint's `score`, or without one its validation loss; lower is better.
+    """Return a checkpoint's `score` or, without one, its validation loss; lower is better.
 
-    Infinity if it was saved with neither. Raises CheckpointError if it is damaged.
+    Returns infinity if it was saved with neither. Raises CheckpointError if it is damaged.
     """
     progress = read_progress(folder)
     found = progress.get("score", progress.get("validation_loss"))

@@ -25,10 +25,10 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
     """Load one checkpoint, or a run's newest intact one, on every rank.
 
     Only rank 0 reads; the other ranks receive its bytes, so the folder need not be shared. Every
-    rank reads parts of a sharded one: now, or later with `State.fetch` if not `whole`. A snapshot
-    in memory counts as well, after a restart. Tensors are on the CPU. Returns None if there is none
-    yet. Raises CheckpointError if all are damaged, or if this node cannot read a sharded one.
-    Damaged ones are set aside if rank 0 has already created its Saver.
+    rank reads parts of a sharded one: now or, if not `whole`, later with `State.fetch`. After a
+    restart, a snapshot in memory counts too. Tensors are on the CPU. Returns None if there is no
+    checkpoint yet. Raises CheckpointError if all are damaged, or if this node cannot read a sharded
+    one. Damaged ones are set aside if rank 0 has already created its Saver.
     """
     folder = Path(folder)
     taken = newest_snapshot(folder)
@@ -84,7 +84,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore an rng_state(). Call `iter(loader)` before it, because that may use the generator."""
+    """Restore an rng_state(). Call `iter(loader)` first, because that may use the generator."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """The memory of a snapshot, and its layout (no torch).
 
-The node agent owns it, so it outlives the ranks. Each rank has two such buffers and fills them in
-turn: a rank that dies while it fills one leaves the other complete. Two more hold the part of a
+The node agent owns it, so it outlives the ranks. Each rank has two buffers there and fills them in
+turn: if it dies while it is filling one, the other is still complete. Two more hold the part of a
 sharded snapshot that belongs to a rank on another node.
 
     header      the step, how many ranks hold a part of it, the sizes, and a checksum
@@ -32,7 +32,7 @@ class Header(NamedTuple):
 
     magic: bytes = _MAGIC
     step: int = -1
-    holders: int = 0  # ranks that hold a part each; 1: rank 0 holds all
+    holders: int = 0  # ranks that each hold a part; 1: rank 0 holds all
     rank: int = 0  # whose part it is
     rest: int = 0  # where the rest begins
     size: int = 0  # of everything, in bytes
@@ -54,7 +54,7 @@ class Memory:
         return found if found.magic == _MAGIC else Header()
 
     def set_header(self, header: Header | None) -> None:
-        """Write the header, or with None mark the buffer as empty."""
+        """Write the header or, with None, mark the buffer as empty."""
         os.pwrite(self.fd, _HEADER.pack(*header) if header else bytes(_HEADER.size), 0)
 
 
@@ -77,7 +77,7 @@ def whole_steps(held: Sequence[Mapping[int, int]]) -> list[int]:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory free on this machine, or in this process's cgroup if less."""
+    """Return the bytes of memory free on this machine, or in its cgroup if that is less."""
     (kilobytes,) = re.findall(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
     free = [int(kilobytes) * 1024]
     with contextlib.suppress(OSError, ValueError, LookupError):  # another version of cgroups

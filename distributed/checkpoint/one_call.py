@@ -39,8 +39,8 @@ def save(
 
     Only rank 0 writes, unless fsdp has sharded the model: then each rank writes its part, to a disk
     that all nodes share. Each rank's random state is saved too, and so is `progress`: any values
-    that JSON can hold. Keeps the newest `keep_last`, and the one with the lowest `score`, if
-    `progress` has one. Call `finish` at the end. Raises the errors of Saver, TypeError if
+    that JSON can hold. Keeps the newest `keep_last` checkpoints and, if `progress` has a `score`,
+    the one with the lowest. Call `finish` at the end. Raises the errors of Saver, TypeError if
     `progress` is not JSON, and CheckpointError if the previous save failed.
     """
     told = {"step": step, **progress, "scaler": scaler.state_dict() if scaler else {}}
@@ -58,7 +58,7 @@ def save(
 def load(
     folder: Path | str, model: nn.Module, optimizer: Optimizer, *, scaler: GradScaler | None = None
 ) -> dict[str, Any] | None:
-    """Load what `save` saved last into the given objects. All ranks call it.
+    """Load into the given objects what `save` saved last. All ranks call it.
 
     It may have been saved with another number of ranks, or another strategy; a rank that did not
     exist then keeps its random state. Returns the progress, with the step, or None if the folder
@@ -86,9 +86,9 @@ def load(
 
 
 def complete(code: int) -> None:
-    """Wait until this rank's saves are on the disk; if the run ends well, those of every rank."""
+    """Wait until this rank's saves are on the disk; if the run ends well, all ranks' saves."""
     for saver in _savers().values():
         saver.wait()
         if code in (0, STOPPED):
-            barrier()  # no rank exits while another still saves
+            barrier()  # no rank exits while another is still saving
             beat(saved=saver.last_step)

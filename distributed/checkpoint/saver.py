@@ -36,8 +36,8 @@ class State:
     optimizer: dict[str, Any]  # as optimizer.state_dict() returns it
     progress: dict[str, Any]  # step, position in the data and the like: anything JSON can hold
     ranks: Sequence[dict[str, Any]] = ()  # each rank's own state, such as its rng_state()
-    # Returns {"model": ..., "optimizer": ...} or one of them, with the content of its meta tensors,
-    # which load() left on the disk; for a DTensor, this rank's part.
+    # Takes {"model": ..., "optimizer": ...} or one of them, and returns it with the content of its
+    # meta tensors, which load() left on the disk; for a DTensor, this rank's part.
     fetch: Callable[[dict[str, Any]], dict[str, Any]] = dict
     is_snapshot: bool = False  # it was in memory, and may not be on the disk
 
@@ -58,10 +58,10 @@ class Saver:
     With `format` "full", rank 0 writes everything, and the other ranks' savers do nothing. With
     "sharded", every rank calls `save`, with tensors that may be DTensors, and writes its own part.
 
-    Keeps the newest `keep_last`, and the one with the lowest `progress["score"]`, or without a
+    Keeps the newest `keep_last`, and the one with the lowest `progress["score"]` or, without a
     score, `progress["validation_loss"]`. Call `wait` before the process exits. Raises Refused if
-    another live process saves in this folder or it belongs to another job, CheckpointError if it
-    cannot be written to, and ValueError for `keep_last` below 1 or an unknown format.
+    another live process saves in the folder or it belongs to another job, CheckpointError if the
+    folder is not writable, and ValueError for `keep_last` below 1 or an unknown format.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Saver:
         self.check()
 
     def _copy(self, theirs: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies of the tensors, in memory of this saver."""
+        """Return copies of the tensors, in this saver's memory."""
         if kinds_of(theirs) != kinds_of(self._memory):
             self._memory = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in theirs]
         copy_all(self._memory, theirs)

@@ -6,8 +6,8 @@
       index.pt                          where each tensor is in the parts
       .metadata                         the same, pickled, for torch's own tools; not read here
 
-Any number of ranks, with any strategy, read what they need from all parts. The import is slow, so
-import this module only to read or write a sharded checkpoint.
+Any number of ranks, with any strategy, can read what they need from the parts. The import is slow,
+so import this module only to read or write a sharded checkpoint.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ for _kind in _KINDS:
 
 
 class Parts:
-    """Writes this rank's part of each checkpoint. Every rank calls each method at the same time."""
+    """Writes this rank's part of each checkpoint. All ranks must call each method together."""
 
     def __init__(self) -> None:
         # Parts are written in the background. The threads of a rank may start their collectives in
@@ -66,7 +66,7 @@ class Parts:
     def choose(self, trees: Trees) -> tuple[Trees, list[Tensor]]:
         """Return the trees without their tensors' content, and the tensors that this rank writes.
 
-        A tensor that several ranks hold is written by one of them.
+        A tensor that several ranks hold is written by only one of them.
         """
         tensors = dict(named_tensors(trees))
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
@@ -80,7 +80,7 @@ class Parts:
         return bare, [one.to_local() if hasattr(one, "to_local") else one for one in chosen]
 
     def _plan(self, tensors: dict[str, Tensor]) -> None:
-        """Plan who writes what. Each rank plans for all: torch's rank 0 would send pickles."""
+        """Plan who writes what. Each rank plans for all, because torch's rank 0 sends pickles."""
         self._planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(tensors, is_coordinator=self._rank == 0)
         own = files.pack(self._planner.create_local_plan())
@@ -93,8 +93,8 @@ class Parts:
     def write(self, begin: Callable[[], Path], copies: Sequence[Tensor]) -> dict[str, Any]:
         """Write copies of the chosen tensors into the folder that `begin` returns on rank 0.
 
-        Once the parts are on the disk, returns the manifest's entries for all of them on rank 0, {}
-        on the others. Raises CheckpointError on every rank if one fails.
+        Once the parts are on the disk, returns the manifest's entries for all of them on rank 0,
+        and {} on the others. Raises CheckpointError on every rank if one fails.
         """
         named = self._tell(lambda: str(begin()).encode() if self._rank == 0 else b"")
         writer = FileSystemWriter(named[0].decode(), sync_files=False, per_thread_copy_ahead=0)

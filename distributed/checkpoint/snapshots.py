@@ -25,7 +25,7 @@ from .files import pack, unpack
 from .memory import BEGIN, FILES, Header, Memory, reused
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
-_MARK = "\0tensor "  # stands for a tensor in the trees: packing many is slow
+_MARK = "\0tensor "  # stands for a tensor in the trees: packing many tensors is slow
 _ALIGN = 64
 
 
@@ -38,7 +38,7 @@ class Snapshot:
     folder: str  # the run's
     keep_last: int
     trees: dict[str, Any]  # "model" and "optimizer", their tensors on the meta device
-    contents: dict[str, Tensor]  # by name, such as optimizer.state.0.step; for a DTensor, the part
+    contents: dict[str, Tensor]  # by name, such as optimizer.state.0.step; of a DTensor, a part
     shared: set[str]  # names of the tensors of which each rank holds a part
     progress: dict[str, Any]
     ranks: list[Any]  # each rank's own state, as gathered
@@ -162,7 +162,7 @@ class Snapshots:
         self._sealing = threading.Thread()
 
     def take(self, step: int, holders: int, trees: dict[str, Any], about: dict[str, Any]) -> None:
-        """Copy a state into the older buffer, or one of a later step, which the run repeats.
+        """Copy a state into the older buffer, or into one of a later step, which the run repeats.
 
         `about` has Snapshot's other fields. Raises ValueError for a DTensor that is not sharded by
         rows.
@@ -186,7 +186,7 @@ class Snapshots:
             "shared": shared,
         }
         self.finish()
-        if self._neighbours is not None:  # no rank may overwrite what another still lacks
+        if self._neighbours is not None:  # no rank may overwrite what another still needs
             self._neighbours.meet()
         older = reused(self._buffers, step)
         older.write(step, holders, parts, pack(rest), dist.get_rank() if holders > 1 else 0)
@@ -203,7 +203,7 @@ class Snapshots:
             self._neighbours.exchange(taken, self._copies)
 
     def finish(self) -> None:
-        """Wait for the last snapshot's checksum and copy; report progress while parts arrive."""
+        """Wait for the last snapshot's checksum and copy; report progress as parts arrive."""
         while self._sealing.is_alive():
             moved = self._neighbours.moved if self._neighbours else 0
             self._sealing.join(1.0)
@@ -292,7 +292,7 @@ def _offsets(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _views(memory: mmap.mmap, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors like these whose content is in a buffer, which they keep mapped."""
+    """Return tensors like these, with their content in a buffer that they keep mapped."""
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     return [
         whole[start : start + one.nbytes].view(one.dtype).view(one.shape)

@@ -67,7 +67,7 @@ def run_agent(arguments: list[str], environ: OwnEnviron, supervisor: SupervisorL
         return BAD_INPUT
     environ.pop("RUN_SECRET", None)  # no rank needs it
     if beyond_static is not None:
-        say(f"{beyond_static}: started by torch's own elastic agent, one import per rank")
+        say(f"{beyond_static}: torch's elastic agent starts the ranks; each imports torch")
         errors.record(torchrun.run)(read_for_torch(torchrun.parse_args, arguments))
         return 0
     try:
@@ -249,8 +249,8 @@ class NodeAgent:
         return followed is not None
 
     def _restart(self, team: Team, facts: Facts, first: Failure) -> Mapping[int, Assignment]:
-        """On node rank 0, begin another attempt. Returns all assignments, or none if it cannot."""
-        busy = team.peers.keys() - facts.nodes.keys()  # nodes whose ranks still run
+        """On node rank 0, begin another attempt. Returns all assignments; none if it cannot."""
+        busy = team.peers.keys() - facts.nodes.keys()  # nodes whose ranks are still running
         for node_rank in busy if team.min_nodes else ():
             team.peers.pop(node_rank).close()
         team.beat(self._on_lost_spare)
@@ -262,7 +262,7 @@ class NodeAgent:
             return {}
         lost = [team.members[node_rank].host for node_rank in team.lost]
         replaced = team.refill() if lost else []
-        # A new port: a process that connects late to the old store would mislead the new ranks.
+        # Use a new port: a late process that looks for the old store would mislead the new ranks.
         address, listener = self.own.address, checkin.listen(self.own.address, 0)
         parts = team.assign(self.own.attempt + 1, address, listener.getsockname()[1])
         own = parts[self.args.node_rank]
@@ -296,9 +296,9 @@ class NodeAgent:
     # --- the end ------------------------------------------------------------------------------
 
     def _keep_snapshot(self, verdict: Verdict, *, is_told: bool) -> Outcome:
-        """Save a snapshot that is newer than the last checkpoint, for a later start to resume."""
+        """Save a snapshot that is newer than the last checkpoint; a later start resumes from it."""
         outcome, limit_s = verdict.outcome, self.args.grace_s
-        if self.signals:  # the ranks have used up GRACE; supervisor and launchers wait longer
+        if self.signals:  # the ranks have used up GRACE; the supervisor and launchers wait longer
             limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
         if outcome.code != 0 and is_told and 0 in self.meeting.peers:
             parts = None if self.is_spare else verdict.parts

@@ -1,7 +1,7 @@
 """One attempt at running this node's ranks, from the fork until the last one exits.
 
-The attempt handles events (output, exits, signals, messages of other nodes' agents, time) and ends
-with one verdict, the same on every node. It records facts and acts on them; what they mean is
+The attempt handles events (output, exits, signals, messages from other nodes' agents, time) and
+ends with one verdict, the same on every node. It records facts and acts on them; what they mean is
 decided in launcher/agent/facts.py, launcher/outcome.py and launcher/agent/diagnosis/stuck.py.
 """
 
@@ -65,7 +65,7 @@ class Attempt:
         self.stragglers: dict[int, RankState] = {}  # of the other nodes, on node rank 0
         self.term = Deadline()  # when to send SIGTERM to the ranks here
         self.kill = Deadline()  # when to send SIGKILL to all descendants
-        self.rest_s = 0.0  # pause before the next turn, if output comes in small pieces
+        self.rest_s = 0.0  # pause before the next iteration, if output arrives in small pieces
         self.partial = Deadline()  # when to show unfinished lines
         self.over = Deadline()  # when to stop waiting for the other nodes
         self.notice = Notice(self.ranks, self.facts, self.query.show)
@@ -184,7 +184,7 @@ class Attempt:
             self.send_all(self.facts.end_of_node(saved_step, *self.snapshots.parts()))
 
     def _fail(self, first: Failure) -> None:
-        """Record a failure, and end the ranks of all nodes; after a stop request they may save."""
+        """Record a failure, and end the ranks of all nodes; after a stop request, they may save."""
         self._record_failure(first)
         if self.facts.asked:
             self.kill.set_within(self.grace_s)
@@ -209,14 +209,14 @@ class Attempt:
             self._stop(signum, None)
 
     def _stop(self, signum: int, source: Link | None) -> None:
-        """Ask the ranks here and all other nodes to stop, except `source`, which has asked."""
+        """Ask the ranks here and all other nodes to stop, except `source`, which asked for it."""
         if signum not in self.facts.signals:  # schedulers send one signal to several processes
             self.facts.signals.append(signum)
             self._pass_on(signum)
             self.send_all(StopRequest(signum), but=source)
 
     def _pass_on(self, signum: int) -> None:
-        if signum != NOTICE:  # a notice leaves the ranks minutes
+        if signum != NOTICE:  # after a notice, the ranks still have minutes
             self.kill.set_within(self.grace_s)
             self.ranks.send(signum)
         self.notice.look()

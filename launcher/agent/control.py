@@ -4,9 +4,9 @@ A remote launcher controls a node's part of a run through the control stream; la
 describes its messages. The program that starts a supervisor sets two variables:
 
     LAUNCH_START=local|step the local launcher became the supervisor, or srun started it. The
-                            supervisor removes it, so that a nested run does not inherit it.
-    LAUNCH_TOKEN=<token>    marks every process of the run, and begins messages to the launcher.
-                            One of them is the outcome: the launcher prints the failure block.
+                            supervisor removes this variable, so that nested runs do not inherit it.
+    LAUNCH_TOKEN=<token>    marks every process of the run, and begins each message to the launcher.
+                            One message is the outcome: the launcher prints the failure block.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Control:
 
     def tell(self, message: object, *, is_line_open: bool = False) -> None:
         """Send the launcher a message. `is_line_open` means that the last line has no newline."""
-        # Under srun, first end that line: srun would mix a longer one with another node's.
+        # Under srun, first end that line: srun would mix a longer line with another node's.
         launcher_link.tell(self.mark, message, begins_line=is_line_open and self.fd is None)
 
 
@@ -68,7 +68,7 @@ class SupervisorLink:
         self.socket.sendall(encode(note).encode())
 
     def close(self) -> None:
-        """In a rank, close all of them."""
+        """Close what a rank inherited from the agent; called in each rank."""
         self.socket.close()
         close(self.reaper)
         os.close(self.words)

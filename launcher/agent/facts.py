@@ -26,7 +26,7 @@ class Facts:
     stopped: set[int] = field(default_factory=set)  # ranks here that the agent had to stop
     failures: list[Failure] = field(default_factory=list)  # here, or reported by other nodes
     nodes: dict[int, NodeEnd] = field(default_factory=dict)  # how other nodes ended
-    verdict: Verdict | None = None  # node rank 0's verdict, on the other nodes
+    verdict: Verdict | None = None  # from node rank 0, on the other nodes
 
     @property
     def asked(self) -> list[int]:
@@ -66,7 +66,7 @@ class Facts:
         return NodeEnd(sorted(self.stopped), first_rank, codes, saved_step, *snapshots)
 
     def reach_verdict(self, saved_step: int, left: int) -> Verdict:
-        """Return how the attempt ended: node rank 0's verdict, otherwise from what is known here.
+        """Return how the attempt ended: node rank 0's verdict, or one from what is known here.
 
         `left` is the number of processes here that could not be ended.
         """

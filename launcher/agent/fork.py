@@ -33,7 +33,7 @@ def fork_ranks(
     """Fork the ranks of an attempt. Each rank runs its program and raises SystemExit.
 
     `given` has each rank's variables, and its CPUs if they are not the agent's. Each rank closes
-    the agent's open objects, `held`, by their own close(), so that none is closed twice.
+    the agent's open objects, `held`, with their own close(), so that none is closed twice.
     """
     ranks: list[Rank] = []
     agent = os.getpid()

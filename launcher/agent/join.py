@@ -34,8 +34,8 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
             words = [args.program.name, *args.program.arguments]
             files = must_match.describe_program(words, task_file, skips_arguments=is_skipped)
         if not args.access.secret and args.node_rank == 0:
-            who = "a process on any of HOSTS" if args.access.addresses else "anyone who reaches it"
-            where = f"port {args.master_port} of {args.master_addr}"
+            who = "a process on any of HOSTS" if args.access.addresses else "anyone on the network"
+            where = f"port {args.master_port} on {args.master_addr}"
             say(f"warning: {who} can join this run at {where}; set RUN_SECRET [stranger]")
     me = NodeReport(
         node_rank=args.node_rank,
@@ -62,7 +62,7 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     chosen = network.choose_variables(address, agents, environ)  # the address resolves by now
     environ.update(chosen)
     if chosen and args.node_rank == 0 and agents > 1:
-        say(f"sets {' '.join(f'{name}={value}' for name, value in chosen.items())}")
+        say(f"setting {' '.join(f'{name}={value}' for name, value in chosen.items())}")
     if args.node_rank != 0 and is_by_hand and not args.is_in_step:
         where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
         say(f"checked in with node rank 0 on {where}, as node rank {meeting.assignment.node_rank}")

@@ -129,10 +129,10 @@ class NodeRanks:
         return [stream for each in self.all for stream in each.streams]
 
     def tick(self, now: float, *, is_ending: bool) -> bool:
-        """Show output that was held back long enough. Returns whether any is still held back.
+        """Show output that has been held back long enough. Returns whether any is still held back.
 
-        A rank that still runs well after its traceback has caught the exception. While the run
-        is ending, this cannot be known.
+        A rank that is still running long after its traceback has caught the exception. While the
+        run is ending, this cannot be known.
         """
         is_waiting = False
         for each in self.all:
@@ -159,7 +159,7 @@ class NodeRanks:
         )
 
     def describe_end(self, each: Rank) -> Failure:
-        """Return why a rank exited or is about to, from its error file, otherwise its exit code."""
+        """Return why a rank exited or is about to, from its error file, or else its exit code."""
         out, err = each.streams
         line = err.traceback_line or err.last_line or out.last_line
         log = failure.short_path(str(out.log.path)) if out.log.path else ""
@@ -190,7 +190,7 @@ class NodeRanks:
         if beat.step < 0:
             cause += ", before its first step"
         if processes.is_stopped(named.pid):
-            cause += f", {stuck.STOPPED}"
+            cause += f", and {stuck.STOPPED}"
         cause += f"; {LIMITS[beat.limit_by]} is {beat.limit_s:.0f} s"
         unknown = self._unknown_failure(named)  # before stacks() resumes a stopped rank
         stacks = self.stacks(are_ending=True)
@@ -212,7 +212,7 @@ class NodeRanks:
         """Have the living ranks write their stacks. Returns each rank's stack, by rank.
 
         Blocks for up to STACKS_WRITE_S, or twice that if `are_ending` and some ranks are stopped:
-        they are resumed, because they cannot write while stopped. A rank that the signal would
+        these are resumed, because they cannot write while stopped. A rank that the signal would
         kill is skipped: one that imports torch itself, and whose script sends no heartbeats.
         """
         living = self.living()

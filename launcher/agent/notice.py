@@ -27,10 +27,10 @@ class Notice:
 
     def __init__(self, ranks: NodeRanks, facts: Facts, show: Callable[[str], None]) -> None:
         self._ranks, self._facts, self._show = ranks, facts, show
-        self._warn_at = 0.0  # 0 before the notice has come
+        self._warn_at = 0.0  # 0 until the notice arrives
 
     def look(self) -> None:
-        """Send it to the ranks that handle it by now; warn after NOTICE_WARN_S if none does."""
+        """Send the notice to ranks that handle it by now; warn after NOTICE_WARN_S if none does."""
         if NOTICE not in self._facts.signals:
             return
         for each in self._ranks.living():

@@ -116,11 +116,11 @@ class Query:
             odd = stuck.find_odd(silent, places)
             if silent.ends_run:
                 return silent.rank if odd is None else odd
-            step, when = silent.progress[0], "since the start of the ranks"
+            step, when = silent.progress[0], "since the ranks started"
             if step >= 0:
                 when = f"more than 10 times the longest gap between steps, after step {step}"
-            who = "all ranks are in one place" if odd is None else f"rank {odd} is behind"
-            again = f"kill -QUIT {os.getppid()} prints this again, HANG_SECONDS=N ends such a run"
+            who = "all ranks are at the same point" if odd is None else f"rank {odd} is behind"
+            again = f"kill -QUIT {os.getppid()} repeats this; HANG_SECONDS=N ends the run after N s"
             head = f"no step for {silent.silence_s:.0f} s, {when}: {who}; {again}; {head}"
         lines = [head, *stuck.group_stacks(places), *(f"{host}: no answer" for host in unheard)]
         lines += find_mismatches(calls)

@@ -13,7 +13,7 @@ from launcher.failure import Failure
 from launcher.record.restart import Restart
 from launcher.record.run_json import LiveRecord
 
-# Faults with which the next attempt would fail too.
+# Faults that would make the next attempt fail too.
 _INCURABLE = {
     *("config-invalid", "duplicate-gpu", "env-missing", "no-such-interface", "parameters-unused"),
     *("too-few-gpus", "torch-without-gpu", "version-mismatch", "wrong-world"),
@@ -69,14 +69,14 @@ class Restarts:
         lost: Sequence[str] = (),  # the hosts of lost nodes
         replaced: Sequence[str] = (),  # which spares replace them
     ) -> str:
-        """Note that the run restarts for the `number`th time. Returns the cost in one line.
+        """Record that the run is restarting for the `number`th time. Returns the cost in one line.
 
         `held_step` is the step of the newest snapshot in memory, or -1 if there is none.
         """
         saved_step, step = self.beats.reached()
-        is_known = first.rank < 0 <= max(saved_step, held_step)  # a node was lost, not node rank 0
+        is_known = first.rank < 0 <= max(saved_step, held_step)  # lost a node other than the first
         last = self.all[-1] if self.all else None
-        if last is not None and not last.lost_s:  # later losses count for the next restart
+        if last is not None and not last.lost_s:  # later losses count towards the next restart
             self.all[-1] = replace(last, lost_s=first.time - last.failed)
         restart = Restart(
             number=number,

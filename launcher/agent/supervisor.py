@@ -3,7 +3,7 @@
     python -m distributed.run --nproc-per-node 4 train.py --config config/local3.yaml
 
 Two processes do the work. The supervisor, this one, does not import torch. It forwards signals and,
-when the agent exits for any reason, ends all its leftover processes. The agent (agent.py) imports
+when the agent exits for any reason, ends the processes that it leaves. The agent (agent.py) imports
 torch once and forks the ranks; it ends them if the supervisor exits. A third process, the reaper,
 waits for either to exit, and ends what is left if the other is killed or stopped at the same time.
 """
@@ -53,7 +53,7 @@ HAS_TORCH = b"\0"  # the first byte of the file for an agent's last output, once
 
 @dataclass
 class Agent:
-    """The agent's process, which this one supervises."""
+    """The agent process, which this process supervises."""
 
     pid: int
     notes: socket.socket  # on which it sends its AgentNote
@@ -160,7 +160,7 @@ def _run_agent(
     sys.path += importable.__path__
     if environ.get("ENGINE") == "torch.distributed.launch":
         with _importing(link.words):
-            from torch.distributed.launch import launch, parse_args  # torch runs and reports
+            from torch.distributed.launch import launch, parse_args  # torch does the rest
         launch(read_for_torch(parse_args, arguments))  # type: ignore[no-untyped-call]
         return 0
     given = set(environ)
@@ -181,7 +181,7 @@ def _run_agent(
 @contextlib.contextmanager
 def _importing(file: int) -> Iterator[None]:
     """Redirect stderr to a file during an import, so that the supervisor can read it."""
-    gc.disable()  # an import creates little garbage: collecting it takes a quarter of the time
+    gc.disable()  # an import leaves little garbage, and collecting it takes a quarter of the time
     stderr = os.dup(2)
     os.dup2(file, 2)
     try:
@@ -201,7 +201,7 @@ def _importing(file: int) -> Iterator[None]:
 
 
 def start_reaper(token: str) -> tuple[int, int]:
-    """Start the reaper, which is no descendant of this process, and finds the run by its token.
+    """Start the reaper, which is not a descendant of this process and finds the run by its token.
 
     Returns two descriptors, for the supervisor and the agent; each closes when its holder exits.
     """

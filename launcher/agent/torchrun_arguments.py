@@ -59,7 +59,7 @@ class Arguments:
     is_in_step: bool  # srun started it, and shares its terminal between all nodes
     join_timeout_s: float
     grace_s: float
-    num_spares: int  # agents beyond `num_nodes`, which wait to replace one
+    num_spares: int  # agents beyond `num_nodes`, which wait to replace a lost node
     min_nodes: int  # the fewest nodes to continue with; 0 means never replace a node
     redirected: Mapping[int, Std]  # by local rank: streams written only to their own files
     teed: Mapping[int, Std]  # by local rank: streams also written to their own files
@@ -71,7 +71,7 @@ class Arguments:
     environ: OwnEnviron = field(repr=False)  # the agent's environment, which the ranks inherit
 
     def shown_ranks(self, first_rank: int, *, has_log: bool) -> Sequence[int]:
-        """Return the local ranks that the terminal shows: by default rank 0 if there is a log."""
+        """Return the local ranks that the terminal shows; by default, rank 0 if there is a log."""
         ranks = range(self.nproc)
         if self.shown is not None:
             return [rank for rank in ranks if rank in self.shown]
@@ -80,7 +80,7 @@ class Arguments:
 
 
 def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str | None]:
-    """Return torchrun's arguments, and the name of one that only torch's own agent supports.
+    """Return torchrun's arguments, and the name of one, if any, that only torch's agent supports.
 
     Removes variables that no rank needs from `environ`. Raises ValueError, with a one-line cause
     and fix, if an argument is invalid.
@@ -105,7 +105,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
     beyond_static = _beyond_static(args, low, high)
     if is_placed and beyond_static:
         cure = "omit it, or also give --nnodes, --node-rank and --master-addr"
-        raise ValueError(f"{beyond_static}: not in a SLURM step; {cure}")
+        raise ValueError(f"{beyond_static}: not supported in a SLURM step; {cure}")
     _check_signals(args)
     grace_s = environ.get("GRACE") or vars(args).get("shutdown_timeout") or limits.GRACE_S
     filtered = args.local_ranks_filter
@@ -151,7 +151,7 @@ def _read(arguments: Sequence[str], master_port: str | None) -> argparse.Namespa
         option = unknown[0].partition("=")[0].replace("_", "-")
         first = _FIRST_TORCH.get(option)
         cure = f"install torch {first} or newer" if first else "see --help"
-        cause = f"{option}: torchrun of torch {torch.__version__} has no such option"
+        cause = f"{option}: torchrun in torch {torch.__version__} has no such option"
         raise ValueError(f"{cause}; {cure}")
     return args
 

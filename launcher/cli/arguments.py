@@ -1,7 +1,7 @@
 """Read the command line of an entry script: one grammar for all of them.
 
-Positional arguments, --options, key=value settings anywhere, and after `--` the training script's
-own arguments, unchanged. launcher/cli/options.py defines what each command accepts.
+It has positional arguments, --options, key=value settings anywhere, and, after `--`, the training
+script's own arguments, unchanged. launcher/cli/options.py defines what each command accepts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _COPIES = ("slurm_script", ".SC")  # how SLURM and PBS name their copies of a ba
 class Call(NamedTuple):
     """What scripts/lib/launch.sh puts before the words that were typed."""
 
-    command: str  # of COMMANDS
+    command: str  # a key of COMMANDS
     program: str  # the script's name, for messages
     file: str  # the script as it was submitted or started
-    directory: str  # where it was typed
+    directory: str  # where the command was typed
     python: str  # for the nodes; inside the container, if there is one
     site: str
     activated: str  # names, separated by spaces
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
     """Return what was typed, by name.
 
-    In a task of a job array, its number replaces {task} in settings. Raises PlanError.
+    In a task of a job array, the task's number replaces {task} in settings. Raises PlanError.
     """
     command = COMMANDS[call.command]
     start: Values = {
@@ -135,7 +135,7 @@ class _Reader:
         if option.has_value and value is None:
             value = next(self.words, None)
             if value is None:
-                raise PlanError(f"option {name} has no value; {self.see}")
+                raise PlanError(f"option {name} needs a value; {self.see}")
         if option.field == "passed":
             self._append("passed", name, *([] if value is None else [value]))
         else:
@@ -175,7 +175,7 @@ class _Reader:
         others = [flag for flag in ("--strict", "--detach") if self.values.get(COMMON[flag].field)]
         others += [word for word in words if word.startswith("-") and word != "--dry-run"]
         if is_about_runs and others:
-            raise PlanError(f"{others[0]} cannot be used with {option}; give only names of runs")
+            raise PlanError(f"{others[0]} cannot be used with {option}; give only run ids")
         self.values = {
             "program": self.values["program"],
             "fanout": task,

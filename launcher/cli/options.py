@@ -1,6 +1,6 @@
 """Every command that launches: its arguments, its options, and how it reaches the nodes.
 
-Each script of scripts/ names a command of this table. Options are read like torchrun's: in full or
+Each script in scripts/ names a command in this table. Options are read like torchrun's: in full or
 shortened, with `-` or `_`, as `--name value` or `--name=value`.
 """
 
@@ -50,7 +50,7 @@ def _options(names: str, target: str = "", *, has_value: bool = True) -> dict[st
 
 
 def _complete_launch(values: Values, environ: Environ) -> None:
-    """Read options that were not typed from PET_NNODES and the like, as torchrun does."""
+    """For options that were not typed, read PET_NNODES and the like, as torchrun does."""
     for name, option in _TORCHRUN.items():
         value = environ.get(f"PET_{name[2:].replace('-', '_').upper()}")
         if value and option.has_value and option.field != "passed":

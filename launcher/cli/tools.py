@@ -1,4 +1,4 @@
-"""The scripts that start no run: read their command line, and execute it.
+"""The scripts that start no run: read their command lines, and execute them.
 
 python scripts/lib/start.py launcher.cli.tools SCRIPT WORDS      (run_tool in scripts/lib/launch.sh)
 """
@@ -18,7 +18,7 @@ CHECKPOINT = {"ls": "DIR", "verify": "DIR", "export": "DIR FILE", "hash": "DIR"}
 
 
 def main(arguments: Sequence[str], environ: Environ) -> int:
-    """Run the command that was typed; returns the exit code."""
+    """Run the command that was typed. Returns the exit code."""
     program, words = Path(arguments[0]).name, arguments[1:]
     try:
         if "explain" in program:
@@ -40,7 +40,7 @@ def refuse(words: Sequence[str]) -> str:
     commands = ", ".join(map(" ".join, CHECKPOINT.items()))
     name, *given = words or [""]
     if name not in CHECKPOINT:
-        return f"unknown command {name!r}; {did_you_mean(name, CHECKPOINT)}it can be {commands}"
+        return f"unknown command {name!r}; {did_you_mean(name, CHECKPOINT)}choose from {commands}"
     if len(given) != len(CHECKPOINT[name].split()):
-        return f"{name} takes {CHECKPOINT[name]}, not {' '.join(given) or 'nothing'}"
+        return f"{name} takes {CHECKPOINT[name]}, but got {' '.join(given) or 'nothing'}"
     return ""

@@ -11,7 +11,7 @@ from launcher.text import Environ, PlanError
 def read_like_torchrun(values: dict[str, Any], environ: Environ) -> None:
     """Complete the values that were typed, by field of Typed. Raises PlanError."""
     if not (rest := values.get("rest")) or not rest[0]:
-        cause = "SCRIPT is an empty word" if rest else "no SCRIPT"
+        cause = "SCRIPT is empty" if rest else "no SCRIPT"
         raise PlanError(f"{cause}; usage: {values['usage']}")
     rendezvous = {name: values.pop(f"rdzv_{name}", "") for name in ("backend", "endpoint")}
     is_alone = values.pop("standalone", False)
@@ -40,7 +40,7 @@ def find_master(
             f"--nnodes {nodes}: the number of nodes cannot change during a run; give one number"
         )
     if backend not in ("", "static", "c10d"):
-        raise PlanError(f"--rdzv-backend {backend}: unknown here; omit it, and give --master-addr")
+        raise PlanError(f"--rdzv-backend {backend}: not supported; omit it, and give --master-addr")
     nodes = least or ("1" if endpoint == "localhost:0" else "")  # torchrun's default
     if nodes:
         values["nnodes"] = nodes

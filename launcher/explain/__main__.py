@@ -39,7 +39,7 @@ from launcher.text import Environ, count, did_you_mean, name_ranks, warn
 
 
 def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line. Returns the exit code."""
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     names = arguments or [str(log_dir / "latest")]
     try:

@@ -1,6 +1,6 @@
 """Rules for the lines that name a cause, and for lines that only look like one.
 
-They are tried in this order, before those of signs.py: the first rule that matches a line wins.
+They are tried in this order, before those in signs.py: the first rule that matches a line wins.
 """
 
 from launcher.explain.kinds import cause, consequence, end

@@ -73,7 +73,7 @@ def sections() -> Mapping[str, str]:
 
 
 def own_fault(line: str) -> str:
-    """Return the fault that one of our lines names at its end; "" for a warning or another line."""
+    """Return the fault that one of our lines names at its end; "" for a warning or other line."""
     named = _NAMED.search(line.rstrip())
     return named[1] if named and named[1] in sections() and "warning: " not in line else ""
 
@@ -93,7 +93,7 @@ class Sighting:
 
 
 def read(file: Path) -> list[Sighting]:
-    """Return a log's lines about a failure: the first of those that differ only in numbers.
+    """Return a log's lines about a failure; of those that differ only in numbers, the first.
 
     Raises OSError.
     """
@@ -150,7 +150,7 @@ def _rows_of_last_start(file: Path) -> list[tuple[int, bytes]]:
 
 
 def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
-    """Return the ranks that printed the cause's line, apart from digits. Raises OSError."""
+    """Return the ranks that printed the cause's line, ignoring digits. Raises OSError."""
     shape = shape_of(cause.text)
     ranks: set[int] = set()
     for file in files:
@@ -171,7 +171,7 @@ def shape_of(text: str) -> str:
 
 
 def split(line: str) -> tuple[dict[str, str], str]:
-    """Return the prefixes that launchers have put before a line, and the rest of it."""
+    """Return the prefixes that launchers have put before a line, and the rest of the line."""
     named: dict[str, str] = {}
     while at := _PREFIX.match(line):
         named |= {name: value for name, value in at.groupdict().items() if value is not None}
@@ -180,7 +180,7 @@ def split(line: str) -> tuple[dict[str, str], str]:
 
 
 def _frames(above: str, line: str) -> list[str]:
-    """Return the user's frames of the traceback that ends with a line."""
+    """Return the user's frames of the traceback that ends with this line."""
     prefix, _ = split(line)
     mine = [rest for head, rest in map(split, above.splitlines()) if head.keys() == prefix.keys()]
     starts = [number for number, rest in enumerate(mine) if rest.startswith("Traceback (most")]

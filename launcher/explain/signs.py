@@ -1,6 +1,6 @@
 """Rules for the lines that show a failure but not its cause: warnings, exits, consequences.
 
-They are tried in this order, after those of causes.py: the first rule that matches a line wins.
+They are tried in this order, after those in causes.py: the first rule that matches a line wins.
 """
 
 from launcher.explain.kinds import code, consequence, end, exception, lost, warning

@@ -24,7 +24,7 @@ from launcher.wire.launcher_link import Answers
 from launcher.wire.messages import Fault, Hello, Membership, Request, Start, StopRequest, Sweep
 
 FAR_SIDE = "launcher.fanout.far_side"
-AT_ONCE = 8  # new connections: sshd drops some once 10 have not logged in yet
+AT_ONCE = 8  # new connections: sshd drops some once 10 are waiting to log in
 TRIES = 4
 SSH_FAILED = 255  # ssh's exit code if ssh itself failed
 CURES = {
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Connection(Child):
-    """ssh to one node. In lists of processes, only paths are visible."""
+    """An ssh connection to one node. In process lists, only paths are visible."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Connection(Child):
         """Connect to bash on the node; `show` gets all output that is not a message."""
         self.name = node
         self.token = token
-        self.is_started = False  # from then on, stderr is output of the run
+        self.is_started = False  # if so, stderr is output of the run
         self.lost = ""  # why the node's part of the run ended early
-        self.is_silent = False  # when it was lost
+        self.is_silent = False  # at the time it was lost
         self.is_left = False  # the run continues without it
         self.heard = time.monotonic()
         self.gap = 0.0, 0.0  # end and length of the last silence that could have ended the run
@@ -62,7 +62,7 @@ class Connection(Child):
         self._show = show
         self._messages = Answers(token.rpartition(".")[0])
         self._answers: dict[type, Any] = {}
-        self._words = b""  # stderr before the start: of start-up files, or Python
+        self._words = b""  # stderr before the start, from start-up files or Python
         self._log = processes.anonymous_file("ssh")  # ssh's own messages
         log = f"/proc/{os.getpid()}/fd/{self._log}"
         super().__init__(loop, ssh_command(node, loop.environ, connect_s, log), self._take)
@@ -126,7 +126,7 @@ class Connection(Child):
 
     @property
     def is_dropped(self) -> bool:
-        """Whether an sshd on the way has dropped the connection, as it does if there are many."""
+        """Whether an sshd on the way has dropped the connection, as sshd does if there are many."""
         is_silent = self.answer(Hello) is None and not self.may_come
         return is_silent and self.code == SSH_FAILED and self._fault == "ssh-refused"
 
@@ -142,7 +142,7 @@ class Connection(Child):
         if self.code is None:
             cause, cure = (
                 "its checks exceed the preflight's time limit",
-                "find out what hangs there, or raise PREFLIGHT_SECONDS",
+                "find out what is hanging there, or raise PREFLIGHT_SECONDS",
             )
             if not is_there:
                 cause = f"no answer within {waited_s:g} s"
@@ -164,8 +164,8 @@ def greet(
 ) -> None:
     """Wait until every node has said hello, or has failed.
 
-    An sshd, especially a bastion's, drops some of many new connections (MaxStartups): if others
-    succeed, the dropped ones are tried again.
+    If many connections arrive at once, an sshd, especially a bastion's, drops some (MaxStartups).
+    If others succeed, the dropped ones are tried again.
     """
     tries = [1] * len(connections)
     while (now := time.monotonic()) < until:
@@ -208,7 +208,7 @@ def find_fault(node: str, environ: Environ) -> str:
 
 
 def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
-    """Return the names of the variables to send to the nodes, without those of this node only.
+    """Return the names of the variables to send to the nodes, except those for this node only.
 
     Raises PlanError if FORWARD_ENV names one that is not set.
     """

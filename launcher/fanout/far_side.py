@@ -4,9 +4,9 @@
     python scripts/lib/start.py launcher.fanout.far_side --pdsh SOCKET
 
 The first form gets requests on stdin: it checks the node, and starts the agent, whose supervisor it
-becomes, with its stdin as the control stream. At the end it kills processes that the run has left.
+becomes, with its stdin as the control stream. At the end, it kills processes that the run has left.
 RUN_ID and SCRIPT are for readers of ps. pdsh starts the second form: when that connects, the first
-starts the agent; when pdsh's connection ends, the agent ends too.
+form starts the agent; when pdsh's connection ends, the agent ends too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from launcher.wire.messages import Cut, Exit, Ready, Request, Start, Sweep
 
 
 def main(arguments: list[str], environ: OwnEnviron) -> int:
-    """Serve the launcher, or pdsh; returns the exit code."""
+    """Serve the launcher, or pdsh. Returns the exit code."""
     if arguments[:1] == ["--pdsh"]:
         return hold_agent(arguments[1])
     token = environ["LAUNCH_TOKEN"]
@@ -56,7 +56,7 @@ def main(arguments: list[str], environ: OwnEnviron) -> int:
 
 
 def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -> int:
-    """Run the node's agent in a child process; returns its exit code. The child never returns."""
+    """Run the node's agent in a child process. Returns its exit code. The child never returns."""
     mend_streams()
     environ.update(start.variables)
     try:
@@ -88,10 +88,10 @@ def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -
 
 
 def await_pdsh(name: str, token: str) -> int | None:
-    """Wait for pdsh's process at a socket; returns the connection, or None if it does not connect.
+    """Wait for pdsh's process at a socket. Returns the connection, or None if it does not connect.
 
     Only this user's processes are accepted. No one can take the name first: the launcher made it
-    up, and pdsh's command shows it only once every node listens.
+    up, and pdsh's command shows it only once every node is listening.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{name}")
@@ -123,7 +123,7 @@ def is_ours(connection: socket.socket) -> bool:
 
 
 def hold_agent(name: str) -> int:
-    """In pdsh's process, wait until the node's agent ends; returns its exit code."""
+    """In pdsh's process, wait until the node's agent ends. Returns its exit code."""
     with socket.socket(socket.AF_UNIX) as far_side:
         far_side.connect(f"\0{name}")
         if not is_ours(far_side):

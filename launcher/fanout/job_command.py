@@ -22,7 +22,7 @@ def run(plan: Plan, _be_ready: Callable[[], None]) -> int:
     plan = replace(plan, run_id=plan.run_id or "<job id>", backend=backend)
     print_plan(plan, None, None, counts)
     size = "; set the job's size in it" * plan.program.startswith("pbs")
-    print(f"# the command that submits this{size}; options of the scheduler go before the script")
+    print(f"# the command that submits this{size}; scheduler options go before the script")
     print(f"cd {shlex.quote(str(plan.directory))} && {plan.command}")
     return 0
 

@@ -26,7 +26,7 @@ from launcher.wire.messages import Report
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec does not return
-    """Start this node's ranks; returns only if nothing was started, with the exit code."""
+    """Start this node's ranks. Returns, with the exit code, only if nothing was started."""
     if plan.has_transcript and not plan.is_dry_run and not plan.is_detached:
         transcript.keep(transcript.new_file(plan))
     report = check_here(plan)
@@ -43,7 +43,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
         return 0
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, nproc):
         return REFUSED
-    if not plan.container:  # a stop that arrives now is left to the agent's supervisor
+    if not plan.container:  # a stop signal that arrives now is left to the agent's supervisor
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     be_ready()
     added = {"LAUNCH_START": "local", "LAUNCH_TOKEN": os.urandom(16).hex()}
@@ -86,7 +86,7 @@ def is_healthy(plan: Plan, nproc: int) -> bool:
     if result.returncode != 0:
         sys.stderr.write(result.stdout)
         print(
-            f"{plan.program}: the processes of {short_host_name()} cannot work together "
+            f"{plan.program}: the processes on {short_host_name()} cannot work together "
             f"(exit code {result.returncode}, see above); see TROUBLESHOOTING.md",
             file=sys.stderr,
         )

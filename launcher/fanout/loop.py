@@ -21,7 +21,7 @@ from distributed.stop_signals import QUERY, handled_signals, stop_signals
 from launcher.text import Environ
 from launcher.wire import limits
 
-Show = Callable[[bytes, bool], None]  # gets output (empty at the end); whether it is stderr's
+Show = Callable[[bytes, bool], None]  # gets output (empty at the end), and whether it is stderr
 _CHUNK = 65536
 # Options that the user's configuration must not change. The keep-alives are late enough that the
 # launcher is the first to notice a silent node.
@@ -54,7 +54,7 @@ class Loop:
         self.selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
 
     def wait(self, seconds: float) -> list[signal.Signals]:
-        """Handle events, up to a time limit; returns the signals that arrived, except SIGCHLD."""
+        """Handle events, up to a time limit. Returns the signals that arrived, except SIGCHLD."""
         for key, _ in self.selector.select(max(0.0, seconds)):
             if self.selector.get_map().get(key.fd) is key:  # no other event has closed it
                 key.data()
@@ -77,7 +77,7 @@ class Loop:
 
 
 def ssh_command(node: str, environ: Environ, connect_s: int, log: str) -> list[str]:
-    """Return the ssh command. SSH_OPTS come first: ssh uses the first value of each option."""
+    """Return the ssh command. SSH_OPTS comes first: ssh uses the first value of each option."""
     options = [
         *(*FIXED, f"ConnectTimeout={connect_s}"),
         *("ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes"),
@@ -94,8 +94,8 @@ def given_options(environ: Environ) -> list[str]:
 class Child:
     """One program, whose output goes to a function.
 
-    It runs in a new session: PBS signals every process of a job's session, and ssh would die before
-    the ranks can save.
+    It runs in a new session, because PBS signals every process in a job's session, and ssh would
+    die before the ranks could save.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Child:
             self._loop.selector.unregister(self._stdin)
 
     def _read(self, fd: int) -> bool:
-        """Read what is available; returns False if there is nothing."""
+        """Read what is available. Returns False if there is nothing."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:

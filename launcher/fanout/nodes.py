@@ -1,6 +1,6 @@
 """The nodes of a run: which take part, which are silent, and what is left on lost ones.
 
-The launcher may have caused the silence itself: it was stopped, or its machine was asleep.
+The launcher may have caused a silence itself, if it was stopped or its machine was asleep.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Nodes:
         self._looks[node] = look
 
     def find_unreachable(self, loop: Loop, within_s: float) -> dict[Connection, str]:
-        """Check that nothing is left on lost nodes; returns the unreachable ones, and why."""
+        """Check that nothing is left on lost nodes. Returns the unreachable ones, and why."""
         for node in self.connections:
             look = self._looks.get(node)
             has_failed = look is not None and look.code is not None and look.answer(Exit) is None
@@ -108,8 +108,8 @@ class Silence:
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self.connections = connections
-        self.still_s = 0.0  # how long this process has just been suspended
-        self._turned_at = self._recall_until = 0.0  # since the boot, including sleep
+        self.still_s = 0.0  # how long this process was suspended just now
+        self._turned_at = self._recall_until = 0.0  # since boot, including sleep
 
     @property
     def awaited(self) -> list[Connection]:
@@ -118,7 +118,7 @@ class Silence:
         return [node for node in there if node.answer(Exit) is None]
 
     def note_turn(self, *, is_ending: bool) -> None:
-        """Detect that this process was stopped, or the machine asleep: no node was silent then."""
+        """Detect that this process was stopped, or the machine asleep; no node was silent then."""
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         slept_s, self._turned_at = now - (self._turned_at or now), now
         if slept_s > limits.SILENCE_S / 2:
@@ -129,14 +129,14 @@ class Silence:
             self.still_s = 0.0  # the run has survived it
 
     def find(self) -> list[Connection]:
-        """Return the nodes to give up: all silent ones, once one has been silent for too long."""
+        """Return the nodes to give up on: all silent ones, once one has been silent too long."""
         now, awaited = time.monotonic(), self.awaited
         if all(now - node.heard < limits.SILENCE_S for node in awaited):
             return []
         return [node for node in awaited if now - node.heard > limits.SILENCE_S / 2]
 
     def recall(self) -> list[Connection]:
-        """At the first node's end, return those that are or were silent: they may have left us."""
+        """When the first node ends, return those that are or were silent: they may have left us."""
         now, blamed = time.monotonic(), []
         for node in self.connections:
             lasts_s = now - node.heard

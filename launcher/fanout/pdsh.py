@@ -1,8 +1,8 @@
 """Fan-out through pdsh, which only triggers the start of the agents.
 
 pdsh does not forward stdin, and ps shows its command. So the launcher's own ssh connections carry
-everything else: on each node, far_side.py waits for pdsh's process, and starts the agent when it
-connects.
+everything else: on each node, far_side.py waits for pdsh's process, and starts the agent when
+that connects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from launcher.wire.messages import Ready, Report, Start
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
-    """Start the run on its nodes and wait for its end; returns the exit code."""
+    """Start the run on its nodes and wait for its end. Returns the exit code."""
     return PdshFanout(plan).run(be_ready)
 
 

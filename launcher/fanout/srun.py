@@ -37,8 +37,8 @@ _CANNOT_START = (REFUSED, *range(125, 128))  # the exit codes of a broken Python
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
-    """Start all nodes of the job; returns the run's exit code."""
-    if not plan.is_dry_run:  # a notice that comes during the preflight stays pending
+    """Start all nodes of the job. Returns the run's exit code."""
+    if not plan.is_dry_run:  # a notice that arrives during the preflight stays pending
         signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
         for signum in {*handled_signals()} - {NOTICE}:
             signal.signal(signum, _leave)
@@ -78,7 +78,7 @@ def _leave(signum: int, frame: object = None) -> NoReturn:
 def secret_variables(plan: Plan) -> dict[str, str]:
     """Return variables for the agents: the run's secret, and how to report the run's end.
 
-    After sbatch --export with NONE or a list, srun forwards only what is named, so we add names.
+    After sbatch --export with NONE or a list, srun forwards only what is named, so we name these.
     """
     variables = {"RUN_SECRET": handshake.new_secret()}
     if not plan.engine:
@@ -117,7 +117,7 @@ def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
 
 
 def ask_nodes(plan: Plan) -> list[Report]:
-    """Run the preflight on every node; returns the reports by node rank.
+    """Run the preflight on every node. Returns the reports by node rank.
 
     Raises Refused if more nodes are silent than there are spares.
     """
@@ -136,7 +136,7 @@ def ask_nodes(plan: Plan) -> list[Report]:
         return reports
     cause = f"the preflight did not start on {', '.join(silent)}, see above"
     if plan.container and srun.returncode > 0:
-        cure = f"check that the image is there and contains {plan.python}"
+        cure = f"check that the image exists and contains {plan.python}"
         raise Refused("env-missing", f"{cause}; {cure}")
     if srun.returncode in _CANNOT_START:
         needed = f"{plan.directory}, {plan.root} and {plan.python}"
@@ -148,7 +148,7 @@ def ask_nodes(plan: Plan) -> list[Report]:
 
 
 def receive(srun: Srun, plan: Plan) -> bytes:
-    """Return what the preflight's step printed; warns about nodes that keep the others waiting.
+    """Return what the preflight's step printed. Warns about nodes that keep the others waiting.
 
     srun itself gives up on a silent node only after several of SLURM's timeouts.
     """
@@ -183,7 +183,7 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
     """Return the command that starts the ranks of all nodes.
 
     The run's variables are set on the nodes: srun forwards none under sbatch --export=NONE.
-    With LAUNCHER=srun, raises PlanError if the job has another number of tasks.
+    With LAUNCHER=srun, raises PlanError if the job has a different number of tasks.
     """
     if not plan.engine:
         agent = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=None))
@@ -193,7 +193,7 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
     tasks = environ.get("SLURM_TASKS_PER_NODE", "1") if environ.get("SLURM_NTASKS") else "1"
     if {*tasks_per_node(tasks, "SLURM_TASKS_PER_NODE")} != {nproc}:
         raise PlanError(
-            f"LAUNCHER=srun starts the job's tasks, {tasks} per node, for {nproc} ranks per node; "
+            f"LAUNCHER=srun needs {nproc} tasks per node, but the job has {tasks}; "
             f"give --ntasks-per-node={nproc} [wrong-world]"
         )
     step = ["srun", KILL_ALL, f"--chdir={plan.directory}", f"--job-name={plan.run_id}"]
@@ -215,7 +215,7 @@ def node_step(plan: Plan, options: Sequence[str], command: Sequence[str]) -> lis
     """Return the srun command that runs `command` once per node, with all resources of the job.
 
     srun does not inherit the CPUs, nor the GPUs if sbatch's options differ from the script's. The
-    job name is the step's: stop_step() finds the step by it.
+    job name applies to the step: stop_step() finds the step by it.
     """
     job_wide = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_CPUS_PER_GPU")
     step = ["env", *(f"--unset={name}" for name in job_wide)]

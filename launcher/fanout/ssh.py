@@ -37,7 +37,7 @@ from launcher.wire.messages import Cut, Exit, Hello, Report, Start, StopRequest
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
-    """Start the run on its nodes and wait for its end; returns the exit code.
+    """Start the run on its nodes and wait for its end. Returns the exit code.
 
     Raises PlanError or Refused if nothing was started.
     """
@@ -51,7 +51,7 @@ class Fanout:
         self.own = find_own(plan, read_begun())
         self.plan = replace(plan, forwarded=forwarded_names(plan, self.own.names))
         self.token = os.urandom(16).hex()
-        self.saving_s = 0 if plan.engine else plan.grace_s  # for agents, after their ranks ended
+        self.saving_s = 0 if plan.engine else plan.grace_s  # for agents whose ranks have ended
         self.secret = handshake.new_secret()
         self.slack_s = len(plan.nodes) // 10  # each key exchange takes time here
         self.connections: list[Connection] = []
@@ -93,7 +93,7 @@ class Fanout:
     # --- the preflight ------------------------------------------------------------------------
 
     def check_nodes(self) -> list[Report] | None:
-        """Connect to all nodes, check them and print the plan; None if the start is refused."""
+        """Connect to all nodes, check them and print the plan. Returns None if refused."""
         began, plan = time.monotonic(), self.plan
         within_s = self.slack_s + plan.preflight_s
         if not plan.has_checks:  # the user wants to start anyway, and a login may be slow
@@ -210,7 +210,7 @@ class Fanout:
     def lose(self, node: Connection, why: str) -> None:
         """Record that a node's part of the run has ended early.
 
-        That ends the run, unless others continue. If it is silent, the other agents may save first.
+        That ends the run, unless others continue. If the node is silent, the others may save first.
         """
         if node.lost:
             return
@@ -251,7 +251,7 @@ class Fanout:
             may_save = any(other.is_silent for other in self.connections)
             self.close_within(limits.OTHERS_S + (self.saving_s if may_save else 0))
         elif (node.code is not None or is_cut) and self.is_open:
-            which = "the connection of pdsh" if is_cut else "the ssh connection"
+            which = "the pdsh connection" if is_cut else "the ssh connection"
             words = "" if is_cut else node.last_words
             self.lose(node, f"{which} has ended{words and ': '}{words}")
 
@@ -266,7 +266,7 @@ class Fanout:
     # --- the end ------------------------------------------------------------------------------
 
     def report_end(self) -> int:
-        """Print how the run ended; returns its exit code."""
+        """Print how the run ended. Returns its exit code."""
         plan = self.plan
         within_s = limits.SSH_CONNECT_S + self.slack_s + limits.CONTROL_END_S
         unreachable = self.nodes.find_unreachable(self.loop, within_s)
@@ -283,7 +283,7 @@ class Fanout:
         if left := sum(ended.left for node in self.connections if (ended := node.answer(Exit))):
             self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
         there = f"on {count(len(plan.nodes), 'node')}"
-        where = "where a node can be reached" if unreachable else there
+        where = "on the reachable nodes" if unreachable else there
         self.out.drain(limits.DRAIN_S)
         err = self.err.text
         print_row("ended", f"code {outcome.code}; nothing is left running {where}", err)

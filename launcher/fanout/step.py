@@ -44,7 +44,7 @@ Srun = subprocess.Popen[bytes]
 def start(plan: Plan, command: Sequence[str], stdout: int | None) -> Srun:
     """Start a command in a new session; it gets SIGTERM when this process ends.
 
-    In this session, Ctrl-C would make srun kill the step before anything is saved.
+    In our own session, Ctrl-C would make srun kill the step before anything is saved.
     """
     parent = os.getpid()
 
@@ -127,7 +127,7 @@ class Output:
 
 
 def run_step(plan: Plan, command: Sequence[str]) -> int:
-    """Run the step to its end, and handle signals; returns the run's exit code."""
+    """Run the step to its end, and handle signals. Returns the run's exit code."""
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, *processes.WAKING})
@@ -150,7 +150,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     # 128 + SIGUSR1: the notice came before there was anything to save.
     has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
     comes_back = NOTICE in asked and has_saved
-    if outcome is not None:  # before the requeue, by which SLURM ends this job
+    if outcome is not None:  # before the requeue, with which SLURM ends this job
         shown = replace(outcome, command="") if comes_back else outcome
         print_outcome(shown, sys.stderr, plan.folder)
     if comes_back and not requeue(plan) and outcome is not None:
@@ -161,7 +161,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
 
 
 def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -> None:
-    """Wait for srun to end; adds the signals that ask for a stop to `asked`."""
+    """Wait for srun to end, and add the signals that ask for a stop to `asked`."""
     handled, interrupts, begun, end = handled_signals(), Interrupts(), 0, Deadline()
     while srun.poll() is None:
         if output and output.has_outcome:
@@ -194,7 +194,7 @@ def find_outcome(
 ) -> Outcome | None:
     """Return the outcome of a step; None if no agent has reported anything about its end.
 
-    `code` is srun's, the highest of its tasks': a task without a report may have been killed.
+    `code` is srun's, the highest of its tasks' codes; one without a report may have been killed.
     """
     is_killed = code >= KILLED and not asked
     parts = output.parts(plan.hosts, KILLED if is_killed else 0)
@@ -206,14 +206,14 @@ def find_outcome(
 def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
     """Return the outcome with SIGTERM's code, if SLURM ended the run and no rank saved.
 
-    A time limit is reported as a failure: unlike scancel, nobody asked for it.
+    A time limit is reported as a failure because, unlike with scancel, nobody asked to stop.
     """
     is_stopped = outcome.failure is None and outcome.code not in (0, STOPPED)
     if not is_stopped or outcome.signum == signal.SIGINT:
         return outcome
     code, now = 128 + signal.SIGTERM, time.time()
     if (ask_squeue(f"--job={job_id(plan.environ)}", "--format=%r") or "").strip() == LIMIT:
-        cause = "SLURM ended the job at its time limit, before the ranks had saved and left"
+        cause = "SLURM ended the job at its time limit, before the ranks had saved and exited"
         failure = Failure("time-limit", cause, code, short_host_name(), -1, now)
         return replace(outcome, code=code, failure=failure)
     is_cancelled = outcome.signum == signal.SIGTERM and in_batch_script(plan.environ)
@@ -221,7 +221,7 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
 
 
 def pass_on(signum: int, plan: Plan, srun: Srun) -> None:
-    """Send SIGTERM or a notice to every task of the step; to send it again has no effect.
+    """Send SIGTERM or a notice to every task of the step; sending it again has no effect.
 
     SLURM signals all processes of a task, and a notice would kill ranks that do not handle it. So
     the agents, which know these ranks, get it through a file.
@@ -266,11 +266,11 @@ def requeue(plan: Plan) -> bool:
             print(newest, file=file)
         last = record.read_text().splitlines()[-MOST_RESTARTS - 1 :]
         if last == [newest] * (MOST_RESTARTS + 1):
-            cause = f"{MOST_RESTARTS} restarts made no progress; the job is not requeued"
+            cause = f"{MOST_RESTARTS} restarts made no progress; not requeuing the job"
             print(f"{plan.program}: {cause}", file=sys.stderr)
             return True
     # SLURM ends the requeued job with SIGTERM, which is blocked here and in scontrol, and sends
-    # SIGKILL only KillWait later: there is time to print the line below.
+    # SIGKILL only KillWait later, so there is time to print the line below.
     job = job_id(plan.environ)
     is_back = subprocess.run(["scontrol", "requeue", job]).returncode == 0
     if is_back:

@@ -38,7 +38,7 @@ def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
 def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
     """Return the plan with these nodes replaced by spares, and the changes in words.
 
-    None if there are no such nodes, too few spares, or if MASTER_ADDR names a faulty master.
+    None if there are no such nodes, if spares are too few, or if MASTER_ADDR names a faulty one.
     """
     if not ill or (0 in ill and plan.environ.get("MASTER_ADDR")):
         return None
@@ -60,7 +60,7 @@ def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
 
 
 def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
-    """Do the same for the plan of a SLURM job, which does not list its nodes one by one.
+    """Do what swap() does for the plan of a SLURM job, which does not list its nodes one by one.
 
     All nodes of a step are alike, and keep the order of SLURM's list.
     """
@@ -90,5 +90,5 @@ def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
     for node, hello in zip(plan.nodes, hellos, strict=True):
         if is_loopback(address) and hello and hello.address != address:
             cause = f"{first}, the master, is {address}, which {node.name} cannot reach"
-            raise Refused("loopback-address", f"{cause}; give its name on the network")
+            raise Refused("loopback-address", f"{cause}; give the master's name on the network")
     return replace(plan, master_addr=address or plan.master_addr)

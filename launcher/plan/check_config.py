@@ -15,7 +15,7 @@ from launcher.text import PlanError, environment_cure, warn
 
 
 def check_config(plan: Plan) -> Plan:
-    """Have train.py check the config and the settings; returns the plan with the facts found.
+    """Have train.py check the config and the settings. Returns the plan with the facts found.
 
     The user's own script is not checked. Raises Refused if train.py cannot run here, and PlanError
     if the config names a checkpoint that does not exist. Exits with BAD_INPUT if the config is
@@ -39,7 +39,7 @@ def check_config(plan: Plan) -> Plan:
         words = (result.stderr or result.stdout).strip().splitlines() or ["no output"]
         where = f" in {plan.container}" if plan.container else ""
         cause = f"{plan.python} cannot run train.py{where} ({words[-1]})"
-        cure = "PYTHON is a path inside"
+        cure = "set PYTHON to a path inside it"
         if not plan.container:
             file = plan.root / "requirements.txt"
             cure = environment_cure(f"-r {file}" if file.exists() else "pydantic PyYAML")

@@ -37,7 +37,7 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
             f"{word!r} is not a node; give NODE, NODE:NPROC or a list such as gpu[01-08]"
         )
     if number is not None:
-        nproc = read_nproc(f"the number of processes of {word!r}", number)
+        nproc = read_nproc(f"the number of processes for {word!r}", number)
     try:
         names = hostlist.expand(name) if re.search(r"[\[\],]", name) else [name]
     except hostlist.HostlistError as error:

@@ -18,12 +18,12 @@ def find_idle(plan: Plan) -> str:
         return ""
     if in_slurm_step(environ):  # in a shell of the step
         size = environ["SLURM_STEP_NUM_NODES"]
-        cure = "give each its task: srun --overlap [partial-launch]"
+        cure = "give each node a task: srun --overlap [partial-launch]"
         return f"this run uses 1 of the step's {size} nodes; {cure}" if size != "1" else ""
     nodes, gpus = _job(environ)
-    cure = "run_ddp.sh uses all [partial-launch]"
+    cure = "run_ddp.sh uses all of them [partial-launch]"
     if plan.program in ("run_ddp.sh", "launch_distributed_train.sh"):
-        cure = "it uses all without -n and NPROC_PER_NODE [partial-launch]"
+        cure = "omit -n and NPROC_PER_NODE to use all of them [partial-launch]"
     if plan.num_agents < nodes:
         return f"this run uses {plan.num_agents} of the job's {nodes} nodes; {cure}"
     nproc = min(plan.rank_counts(gpus))
@@ -33,7 +33,7 @@ def find_idle(plan: Plan) -> str:
 
 
 def _job(environ: Environ) -> tuple[int, int]:
-    """Return the nodes of the job, and the GPUs of each; 0 if that is not known."""
+    """Return the number of nodes of the job, and of GPUs on each; 0 if it is not known."""
     if environ.get("SLURM_JOB_ID"):
         per_node = environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # a100:2
         given = environ.get("SLURM_GPUS_ON_NODE") or per_node  # salloc's shell has only the latter

@@ -50,7 +50,7 @@ _DEBUG = ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG")
 def make_plan(typed: Typed) -> Plan:
     """Return the plan, except for what depends on the config or the machines.
 
-    Raises PlanError, LauncherError or HostlistError if the input describes no valid run.
+    Raises PlanError, LauncherError or HostlistError if the input does not describe a valid run.
     """
     given = _find_hosts(typed) if typed.like_torchrun else typed
     typed = replace(given, environ=_read_words(given))
@@ -128,7 +128,7 @@ def _read_words(typed: Typed) -> dict[str, str]:
         if found := [word for word in known if word.lower() == given.lower()]:
             read[name] = found[0]
             continue
-        cause = f"{name} is {given!r}; {did_you_mean(given, known)}it can be {', '.join(known)}"
+        cause = f"{name} is {given!r}; {did_you_mean(given, known)}choose from {', '.join(known)}"
         if is_strict or name not in _ANYBODYS:
             raise PlanError(cause)
         warn(f"{typed.program}: warning: {cause}; ignored")
@@ -141,10 +141,10 @@ def _read_words(typed: Typed) -> dict[str, str]:
 
 
 def _find_hosts(typed: Typed) -> Typed:
-    """Return what was typed for launch.sh, with --hosts turned into the fields of other scripts."""
+    """Return what was typed for launch.sh, with --hosts turned into the fields that others use."""
     nodes, via = typed.hosts, typed.via or "ssh"
     if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
-        raise PlanError(f"--via is {via!r}; it can be ssh or pdsh, and needs --hosts")
+        raise PlanError(f"--via is {via!r}; use ssh or pdsh, with --hosts")
     if nodes is None:
         return replace(typed, fanout="local")
     others = {
@@ -255,7 +255,7 @@ def _read_own_node(typed: Typed) -> World:
         if typed.like_torchrun and other != "localhost" and not is_loopback(other):
             warn(
                 f"{typed.program}: warning: one node needs no master: {other} is ignored; "
-                "for more, give --nnodes"
+                "for more nodes, give --nnodes"
             )
         return World()
     master = typed.master or environ.get("MASTER_ADDR")
@@ -279,7 +279,7 @@ def _read_port(typed: Typed, *, is_by_hand: bool) -> int | None:
 
 
 def choose_run_id(typed: Typed, log_dir: Path, *, is_namer: bool) -> str:
-    """Return RUN_ID; otherwise, on node rank 0, an id from --rdzv-id, the job, or a new one."""
+    """Return RUN_ID; otherwise, on node rank 0, an id from --rdzv-id or the job, or a new one."""
     run_id = typed.environ.get("RUN_ID", "")
     if not run_id and is_namer:
         if name := plain_run_id(typed.run_id):
@@ -318,7 +318,7 @@ def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
         raise PlanError(f"there is no config {config!r}; give the path of a YAML file{none}")
     if is_ours and config == "-":
         raise PlanError(
-            "this project's train.py needs a config, and '-' passes none; give one, or set "
+            "this project's train.py needs a config, but '-' passes none; give one, or set "
             "TRAIN_SCRIPT to your own script"
         )
     if is_ours:
@@ -342,7 +342,7 @@ def _refuse_missing(here: Path, kind: str, name: str) -> None:
 
 
 def _is_ours(script: str) -> bool:
-    """Whether a script is this project's train.py, changed or not; the file is only read.
+    """Whether a script is this project's train.py, changed or not; the file is read, but not run.
 
     In a repository into which our folders were copied, train.py may be the user's own.
     """

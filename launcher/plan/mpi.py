@@ -7,7 +7,7 @@ from launcher.text import Environ, PlanError
 
 
 def refuse_copies(environ: Environ) -> None:
-    """Raise PlanError if mpiexec started several copies of this, each training separately.
+    """Raise PlanError if mpiexec started several copies of this program, each training separately.
 
     Under srun, the step's own variables identify the nodes.
     """

@@ -43,7 +43,7 @@ class Own:
     values: Mapping[str, Environ] = field(default_factory=dict)  # by node
 
     def ask(self, plan: Plan, say: Callable[[str], None]) -> None:
-        """Ask for each node's own values; warns about nodes whose values are unknown."""
+        """Ask for each node's own values. Warns about nodes whose values are unknown."""
         self.values = ask_nodes(self.names, plan)
         quiet = {"NCPUS", THREADS} if self.is_default else {"NCPUS"}
         names = " ".join(sorted({*self.names} - quiet))
@@ -67,7 +67,7 @@ def find_own(asked: Choices, begun: Collection[str]) -> Own:
     """Return which variables the scheduler has set for this node only.
 
     `begun` has the shell's initial variables, as `NAME=value`: in the job, a value that is not
-    among them was typed. A value that the Python's environment changed counts as typed.
+    among them was typed. A value that the Python environment changed counts as typed.
     """
     environ = asked.environ
     signs = [sign for sign in OWN if environ.get(sign)]
@@ -93,7 +93,7 @@ def asked_names(environ: Environ) -> list[str]:
 
 
 def read_begun() -> set[str]:
-    """Return the shell's initial variables, as `NAME=value`; empty if a scheduler owns it."""
+    """Return the shell's initial variables, as `NAME=value`; none if a scheduler owns it."""
     try:
         text = Path(f"/proc/{os.getppid()}/environ").read_bytes()
     except OSError:  # another user's

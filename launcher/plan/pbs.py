@@ -1,4 +1,4 @@
-"""PBS: the nodes of a job, and the command that asks for one."""
+"""PBS: the nodes of a job, and the command that requests a job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REQUEST = (
 def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
     """Return a PBS job's nodes, each with the ranks that the job's request gives it.
 
-    Raises PlanError if this is not a PBS job, or does not have the requested size.
+    Raises PlanError if this is not a PBS job, or if it does not have the requested size.
     """
     if not environ.get("PBS_JOBID"):
         raise PlanError(f"this is not a PBS job; {REQUEST}")
@@ -51,7 +51,7 @@ def asked_ranks(environ: Environ) -> int | None:
 
 
 def read_lines(environ: Environ, name: str = "PBS_NODEFILE") -> list[str]:
-    """Return the lines of one of the job's files; its node file has one for each MPI process."""
+    """Return the lines of one of the job's files; the node file has one for each MPI process."""
     file = Path(environ.get(name) or "/nonexistent")
     return file.read_text().split() if file.is_file() else []
 
@@ -61,8 +61,8 @@ def count_ranks(
 ) -> tuple[dict[str, int], bool]:
     """Return the ranks of each node, and whether the request chose them; empty: one per GPU.
 
-    The node file lists a chunk's host `mpiprocs` times (once by default). If that is once for all
-    chunks, each chunk has a rank per GPU, even if PBS puts several chunks on one node.
+    The node file lists a chunk's host `mpiprocs` times (once by default). If `mpiprocs` is 1 for
+    all chunks, each chunk has a rank per GPU, even if PBS puts several chunks on one node.
     """
     counts = Counter(lines)
     gpus = [int(chunk.get("ngpus") or 0) for chunk in chunks]
@@ -78,7 +78,7 @@ def count_ranks(
 
 @cache
 def ask_qstat(name: str, option: str = "-f") -> dict[str, str]:
-    """Return the attributes of a job, or with -Qf of a queue; empty if PBS does not answer."""
+    """Return the attributes of a job or, with -Qf, of a queue; empty if PBS does not answer."""
     answer = ask_scheduler("qstat", option, name) if name else None
     text = (answer or "").replace("\n\t", "")  # qstat folds long lines
     return dict(line.strip().split(" = ", 1) for line in text.splitlines() if " = " in line)
@@ -154,7 +154,7 @@ def is_torque(environ: Environ) -> bool:
 def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[str]:
     """Return the qsub command for what was typed; -V forwards the variables.
 
-    It requests what this job was given, or one node outside a job. Empty if PBS does not answer.
+    It requests what this job was given or, outside a job, one node. Empty if PBS does not answer.
     """
     has_nodes, arguments = is_torque(environ), list(typed[1:])
     names = ("nodes", "walltime") if has_nodes else ("select", "place", "walltime")

@@ -1,4 +1,4 @@
-"""The plan of a run, decided before anything starts: its rows on the terminal, its commands."""
+"""The plan of a run, made before anything starts: its rows on the terminal, and its commands."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux allows 128 KiB in o
 
 
 def read_number(what: str, text: str, low: int, high: int) -> int:
-    """Return a whole number from low to high; raises PlanError for any other text."""
+    """Return a whole number from low to high. Raises PlanError for any other text."""
     if re.fullmatch(r"0|[1-9][0-9]{0,8}", text) and low <= int(text) <= high:
         return int(text)
     raise PlanError(f"{what} is {text!r}; give a whole number from {low} to {high}")
@@ -45,7 +45,7 @@ class NodePlan:
 
     name: str
     nproc: int | None = None  # None: one per GPU
-    is_by_lines: bool = False  # nobody chose `nproc`: it is the node's lines in a node file
+    is_by_lines: bool = False  # nobody chose `nproc`: it counts the node's lines in a node file
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class World:
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples per step: in one process's micro-batch, or in all; the other number is 0."""
+    """The samples per step: in one process's micro-batch, or in all of them; the other is 0."""
 
     samples: int
     samples_in_all: int
-    accumulation: int  # micro-batches of one step
+    accumulation: int  # micro-batches per step
 
     def describe(self, ranks: int) -> str:
         """Return both numbers in words, for `ranks` ranks. A resumed run keeps the total."""
@@ -161,7 +161,7 @@ class Plan(World, Choices, ConfigFacts):
     def agent_command(self, *, nproc: int, port: int, node_rank: int | None) -> list[str]:
         """Return what one node runs: its agent, with torchrun's arguments.
 
-        Without a node rank, in a step of a SLURM job, the agent finds its own.
+        Without a node rank, as in a SLURM job step, the agent works out its own.
         """
         command = [self.python, str(self.root / AGENT)]
         if node_rank is not None:
@@ -190,7 +190,7 @@ class Plan(World, Choices, ConfigFacts):
     def run_inside(
         self, command: Sequence[str], **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on this machine, and wait for it; raises Refused if it cannot start."""
+        """Run a command on this machine, and wait for it. Raises Refused if it cannot start."""
         words = self.inside(command)
         try:
             return subprocess.run(words, stdin=subprocess.DEVNULL, text=True, **options)
@@ -233,7 +233,7 @@ def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], p
     """Return the line above a node's command in a dry run."""
     where = f"rendezvous {plan.master_addr}:{port}"
     if node_rank < 0:
-        return f"# this node ({host}): {count(counts[0], 'rank')} of {sum(counts)}, {where}"
+        return f"# this node ({host}): {counts[0]} of {count(sum(counts), 'rank')}, {where}"
     if node_rank >= len(counts):
         return f"# node {node_rank} ({host}): a spare, {where}"
     first = sum(counts[:node_rank])
@@ -273,9 +273,9 @@ def print_plan(
     if counts:
         _print_ranks(plan, node, counts, out)
     if plan.join_timeout_s != limits.JOIN_S:
-        print_row("wait", f"{plan.join_timeout_s:g} s at most for all to join", out)
+        print_row("wait", f"at most {plan.join_timeout_s:g} s for all nodes to join", out)
     if plan.forwarded:
-        print_row("variables", f"{' '.join(plan.forwarded)} are sent to the nodes", out)
+        print_row("variables", f"sent to the nodes: {' '.join(plan.forwarded)}", out)
     print_row("preflight", _preflight(plan, preflight), out)
     if plan.engine and not plan.is_ours:
         return  # there is no log
@@ -287,14 +287,14 @@ def print_plan(
 def _print_ranks(
     plan: Plan, node: Report | None, counts: Sequence[int], out: TextIO | None
 ) -> None:
-    """Print the number of ranks, and the share of each in its node's CPUs and in the batch."""
+    """Print the number of ranks, and each rank's share of its node's CPUs and of the batch."""
     backend = plan.backend.replace("auto", "nccl" if node and node.gpus else "gloo")
     each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
     print_row("ranks", f"{sum(counts)} = {count(plan.num_nodes, 'node')} x {each}, {backend}", out)
     for first in plan.nodes[:1]:
         if first.is_by_lines and node and node.gpus not in (0, first.nproc):
-            lines = f"{first.name} has {count(node.gpus, 'GPU')}, the node file {first.nproc} lines"
-            print_row("warning", f"{lines} for it; NPROC_PER_NODE sets the ranks of each node", out)
+            lines = f"{first.name} has {count(node.gpus, 'GPU')} but {first.nproc} node-file lines"
+            print_row("warning", f"{lines}; NPROC_PER_NODE sets the ranks of each node", out)
     if node and node.cpus and not plan.is_dry_run:
         print_row("cpus", f"{node.cpus / counts[0]:g} per rank of {node.host}", out)
     if plan.batch:

@@ -87,6 +87,6 @@ def forward_given(environ: OwnEnviron, given: Sequence[str]) -> None:
 
 
 def resolve_script(script: str) -> str:
-    """Return the path of one of the project's scripts, relative in the project's own folder."""
+    """Return the path of one of the project's scripts; relative if run in the project's folder."""
     path = ROOT / script
     return script if is_same(path, Path(script)) else str(path)

@@ -38,7 +38,7 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
         raise PlanError(f"srun started {script}, which starts srun itself; omit srun")
     if environ.get("SLURM_HET_SIZE"):
         raise PlanError(
-            "a heterogeneous job has nodes that differ, and this starts the same on each; omit the "
+            "a heterogeneous job has nodes that differ, but this script treats all alike; omit the "
             ": and the groups after it, or start train.py with srun --het-group [wrong-world]"
         )
     nproc = tasks_per_node(environ)
@@ -80,8 +80,9 @@ def tasks_per_node(environ: Environ) -> int | None:
 def read_step(environ: Environ, typed: Mapping[str, str | None]) -> World | None:
     """Return the nodes and this node's rank from a step with one task per node; None outside one.
 
-    `typed` has the arguments NUM_NODES, NODE_RANK and MASTER_ADDR, or None for each. Raises
-    PlanError if one contradicts the step, LauncherError if the step has several tasks per node.
+    `typed` has the arguments NUM_NODES, NODE_RANK and MASTER_ADDR; each may be None. Raises
+    PlanError if one contradicts the step, and LauncherError if the step has several tasks per
+    node.
     """
     step = slurm_node(environ, master=typed["MASTER_ADDR"] or "")
     if step is None:
@@ -102,7 +103,7 @@ def read_step(environ: Environ, typed: Mapping[str, str | None]) -> World | None
 
 
 def refuse_many_tasks(environ: Environ) -> None:
-    """Raise LauncherError if srun has started this several times on a node."""
+    """Raise LauncherError if srun has started this program several times on one node."""
     tasks, nodes = (environ.get(f"SLURM_STEP_NUM_{name}") for name in ("TASKS", "NODES"))
     if tasks != nodes:
         slurm_node(environ)
@@ -112,10 +113,10 @@ def refuse_many_nodes(environ: Environ, program: str) -> None:
     """Raise PlanError if the step (or the job, outside a step) has nodes that would stay unused."""
     if in_slurm_step(environ):
         nodes, fault = environ.get("SLURM_STEP_NUM_NODES"), ""
-        cause = f"this allocation has {nodes} nodes and {program} starts one"
+        cause = f"this allocation has {nodes} nodes, but {program} uses only one"
     else:
         nodes, fault = environ.get("SLURM_JOB_NUM_NODES"), " [batch-step]"
-        cause = f"the job has {nodes} nodes and no srun started {program} on them"
+        cause = f"the job has {nodes} nodes, but srun did not start {program} on them"
     if environ.get("SLURM_JOB_ID") and nodes not in (None, "1"):
         each = f"--nodes={nodes} --ntasks={nodes}" + " --overlap" * in_slurm_step(environ)
         raise PlanError(f"{cause}; use srun {each} scripts/cluster_train.sh CONFIG{fault}")
@@ -137,7 +138,7 @@ def warn_of_part(environ: Environ, program: str, *, needs_srun: bool = False) ->
 
 
 def _part(environ: Environ) -> str:
-    """Return in words which part of the job's nodes a step has; "" if all, or if outside a step."""
+    """Return in words which part of the job's nodes a step has; "" if all, or outside a step."""
     step, job = (environ.get(f"SLURM_{name}_NUM_NODES", "") for name in ("STEP", "JOB"))
     is_part = (step + job).isdecimal() and int(step or job) < int(job or 0)
     return f"this step has {step} of the job's {job} nodes" * (is_part and in_slurm_step(environ))
@@ -187,7 +188,7 @@ def step_command(environ: Environ, typed: Sequence[str]) -> list[str]:
 def end_chain(code: int, environ: Environ) -> None:
     """Cancel the jobs that would resume a run, because it has completed or failed by itself.
 
-    They are still needed after a stop that saved, and after the loss of a node.
+    They are still needed if the run saved and stopped, or lost a node.
     """
     name = environ.get("CHAIN")
     if name and in_batch_script(environ) and code not in (STOPPED, 128 + signal.SIGKILL):

@@ -24,15 +24,15 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
     if fanout not in FANOUTS or engine:
         raise PlanError(
             f"{names}: this launcher does not replace nodes; "
-            "use launch_torchrun_auto.sh or a SLURM job, or unset these"
+            "use launch_torchrun_auto.sh or a SLURM job, or unset them"
         )
     if not max_restarts:
         raise PlanError(
-            f"{names} needs MAX_RESTARTS; for example 3 (each replaced node is a restart)"
+            f"{names} needs MAX_RESTARTS; use 3, for example (each replaced node is a restart)"
         )
     if spares >= world.num_nodes:
         raise PlanError(
-            f"SPARES is {spares} of {world.num_nodes} nodes in all; "
+            f"SPARES is {spares}, but there are only {world.num_nodes} nodes; "
             "name more nodes (the last ones are the spares)"
         )
     num_nodes = world.num_nodes - spares

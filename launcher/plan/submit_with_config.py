@@ -1,4 +1,4 @@
-"""Work out the SLURM job that a training needs, and submit it: scripts/submit_with_config.sh."""
+"""Work out the SLURM job that a run needs, and submit it: scripts/submit_with_config.sh."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOST_JOBS = 1000  # of a chain
 
 @dataclass(frozen=True)
 class Size:
-    """The fewest nodes on which the GPUs fit, with the same number on each."""
+    """The smallest number of nodes that have the GPUs, with equally many on each."""
 
     num_nodes: int
     gpus: int  # per node
@@ -42,7 +42,7 @@ class Size:
 
 
 def run(typed: Typed) -> int:
-    """Submit the training; returns the exit code (with --wait, the job's)."""
+    """Submit the training. Returns the exit code (with --wait, the job's)."""
     environ = typed.environ
     own, settings = take_own_settings(typed)
     gpus = read_number("num_gpus_train", own["num_gpus_train"], 1, MOST_GPUS)
@@ -102,7 +102,7 @@ def take_own_settings(typed: Typed) -> tuple[dict[str, str], list[str]]:
             raise PlanError(f"no {name}; usage: {typed.usage}")
     read_number("num_gpus", own["num_gpus"] or "0", 0, MOST_GPUS)
     if read_number("chain", own["chain"] or "1", 1, MOST_JOBS) > 1 and typed.wait:
-        raise PlanError("--wait follows one job, and chain asks for several; omit one")
+        raise PlanError("--wait follows one job, but chain submits several; omit one")
     return own, others
 
 
@@ -111,8 +111,8 @@ def choose_preparation(own: Mapping[str, str], by_config: str, program: str) -> 
     script = own["prepare"] or by_config
     if int(own["num_gpus"] or 0) and not script:
         warn(
-            f"{program}: warning: num_gpus is for a script that prepares the training, and nothing "
-            "names one; give prepare=SCRIPT, or the config's prepare; only the training is "
+            f"{program}: warning: num_gpus is for a script that prepares the training, but none is "
+            "set; give prepare=SCRIPT, or set prepare in the config; only the training is "
             "submitted"
         )
     return script
@@ -164,7 +164,7 @@ def read_sinfo(text: str, *, of_default: bool) -> list[int]:
 def submit_all(
     typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[str], *, chain: str
 ) -> int:
-    """Submit the preparation job, if there is one, and the training.
+    """Submit the preparation job, if there is one, and the training job.
 
     In a chain, each job starts after the previous one, and resumes its run. The job that ends the
     run cancels the rest, which it finds by their name, `chain` (slurm.end_chain).
@@ -212,7 +212,7 @@ def refusal(words: Sequence[str]) -> str:
 
 
 def submit(words: Sequence[str], *, is_dry_run: bool) -> tuple[str, subprocess.Popen[str] | None]:
-    """Print the sbatch command and run it; returns the job's id and sbatch's process."""
+    """Print the sbatch command and run it. Returns the job's id and sbatch's process."""
     command = ["sbatch", "--parsable", *words]
     print_row("submit", shlex.join(command))
     if is_dry_run:
@@ -227,7 +227,7 @@ def submit(words: Sequence[str], *, is_dry_run: bool) -> tuple[str, subprocess.P
 
 
 def follow(program: str, job_id: str, sbatch: subprocess.Popen[str], after: str) -> int:
-    """Show the job's log until `sbatch --wait` ends; returns the job's exit code."""
+    """Show the job's log until `sbatch --wait` ends. Returns the job's exit code."""
     log = f"logs/slurm-{job_id}.out"
     command = ["tail", f"--pid={sbatch.pid}", "--follow=name", "--retry", "--lines=+1", log]
     tail = subprocess.Popen(command, stderr=subprocess.DEVNULL)

@@ -33,7 +33,7 @@ def receive_others(
     Returns faults for the nodes that node rank 0 cannot reach. Closes the listener.
     """
     with listener, contextlib.ExitStack() as stack:
-        acceptor = Acceptor(listener, access, say=lambda text: None)  # the check-in reports
+        acceptor = Acceptor(listener, access, say=lambda text: None)  # the check-in reports it
         stack.enter_context(contextlib.closing(acceptor))
         file = ""
         if folder is not None:
@@ -76,7 +76,7 @@ def visit_master(
         differences = [*_compare(test)]
         unreached = [*meeting.try_members(test.members, me.node_rank, wait.left_s)]
         master.send(PairResult(unreached))
-        master.wait_for_end(wait.deadline + 1)  # all others have tried this node's port
+        master.wait_for_end(wait.deadline + 1)  # until all others have tried this node's port
         return [*differences, *unreached], done
 
 
@@ -93,7 +93,7 @@ def _compare(test: PairTest) -> Iterator[Fault]:
 
 
 def _reach(address: str, port: int, secret: bytes, wait: Wait) -> socket.socket:
-    """Connect to node rank 0, which may open its port later than this node tries it."""
+    """Connect to node rank 0, which may open its port after this node first tries it."""
     soon = own_time.now() + limits.GREETING_S  # for a network that has just come back
     until = {errno.EHOSTUNREACH: soon, errno.ENETUNREACH: soon}
     until |= {errno.ECONNREFUSED: wait.deadline, errno.ECONNRESET: wait.deadline}  # not open yet

@@ -1,4 +1,4 @@
-"""Check one node before anything starts: find its faults, and what the plan must know about it.
+"""Check one node before anything starts: find its faults, and what the plan needs to know.
 
     python scripts/lib/start.py launcher.preflight.check_node REQUEST      in a step, in a container
 

@@ -102,7 +102,7 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
         yield Fault("too-few-gpus", "there is no visible GPU", "give a number of processes")
     elif machine.backend == "nccl" and not (machine.gpus or any(map(os.path.exists, DEVICES))):
         yield Fault(
-            "too-few-gpus", "backend nccl needs a GPU, and there is none", "set BACKEND=gloo"
+            "too-few-gpus", "backend nccl needs a GPU, but there is none", "set BACKEND=gloo"
         )
     if 0 < len(machine.gpus) < machine.nproc and machine.backend != "gloo":
         cause = f"{machine.nproc} processes but {count(len(machine.gpus), 'visible GPU')}"
@@ -141,13 +141,13 @@ def check_build(machine: Machine) -> Iterator[Fault]:
     cuda, driver, cure = torch.get("cuda"), machine.gpus[0].driver, "or set BACKEND=gloo"
     if torch and not cuda:
         cause = f"{count(len(machine.gpus), 'GPU')} here, but torch {torch['__version__']} is built"
-        cure = f"install a torch with CUDA, {cure} to train on the CPU"
+        cure = f"install torch with CUDA, {cure} to train on the CPU"
         yield Fault("torch-without-gpu", f"{cause} without CUDA", cure)
     elif cuda and driver:
         least = FIRST_DRIVER.get(int(cuda.partition(".")[0]), 0)
         if int(driver.partition(".")[0]) < least:
-            cause = f"driver {driver} of the GPUs is too old for torch's CUDA {cuda}"
-            cure = f"have {least} or newer installed, or install a torch for an older CUDA, {cure}"
+            cause = f"GPU driver {driver} is too old for torch's CUDA {cuda}"
+            cure = f"have {least} or newer installed, or install torch for an older CUDA, {cure}"
             yield Fault("torch-without-gpu", cause, cure)
 
 
@@ -188,7 +188,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
         cause, cure = f"the master's name {name!r} is unknown", "correct it, or give its address"
         is_awaited = machine.num_nodes > 1 and machine.meeting_size == 0  # may not exist yet
         if is_awaited:
-            cure = f"the nodes wait until it is known; if it is wrong, {cure}"
+            cure = f"the nodes wait until it resolves; if it is wrong, {cure}"
         yield Fault("name-unresolved", cause, cure, warns=is_awaited)
     loopback = [address for address in addresses if is_loopback(address)]
     if machine.num_nodes > 1 and loopback:
@@ -206,11 +206,11 @@ def check_master(machine: Machine) -> Iterator[Fault]:
     if machine.port_error == errno.EADDRINUSE:
         holder = _holder(port)
         if f" --rdzv-id {machine.run_id} " in holder:
-            cause = f"run {machine.run_id} is live: its node agent runs here"
+            cause = f"run {machine.run_id} is live: its node agent is running here"
             yield Fault("run-is-live", cause, "wait until it ends, or choose another RUN_ID")
             return
         cause = f"port {port} is taken{holder[:120]}"
-        yield Fault("port-in-use", cause, "end that, or choose another with MASTER_PORT")
+        yield Fault("port-in-use", cause, "end that process, or set MASTER_PORT to a free port")
     elif machine.port_error:
         cause = f"port {port} cannot be opened ({os.strerror(machine.port_error)})"
         yield Fault("port-in-use", cause, "choose one above 1023 with MASTER_PORT")
@@ -219,8 +219,8 @@ def check_master(machine: Machine) -> Iterator[Fault]:
 def check_interfaces(machine: Machine) -> Iterator[Fault]:
     """Loopback is up; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name interfaces of this machine."""
     if interface_to("127.0.0.1") is None:
-        cause = "the loopback interface is down, so that no rank here can reach another"
-        yield Fault("no-such-interface", cause, "ip link set lo up")
+        cause = "the loopback interface is down, so no rank here can reach another"
+        yield Fault("no-such-interface", cause, "run ip link set lo up")
     names = [name for _, name in socket.if_nameindex()]
     leads = interface_to(machine.master_addr)
     cure = f"unset it, or name one of {', '.join(names)}"
@@ -253,7 +253,7 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
         yield warning("nccl-on-sockets", cause, f"unset it, or name one of {', '.join(all_active)}")
     if active and not machine.can_open_ports:
         cause = f"port {active[0]} is active, but {infiniband.DEVICES} cannot be opened here"
-        cure = "give it to the container, or set NCCL_PROFILE=ethernet"
+        cure = "give the container access to it, or set NCCL_PROFILE=ethernet"
         yield warning("nccl-on-sockets", cause, cure)
 
 
@@ -311,7 +311,7 @@ def existing(directory: Path) -> Path:
 
 
 def _hosts_line(name: str) -> int | None:
-    """Return the number of the line of /etc/hosts that makes the name a loopback address."""
+    """Return the number of the line in /etc/hosts that makes the name a loopback address."""
     for number, line in enumerate(Path("/etc/hosts").read_text().splitlines(), 1):
         address, *names = line.partition("#")[0].split() or [""]
         if name in names and is_loopback(address):

@@ -1,7 +1,8 @@
 """The GPUs of this machine as nvidia-smi or rocm-smi reports them, and what makes one slow.
 
-Reasons are throttled clocks, few PCIe lanes and missing NVLinks. A GPU is compared only with others
-of its model; values that nvidia-smi does not report are not judged. Neither torch nor CUDA is used.
+The reasons are throttled clocks, too few PCIe lanes and missing NVLinks. A GPU is compared only
+with others of its model; values that nvidia-smi does not report are not judged. Neither torch nor
+CUDA is used.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def _query(table: str, columns: str, until: float) -> list[list[str]]:
 
 
 def _select(gpus: Sequence[Gpu], wanted: str) -> Iterator[Gpu]:
-    """Yield the GPUs that a variable lists by index or UUID; as in CUDA, stop at a wrong name."""
+    """Yield the GPUs listed by index or UUID, up to the first invalid one, as CUDA does."""
     for word in wanted.split(","):
         name = word.strip()
         named = [gpu for gpu in gpus if name and (gpu.index == name or gpu.uuid.startswith(name))]
@@ -228,11 +229,11 @@ def _odd(values: Mapping[str, int | None], what: str) -> Iterator[str]:
     for value in counts:
         if abs(value - usual) > TOLERANCE * usual:
             indices = [index for index, other in values.items() if other == value]
-            yield f"{_have(indices)} {what.format(value)}, other GPUs of this model have {usual}"
+            yield f"{_have(indices)} {what.format(value)}, but others of this model have {usual}"
 
 
 def _linked(nvlinks: Mapping[str, int | None]) -> Mapping[str, int | None]:
-    """Omit GPUs without NVLinks unless they are few, because bridges join pairs of cards."""
+    """Leave out GPUs without NVLinks (bridges join only some), unless few: those may be faulty."""
     bare = [index for index, links in nvlinks.items() if links == 0]
     if 3 * len(bare) < len(nvlinks):
         return nvlinks

@@ -28,7 +28,7 @@ def read_torch() -> dict[str, Any]:
     """Return the values in torch's version file, such as the `cuda` or `hip` it is built for."""
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin is not None:
-        with contextlib.suppress(OSError):  # a folder that is only named torch
+        with contextlib.suppress(OSError):  # a folder that merely has this name
             return runpy.run_path(str(Path(torch.origin).with_name("version.py")))
     return {}
 
@@ -43,7 +43,7 @@ def describe_program(
 
 
 def hash_files(words: Sequence[str], directory: Path) -> dict[str, str]:
-    """Return the hashes, by name, of this project and of each word that is a file up to 1 MiB."""
+    """Return hashes, by name, of this project and of each word that is a file of up to 1 MiB."""
     root = Path(__file__).parents[2]
     folders = (root / name for name in ("launcher", "distributed", "training"))
     modules = sorted(module for folder in folders for module in folder.rglob("*.py"))
@@ -63,7 +63,7 @@ def _hash(*files: Path) -> str:
 def mismatches(me: NodeReport, node: NodeReport) -> Iterator[tuple[str, str]]:
     """Yield the fault and the cause for each version and file that differs between the nodes.
 
-    A value of "" means that it is missing, which its node has reported.
+    A value of "" means that it is missing, which its node has already reported.
     """
     for fault, mine, theirs in (
         ("version-mismatch", me.versions, node.versions),

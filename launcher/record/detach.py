@@ -30,13 +30,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
     """Continue in a child. Returns a function that redirects its output to the run's log.
 
-    Until the child calls that, this process stays on the terminal and forwards signals to the
+    Until the child calls it, this process stays on the terminal and forwards signals to the
     child. It exits with the child's code if the child exits first, otherwise with 0. `script` is as
     typed, for the commands shown to the user. Raises PlanError if the run has no id yet.
     """
     if not plan.run_id:
         raise PlanError(
-            "--detach needs a run id before node rank 0 chooses one; "
+            "--detach needs the run id now, but node rank 0 chooses it later; "
             "set the same RUN_ID on every node"
         )
     log = plan.log_dir / plan.run_id / f"launcher_{short_host_name()}.log"

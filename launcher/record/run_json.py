@@ -35,7 +35,7 @@ class LauncherProcess:
     """The process that --stop signals."""
 
     process: int
-    birth: int  # when it started, in clock ticks since the boot: process ids are reused
+    birth: int  # when it started, in clock ticks since boot: process ids are reused
     host: str
 
     @classmethod
@@ -49,7 +49,7 @@ class LauncherProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs on this machine."""
+        """Whether it is still running on this machine."""
         return self.process > 1 and start_ticks(self.process) == self.birth
 
 
@@ -167,8 +167,8 @@ def this_start(environ: Environ) -> str:
 def refuse_live(folder: Path, environ: Environ) -> None:
     """Raise Refused if the run in a folder is live, as far as this machine can see.
 
-    A scheduler may restart a job while its first start still runs; the new start then takes over
-    the run. In a job, only the lock is checked, because it records the job.
+    A scheduler may restart a job while its first start is still running; the new start then takes
+    over the run. In a job, only the lock is checked, because it records the job.
     """
     if job_id(environ):
         refuse_locked(folder, f"run {folder.name}")
@@ -195,7 +195,7 @@ def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
 
 
 def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
-    """Record how this process's run ended, unless that is known or another process took it over.
+    """Record how this process's run ended, unless it is known or another process took over.
 
     `agent` is the process id of the run's agent, which held the folder's lock.
     """
@@ -231,7 +231,7 @@ class RunFolder:
         self.path = root / run_id
         self.node_log = self.path / f"node_{node_rank}.log"
         self.failures = self.path / "failures"
-        if start := job_start(environ):  # processes of an earlier start may still run
+        if start := job_start(environ):  # processes of an earlier start may still be running
             self.failures /= f"start_{start}"
 
     def create(self) -> None:

@@ -81,9 +81,9 @@ def find_all(log_dir: Path) -> list[Run]:
 
 
 def find(log_dir: Path, run_id: str) -> Run:
-    """Return the run with an id.
+    """Return the run with this id.
 
-    Raises ValueError, which suggests a similar id, if there is none.
+    Raises ValueError if there is none; the message suggests a similar id.
     """
     runs = {run.id: run for run in find_all(log_dir)}
     if run_id in runs:
@@ -144,7 +144,7 @@ def goodput(record: Record, now: float) -> str:
 
 
 def _last_line(file: Path) -> str:
-    """Return the last line that is not blank in the last TAIL_BYTES of a file, if there is one."""
+    """Return the last line that is not blank in the last TAIL_BYTES of a file; empty if none is."""
     lines = reversed(read_tail(file, TAIL_BYTES).splitlines())
     return next(filter(None, map(str.strip, lines)), "")
 
@@ -186,7 +186,7 @@ def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
             elif ranks := {} if run.record.is_over else ranks_of(run.id):
                 print("here  " + "  ".join(f"{name} pid {pid}" for name, pid in ranks.items()))
     else:
-        warn(f"{program}: there is no run in {log_dir}")
+        warn(f"{program}: there are no runs in {log_dir}")
     return 0
 
 
@@ -225,7 +225,7 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
         return 0
     with contextlib.suppress(ProcessLookupError):  # it has just ended
         os.kill(launcher.process, signal.SIGTERM)
-    warn(f"{program}: asked run {run.id} to stop; waiting up to {limit_s:.0f} s for its end")
+    warn(f"{program}: asked run {run.id} to stop; waiting up to {limit_s:.0f} s for it to end")
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(KeyboardInterrupt):  # the user stops waiting
         while launcher.is_alive and time.monotonic() < deadline:

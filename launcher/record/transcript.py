@@ -16,7 +16,7 @@ from launcher.record.run_json import writing_to
 def new_file(plan: Plan) -> Path:
     """Return the path of a new transcript, to which the link `latest_node<rank>.log` points.
 
-    Raises Refused if the folder cannot be written.
+    Raises Refused if the folder cannot be written to.
     """
     folder = plan.directory / plan.log_dir / "distributed_training"
     name = f"cluster_train_{time.strftime('%Y%m%d-%H%M%S')}_node{plan.node_rank}.log"

@@ -25,7 +25,7 @@ LEAST = 3  # repeats
 
 @dataclass(frozen=True)
 class Measured:
-    """One collective with one size of the whole array: seconds on the slowest rank, bytes/s."""
+    """One collective with one size of the whole array: seconds on the slowest rank, and bytes/s."""
 
     name: str
     num_bytes: int

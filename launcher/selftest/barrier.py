@@ -1,4 +1,4 @@
-"""Ranks wait for each other through the store, so that a stuck rank can report it to all."""
+"""Ranks wait for each other through the store, so that a stuck rank can report its fault to all."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Barrier:
                 raise StuckError(self._store.get(_STUCK).decode())
             if time.monotonic() > deadline:
                 left = self._size - self._store.add(here, 0)
-                raise StuckError(f"{left} ranks have not ended {what} [rank-stuck]")
+                raise StuckError(f"{left} ranks have not finished {what} [rank-stuck]")
 
     def give_up(self, fault: str) -> StuckError:
-        """Report a fault to all waiting ranks; returns the error to raise."""
+        """Report a fault to all waiting ranks. Returns the error to raise."""
         self._store.set(_STUCK, fault)
         return StuckError(fault)

@@ -18,7 +18,7 @@ Links = Mapping[Pair, float]  # bytes/s from the first to the second
 def find_slow_ranks(
     compute: Callable[[Collection[int]], Mapping[int, float]], kinds: Sequence[str]
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Return each rank's speed, and the slow ranks with how many times slower they are.
+    """Return each rank's speed, and how many times slower each slow rank is.
 
     `compute` measures the speeds of some ranks, `kinds` has the devices of all. Interference makes
     a rank slower, never faster, so the best of all measurements counts.
@@ -38,7 +38,7 @@ def find_slow_ranks(
 def slow_ranks(
     speeds: Mapping[int, float], kinds: Sequence[str], least: float = SLOW_RANK
 ) -> dict[int, float]:
-    """Return the ranks that are slower than others on the same kind of device, and how much.
+    """Return the ranks that are slower than others on the same kind of device, and by how much.
 
     `speeds` has the measured ranks, `kinds` the devices of all ranks.
     """
@@ -107,7 +107,7 @@ def slow_nodes(links: Links) -> dict[int, float]:
 def slow_pairs(links: Links) -> dict[Pair, float]:
     """Return the slow links between nodes that are not slow, with the usual bandwidth.
 
-    Each link is a source and a target: the slower of the two directions.
+    Each link is given as source and target, in the slower of the two directions.
     """
     slow = slow_nodes(links)
     rest = {pair: speed for pair, speed in links.items() if not {*pair} & {*slow}}

@@ -1,6 +1,6 @@
 """Latency and bandwidth between each pair of nodes, measured in rounds of disjoint pairs.
 
-Each transfer is as large as the link allows within its time, so that a link a thousand times
+Each transfer is as large as the link allows in the time available, so that a link a thousand times
 slower than the others takes no longer.
 """
 
@@ -48,7 +48,7 @@ class Link:
 def rounds(nodes: int) -> list[list[Pair]]:
     """Return every pair of nodes once, in as few rounds of disjoint pairs as possible.
 
-    The circle method: one node stays, the others move on by one place each round.
+    This is the circle method: one node stays, and the others move on by one place each round.
     """
     players = [*range(nodes), *([-1] if nodes % 2 else [])]  # -1: its partner rests
     all_rounds = []
@@ -67,7 +67,7 @@ def measure(
     barrier: Barrier,
     seconds: float,
 ) -> Iterator[Link]:
-    """Yield the links from this node, round by round; one rank of each node calls it.
+    """Yield the links from this node, round by round; one rank of each node calls this.
 
     Raises StuckError if a transfer does not end.
     """
@@ -81,7 +81,7 @@ def measure(
 def _measure_pair(
     nodes: Sequence[Node], pair: Pair, me: int, barrier: Barrier, seconds: float
 ) -> Iterator[Link]:
-    """Measure both directions, one after the other; yields the one from this node."""
+    """Measure both directions, one after the other. Yields the one from this node."""
     for source, target in (pair, pair[::-1]):
         peer = nodes[target if me == source else source]
         try:
@@ -96,7 +96,7 @@ def _measure_pair(
 
 
 def _send(peer: int, seconds: float) -> tuple[float, float]:
-    """Send ever larger transfers within the time; returns bytes/s of the largest, and the latency.
+    """Send ever larger transfers for `seconds`. Returns bytes/s of the largest, and the latency.
 
     Only the largest count, because a rate limit on a link lets short bursts pass.
     """

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m distributed.selftest [--test basic|all] [--quick] [--json FILE]
 
-Every rank runs it. It first measures the links between the nodes, in transfers that fit any link.
-Then it measures how fast each rank computes, checks operations with known answers, and times the
-collectives by size. The verdict is one line; rank 0's exit code is 0 only for PASS.
+Every rank runs this. It first measures the links between the nodes, with transfers sized to fit
+each link. Then it measures how fast each rank computes, checks operations with known answers, and
+times the collectives by size. The verdict is one line; rank 0's exit code is 0 only for PASS.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Test:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the whole test on this rank; returns the exit code. Raises Leave on rank 0 after FAIL."""
+    """Run the whole test on this rank. Returns the exit code. Raises Leave on rank 0 after FAIL."""
     started = time.monotonic()
     env = init_distributed(timeout_s=60)
     if options.json and env.is_main:
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure_all(test: Test) -> int:
-    """Measure everything, and print it on the way; returns the number of checks."""
+    """Measure everything, and print results on the way. Returns the number of checks."""
     env, is_basic = test.env, test.options.test == "basic"
     where = f"{device()} {torch.cuda.get_device_name()}" if device().type == "cuda" else "cpu"
     host = socket.gethostname()
@@ -126,13 +126,13 @@ def measure_all(test: Test) -> int:
 
 
 def measure_links(test: Test, nodes: Sequence[Node]) -> None:
-    """Measure every pair of nodes, then again each pair that seems slow, without other transfers.
+    """Measure every pair of nodes; then, without other transfers, again each that seems slow.
 
-    All ranks call it.
+    All ranks call this.
     """
     leaders = Barrier(default_store(), "leaders", len(nodes))
     me = {node.rank: number for number, node in enumerate(nodes)}.get(test.env.rank)
-    # If there are many rounds, each is shorter, to limit the time of all.
+    # If there are many rounds, each is shorter, to limit the total time.
     seconds = max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (len(nodes) - 1)))
     seconds /= 2 if test.options.quick else 1
 
@@ -150,7 +150,7 @@ def measure_links(test: Test, nodes: Sequence[Node]) -> None:
 
 
 def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
-    """Return the FLOP/s of some ranks; all ranks call it."""
+    """Return the FLOP/s of some ranks; all ranks call this."""
     env = test.env
     turns = min(env.world_size, CPU_TURNS) if device().type == "cpu" else 1
     seconds, speed = limits.COMPUTE_S / (2 if test.options.quick else 1), 0.0
@@ -163,9 +163,9 @@ def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
 
 
 def measure_speed(seconds: float) -> float:
-    """Return the FLOP/s of products of two square matrices, over `seconds`."""
+    """Return the FLOP/s of products of two square matrices, measured over `seconds`."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several threads would wait for each other if one CPU is busy
+    torch.set_num_threads(1)  # several threads would wait for each other if one CPU were busy
     side, dtype, at_once = _SHAPES[device().type]
     matrix = torch.ones(side, side, dtype=dtype, device=device())
     result = matrix @ matrix
@@ -197,11 +197,11 @@ def advice(findings: Findings) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the test as the arguments say; returns the exit code."""
+    """Run the test as the arguments say. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m distributed.selftest")
     parser.add_argument("--test", choices=("basic", "all"), default="all", help="basic: no speeds")
-    parser.add_argument("--quick", action="store_true", help="the all-reduce alone, and less time")
-    parser.add_argument("--json", default="", help="a file for all that was found")
+    parser.add_argument("--quick", action="store_true", help="run only the all-reduce, and briefly")
+    parser.add_argument("--json", default="", help="write all results to this file")
     options = parser.parse_args(arguments)
     try:
         return run(options)

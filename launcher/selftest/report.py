@@ -1,4 +1,4 @@
-"""The results of the self-test: lines and tables, and JSON."""
+"""The results of the self-test, as lines and tables, and as JSON."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Findings:
         versions = {member.version: member.host for member in self.members}
         if len(versions) > 1:
             cause = ", ".join(f"torch {version} on {host}" for version, host in versions.items())
-            yield f"{cause}; install one everywhere [version-mismatch]", ""
+            yield f"{cause}; install one version everywhere [version-mismatch]", ""
 
     def _wrong_results(self) -> Iterator[tuple[str, str]]:
         wrong = {member.host for member in self.members if member.faults}

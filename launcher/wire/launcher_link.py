@@ -4,7 +4,7 @@ launcher -> node   One message per line (messages.py). An empty line is a sign o
                    end or stop coming, the launcher is gone, and the run ends on this node.
 node -> launcher   BEGIN, which no text contains, and `<token>.<node> <message>` on stdout, among
                    the output. A long message is split into several such lines, with a `+` before
-                   each part but the last, because srun mixes long lines of its nodes. A line
+                   each part but the last, because srun mixes long lines from its nodes. A line
                    without a message is a sign of life.
 
 In a SLURM step, nothing is sent to the nodes. The token marks every process of a run: it is in
@@ -99,7 +99,7 @@ class Answers:
         return b"".join([*output, text[:at]]), told
 
     def _take(self, line: bytes) -> tuple[int, Any]:
-        """Return the node and its message, or None if that is incomplete. Raises MessageError."""
+        """Return the node, and its message or None if that is incomplete. Raises MessageError."""
         number, _, piece = line.partition(b" ")
         if not number.isdigit():
             raise MessageError("no node")

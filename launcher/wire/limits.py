@@ -1,7 +1,7 @@
 """Every time limit and interval of the launcher, in seconds, each with its reason.
 
-`tests/unit/test_limits.py` checks which must be longer than which: a process that waits for another
-one must wait longer than that one does. The helper has its own limits (distributed/limits.py).
+`tests/unit/test_limits.py` checks which must be longer than others: a process that waits for
+another must wait longer than the other does. The helper has its own limits (distributed/limits.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ POLL_S = 0.01  # between two checks of something that sends no event
 # Signs of life between a launcher and the agents, and among the agents.
 BEAT_S = 2.0  # between two of them
 SILENCE_S = 10.0  # after this long without one, the other end is lost; shorter gaps are harmless
-STILL_S = 5.0  # between two readings of a clock; longer than any turn of a loop
+STILL_S = 5.0  # between two readings of a clock; longer than any iteration of a loop
 CLIENT_LOOK_S = 0.2  # between two checks for podman's client
 
 # The preflight.
@@ -31,11 +31,11 @@ CONNECT_AGAIN_S = 0.3  # before another try; doubled after each try
 STEP_PREFLIGHT_S = 300.0  # in a SLURM job; its other steps may have to end first
 STEP_NAMING_S = 10.0  # after this, silent nodes are named if others have answered
 STEP_IMAGE_S = 1800.0  # with pyxis, which may load the image on each node
-NVIDIA_SMI_S = 8.0  # in total; a GPU that fell off the bus can make it hang
+NVIDIA_SMI_S = 8.0  # in total; a GPU that has fallen off the bus can make it hang
 PBSDSH_S = 5.0  # for all nodes to answer
 GREETING_S = 3.0  # a connection to the master's port that is silent for this long is dropped
 PAIR_AGAIN_S = 0.3  # between two tries to reach another node
-PAIR_PASS_S = 1.0  # the least time for packets of any size to arrive
+PAIR_PASS_S = 1.0  # the minimum for packets of any size to arrive
 SKEW_S = 5.0  # a larger difference between clocks is reported
 PROOF_S = 3.0  # for a new connection to prove that it knows the secret
 
@@ -51,8 +51,8 @@ SUCCESSOR_S = 20.0  # to find the node that replaces node rank 0
 SETTLE_S = 0.3  # after an exit that looks like a consequence, for its cause to appear
 RANK_TERM_S = 1.0  # from SIGTERM to SIGKILL
 VERDICT_S = 1.5  # for the other nodes to report their ends, if no restart follows
-# A rank that runs this long after a traceback has caught the exception. On a busy machine, a rank
-# that has not caught it can take more than a second to exit.
+# A rank that is still running this long after a traceback has caught the exception. On a busy
+# machine, a rank that has not caught it can take more than a second to exit.
 TRACEBACK_S = 3.0
 RAISED_S = 10.0  # the same, for a rank that has written an error file: it is about to exit
 STACKS_WRITE_S = 2.0  # for the ranks of a node to write their stacks
@@ -61,8 +61,8 @@ STACKS_SHOW_S = 12.0  # for `--stacks` to receive the stacks of all ranks
 ASKED_LOOK_S = 1.0  # between two checks for a request for stacks, or for a notice
 NOTICE_WARN_S = 10.0  # for a script that is still starting to set its handler
 
-# A stop. GRACE is the number of seconds that the ranks have to save; each of these is added to it,
-# and a process that waits for another one waits longer.
+# A stop. GRACE is the number of seconds that the ranks have to save; each of these limits is added
+# to it, and a process that waits for another one waits longer.
 STOP_SNAPSHOT_S = 8.0  # for an agent to write a snapshot
 STOP_CLOSE_S = 10  # then the launcher closes the control streams, and the nodes end their parts
 STOP_AGENT_S = 15.0  # then a supervisor kills its agent, which may have waited for other nodes
@@ -85,7 +85,7 @@ PARTIAL_S = 0.2  # after this, an unfinished line of one of several streams is s
 PARTIAL_LOOK_S = PARTIAL_S / 2  # between two checks of such lines
 DRAIN_S = 2.0  # at the end, for a slow terminal or pipe to take the last output
 TRICKLE_S = 0.001  # a pause, so that many small writes of a rank become one write
-TERMINAL_STUCK_S = 0.5  # the agent stops waiting for a terminal that accepts nothing this long
+TERMINAL_STUCK_S = 0.5  # the agent stops waiting for a terminal that accepts nothing for this long
 REDRAW_S = 5.0  # between two log entries of a line that redraws itself
 PROGRESS_S = 60.0  # between two lines on a node that was started by hand and shows no rank
 STEP_RECORD_S = 5.0  # between two updates of a run's step in run.json

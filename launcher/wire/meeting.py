@@ -35,7 +35,7 @@ CURES = {
 
 
 class Wait:
-    """A wait with a limit. After CHECKIN_TELL_S, it reports once what it waits for."""
+    """A wait with a limit. After CHECKIN_TELL_S, it reports once what it is waiting for."""
 
     def __init__(self, timeout_s: float, say: Callable[[str], object] = lambda text: None) -> None:
         self.timeout_s, self.say = timeout_s, say
@@ -47,9 +47,9 @@ class Wait:
         return self.deadline - own_time.now()
 
     def tell(self, what: str) -> None:
-        """Report what this process waits for, if CHECKIN_TELL_S has passed."""
+        """Report what this process is waiting for, if CHECKIN_TELL_S has passed."""
         if time.monotonic() > self._tell_at:
-            self.say(f"waiting for {what}, {self.timeout_s:g} s at most")
+            self.say(f"waiting up to {self.timeout_s:g} s for {what}")
             self._tell_at = math.inf
 
 
@@ -175,7 +175,7 @@ def _try_member(other: Member, deadline: float) -> tuple[str, str]:
 
 
 def find_loss(connection: socket.socket, within_s: float) -> str:
-    """Wait until the other end's kernel has all data. Returns why it has not, otherwise ""."""
+    """Wait until the other end's kernel has all data. Returns why it has not; "" if it has."""
     end = time.monotonic() + within_s
     while is_busy(connection):
         if time.monotonic() > end:

@@ -54,7 +54,7 @@ class Request:
     checkpoint_dir: Path | None
     has_checks: bool = True  # if False, only count the GPUs and choose the port
     backend: str = "auto"
-    num_workers: int = 0  # data loading processes of each rank
+    num_workers: int = 0  # data-loading processes of each rank
     meeting_size: int = 0  # the number of nodes that meet at the port; 0 if they do not
     within_s: float = 7.0  # for all of them to arrive
 
@@ -110,7 +110,7 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class Member:
-    """One node of a run. Its id never changes: the node rank with which it was started."""
+    """One node of a run. Its id never changes: it is the node rank with which it was started."""
 
     node_id: int
     host: str
@@ -175,7 +175,7 @@ class Report(NodeReport):
 
 @dataclass(frozen=True)
 class Ready:
-    """The node waits for pdsh's process."""
+    """The node is waiting for pdsh's process."""
 
 
 @dataclass(frozen=True)
@@ -193,14 +193,14 @@ class Membership:
 
 @dataclass(frozen=True)
 class Exit:
-    """The node's part of the run is over, and no process of it is left."""
+    """The node's part of the run is over, and none of its processes is left."""
 
     code: int  # the agent's
     left: int  # processes that had to be killed
 
     def __post_init__(self) -> None:
         if not (0 <= self.code <= 255 and self.left >= 0):
-            raise ValueError(f"no exit code, or no number of processes: {self}")
+            raise ValueError(f"not an exit code, or not a number of processes: {self}")
 
 
 # --- among the agents of a run --------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Assignment:
 
     @property
     def successors(self) -> list[Member]:
-        """The candidates to replace node rank 0 if it is lost; the first reachable one does."""
+        """The candidates to replace node rank 0 if it is lost; the first reachable one does so."""
         return [member for member in (*self.spares, *self.members[1:]) if member.failover_port]
 
 
@@ -272,7 +272,7 @@ class RankStack:
 
 @dataclass(frozen=True)
 class NodeStacks:
-    """The stacks of the living ranks of a node."""
+    """The stacks of a node's live ranks."""
 
     ranks: Sequence[RankStack]
 
@@ -327,10 +327,10 @@ def write(message: object) -> str:
 
 
 def read(text: bytes | str) -> Any:
-    """Return the message in a line. Raises MessageError if the line is no valid message."""
+    """Return the message in a line. Raises MessageError if the line is not a valid message."""
     content = parse_json(text)
     if isinstance(content, dict) and len(content) == 1:
         ((name, fields),) = content.items()
         if name in _KINDS:
             return decode(_KINDS[name], fields)
-    raise MessageError(f"no message: {text!r:.80}")
+    raise MessageError(f"not a message: {text!r:.80}")

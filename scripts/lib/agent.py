@@ -1,7 +1,7 @@
 """Start the node agent: python scripts/lib/agent.py [torchrun's arguments] SCRIPT [arguments].
 
-The same as `python -m distributed.run`, from any working directory. The user's script does not
-see our modules, and our modules do not see the user's.
+It does the same as `python -m distributed.run`, but from any working directory. The user's script
+does not see our modules, and our modules do not see the user's.
 """
 
 import runpy

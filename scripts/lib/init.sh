@@ -13,7 +13,7 @@ die() { # <"cause; cure">
 
 main() { # <repository>
   local folder=$1/launch-kit why
-  [[ -n $1 ]] || die "no DIR; give make init DIR=YOUR_REPOSITORY"
+  [[ -n $1 ]] || die "DIR is not set; run make init DIR=YOUR_REPOSITORY"
   [[ -d $1 ]] || die "there is no folder ${1@Q}; correct DIR"
   [[ ! -e $folder ]] || die "${folder@Q} exists; nothing was changed. Remove it to start again"
   why=$(mkdir -- "$folder" 2>&1) || die "${why#mkdir: }; nothing was changed"

@@ -35,13 +35,13 @@ choose_python() {
     refuse env-missing "there is no Python at ${PYTHON@Q}$(name_target "$PYTHON"); set PYTHON to Python 3.10 or newer"
   [[ $found == /* ]] || found=$PWD/$found
   PYTHON=$(as_typed "$found" "$PWD" "$ROOT")
-  unset PYTHONINSPECT # with it, each process would wait for input at its end
+  unset PYTHONINSPECT # if it is set, each process waits for input before it exits
   "$PYTHON" -S -c 'import sys, zlib; sys.exit(42 if sys.version_info >= (3, 10) else 43)' 2>/dev/null || code=$?
   case $code in
     42) ;;
     43) refuse env-missing "$PYTHON is older than Python 3.10; set PYTHON to a newer one" ;;
     *)
-      [[ -z ${PYTHONHOME:-} ]] || refuse env-missing "PYTHONHOME=$PYTHONHOME does not fit $PYTHON; unset it"
+      [[ -z ${PYTHONHOME:-} ]] || refuse env-missing "PYTHONHOME=$PYTHONHOME does not match $PYTHON; unset it"
       refuse env-missing "$PYTHON is not a Python interpreter; fix PYTHON"
       ;;
   esac
@@ -56,7 +56,7 @@ ignore_foreign() { # <variable> <"why">
   echo "$PROGRAM: warning: $1 is ${!1@Q}, $2; ignored" >&2
 }
 
-# With CONTAINER, PYTHON and VENV are paths inside it. The launcher uses this machine's Python.
+# If CONTAINER is set, PYTHON and VENV are paths inside it. The launcher uses this machine's Python.
 choose_inside() {
   [[ -n ${CONTAINER:-} ]] || return 0
   INSIDE=${PYTHON:-${VENV:+$VENV/bin/}python3}
@@ -91,7 +91,7 @@ activate_conda() {
 
 load_modules() {
   local file names
-  set +eu # so do the module system's scripts
+  set +eu # the module system's scripts need this, as conda's do
   for file in "$LMOD_PKG/init/bash" "$MODULESHOME/init/bash" /etc/profile.d/{lmod,modules}.sh; do
     declare -F module >/dev/null && break
     # shellcheck disable=SC1090

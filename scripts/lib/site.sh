@@ -2,7 +2,7 @@
 # The cluster's own settings: config/site.env, or the file that SITE names.
 
 # Sets and exports the variables in the file that the user has not set; adds their names to ACTIVATED,
-# and sets the row of the plan.
+# and sets the site's row of the plan.
 read_site() {
   local file=${SITE-$ROOT/config/site.env} line name value number=0 names=()
   [[ -z ${SITE:-} || -r $SITE ]] || ! ignore_foreign SITE "which is not a file" || file=$ROOT/config/site.env

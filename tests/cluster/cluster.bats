@@ -198,11 +198,11 @@ up_and_remember() { # <nodes>
   cut -d ' ' -f 2 -- "$CLUSTER_DIR"/hosts/* >>namespaces
 }
 
-# Everything but processes that a cluster could leave behind, as one text.
+# Everything that a cluster could leave behind, except processes, as one text.
 traces() {
   ls /sys/class/net
   ip netns
-  ls -A /run /run/netns ~/.ssh 2>&1 || true # not all of them have to exist
+  ls -A /run /run/netns ~/.ssh 2>&1 || true # not all of these have to exist
   cat /proc/self/mounts /etc/hosts
 }
 

@@ -103,7 +103,7 @@ install_packages() ( # <package...>
   [[ ! -d /run/systemd/system ]] || disable_services "$@"
 )
 
-# Nor when the machine starts again. Only for packages that were not installed before.
+# Keeps services from starting at the next boot. Call it only for newly installed packages.
 disable_services() { # <package...>
   local package
   for package in "$@"; do
@@ -136,7 +136,7 @@ up() { # [<nodes>]
 }
 
 # The hosts share this machine's table of neighbour addresses. In a container, we may not be able to
-# raise its limits; few hosts do not need that.
+# raise its limits, which a cluster of few hosts does not need.
 raise_neighbours() { # <entries>
   local limit
   for limit in /proc/sys/net/ipv4/neigh/default/gc_thresh{2,3}; do
@@ -217,7 +217,7 @@ start_host() { # <host>
 # and mounts. It also exits if the cluster's folder is removed.
 become_host() { # <host>
   local pid
-  read -r pid _ </proc/self/stat # its process id on the machine, as /proc is still the machine's
+  read -r pid _ </proc/self/stat # its process id on the machine: /proc is still the machine's
   hostname "$1"
   ip link set lo up
   mount --bind "$BOX/etc/hosts" /etc/hosts
@@ -230,7 +230,7 @@ become_host() { # <host>
   echo "$pid $(readlink /proc/self/ns/pid)" >"$BOX/hosts/$1"
   while [[ -e $BOX_MARK ]]; do
     sleep 5 &
-    wait $! # and reap orphans meanwhile
+    wait $! # and reap orphans in the meantime
   done
 }
 
@@ -372,7 +372,7 @@ restore_link() { # <host>
     lift_limit "$1" eth0
   fi
   ! type -P iptables >/dev/null || on "$1" iptables --flush
-  on login scontrol reconfigure # asks every slurmd now, not a lost one after minutes
+  on login scontrol reconfigure # asks every slurmd now; it would ask a lost one only minutes later
 }
 
 wait_until() { # <what is waited for> <command...>

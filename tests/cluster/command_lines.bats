@@ -65,7 +65,7 @@ job_row() { # <state expected> <pattern of a line of its log> <command line>
 DONE='done       step 4 '
 
 @test "command lines for one machine" {
-  # Without speeds, which make prove measures separately: these tests run beside other parts.
+  # Without speeds, because these tests run beside others; make prove measures speeds separately.
   row 0 '^PASS  2 ranks' node1 'scripts/test_distributed.sh 2 --test basic'
   row 0 '^PASS  4 ranks' node1 'scripts/test_distributed.sh 4 --test basic'
   row 0 "$DONE" node1 'scripts/ssh/launch_singlenode.sh config/local3.yaml 4'

@@ -67,7 +67,7 @@ weights_of() { # <run id>
   (cd -- "$ROOT" && "$PYTHON" -m distributed.checkpoint hash "$OLDPWD/checkpoints/$1")
 }
 
-# The weights equal those of a run without a container, with which every test compares.
+# The weights equal those of a run without a container, with which each test compares its own.
 assert_same_weights() { # <run id>
   RUN_ID=bare CONTAINER='' scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}"
   [[ $(weights_of "$1") == "$(weights_of bare)" ]]
@@ -85,12 +85,12 @@ start_long() { # <run id>
   eventually grep -q '^step ' "$1.out" || { cat "$1.out" && false; }
 }
 
-# On this machine, including commands that need the project's folder.
+# Trains and stops on this machine; also runs commands that need the project's folder.
 assert_trains_and_stops() {
   assert_inside
   RUN_ID=box-inside scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}"
   assert_same_weights box-inside
-  scripts/test_distributed.sh 2 --test basic # no speeds: other tests run beside it
+  scripts/test_distributed.sh 2 --test basic # no speeds: other tests run at the same time
   scripts/cluster_train.sh config/local3.yaml "${SMALL[@]}"
   start_long box-stopped
   kill -TERM "$PID"
@@ -166,7 +166,7 @@ make_environment() {
   PYTHON=$(on login scripts/stage_env.sh)
 }
 
-# The last run had this many ranks, all from a copy, of which each node has one.
+# The last run had this many ranks, all from a copy of the environment; each node has one copy.
 assert_from_copies() { # <ranks>
   cat out
   [[ $(grep -c 'from /dev/shm/launch-kit-[0-9]*/.*/env/bin/python$' out) == "$1" ]]

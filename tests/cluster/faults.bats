@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# Some faults of bench/fault_rows.py; make prove makes them all, and times them.
+# Some faults of bench/fault_rows.py; make prove causes all of them, and times them.
 load helper
 
 ROOT=$(cd -- "$BATS_TEST_DIRNAME/../.." && pwd -P)

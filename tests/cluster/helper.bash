@@ -3,7 +3,7 @@
 # working directory, which every host sees.
 
 CLUSTER=${BATS_TEST_DIRNAME:?}/cluster.sh
-PATIENCE_S=600 # only ends a test that hangs: a quiet machine needs less than a tenth
+PATIENCE_S=600 # only there to end a test that hangs: an idle machine needs less than a tenth
 
 # shellcheck source=tests/isolate.bash
 source "$BATS_TEST_DIRNAME/../isolate.bash"
@@ -27,7 +27,7 @@ on() { # <host> <command...>
   "$CLUSTER" run "$@"
 }
 
-# Submits a command as a job; prints the job's id once it runs.
+# Submits a command as a job; prints the job's id once it is running.
 submit() { # <sbatch options and command...>
   local job options=()
   while [[ $1 == --* ]]; do
@@ -68,7 +68,7 @@ eventually() { # <command...>
       echo "not within $PATIENCE_S s: $*"
       return 1
     }
-    sleep 0.3 # polling takes CPU time as well
+    sleep 0.3 # polling takes CPU time too
   done
 }
 

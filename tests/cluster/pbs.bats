@@ -26,7 +26,7 @@ setup() {
 }
 
 # Starts a job on some nodes: a script that reads long.yaml or, with --, the session's leader.
-start() { # <nodes> [--]; sets JOB, once it has made a step
+start() { # <nodes> [--]; sets JOB, once it has taken a step
   local options=(-l "select=$1:ncpus=1" -l place=scatter) given=PYTHON=$PYTHON,PREFLIGHT_SECONDS=20
   if [[ ${2:-} == -- ]]; then
     options+=(-j oe -o logs/ -v "$given" -- "$PWD/scripts/pbs/pbs_train.sh" long.yaml seed=2)
@@ -120,7 +120,7 @@ has_trained() {
   is_over || has_lines 1 'step 1/'
 }
 
-# Stops jobs, each at a random moment, in its own shell: the three run at the same time.
+# Stops jobs in one way, each at a random moment. It runs in the background, once for each way.
 stop_jobs() { # <qdel|walltime|qsig> <times>
   local number
   for ((number = 0; number < $2; number++)); do

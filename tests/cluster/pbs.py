@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""A small stand-in for OpenPBS on the cluster in a box: jobs, and how they end, look the same.
+"""A small stand-in for OpenPBS on the cluster in a box: jobs look the same, and end the same way.
 
-    tests/cluster/pbs.py FOLDER     make FOLDER/bin with PBS's commands, and pbs_mom for each node
+    tests/cluster/pbs.py FOLDER     create FOLDER/bin: PBS's commands, and pbs_mom for each node
 
 All hosts see FOLDER. Commands leave requests in a job's folder; the mom of the job's first node
-acts on them. It does what OpenPBS 23.06 was observed to do; tests/README.md lists what it omits.
+acts on them. All do what OpenPBS 23.06 was observed to do; tests/README.md lists what they omit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from pbs_mom import HOST, LOOK_S, PBS, QUEUE, lines_of, pbs_mom, read, write
 
-NAME = Path(sys.argv[0]).name  # the link's
+NAME = Path(sys.argv[0]).name  # of the link
 LETTERS = "a:A:c:C:e:fhIj:J:k:l:m:M:N:o:p:P:q:r:R:S:u:v:VW:Xz"
 USAGE = "usage: qsub [-l resource_list] [-o path] [-v variable_list] ... [script | -- command]"
 
@@ -96,7 +96,7 @@ def qsub(words: Sequence[str]) -> None:
 
 
 def next_number() -> int:
-    """Take the next job number, even if others submit at the same time."""
+    """Take the next job number, which is unique even if others submit at the same time."""
     with (PBS / "numbers").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write("\n")
@@ -165,8 +165,8 @@ def show(head: str, attributes: dict[str, Any]) -> None:
 def pbsdsh(words: Sequence[str]) -> None:
     """Run a command for each line of the node file; the output goes to the job's output.
 
-    As in pbsdsh(1B) and OpenPBS's pbsdsh.c, it prints the tasks' exit codes, but exits with 0; it
-    forwards a signal to the tasks, and exits with 1.
+    As in pbsdsh(1B) and OpenPBS's pbsdsh.c, it prints the tasks' exit codes, but exits with 0. On a
+    signal, it forwards the signal to the tasks, and exits with 1.
     """
     _, command = getopt.getopt(words, "v")
     folder = find(os.environ["PBS_JOBID"])

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-BIN = Path(sys.argv[0]).absolute().parent  # of the links
+BIN = Path(sys.argv[0]).absolute().parent  # the folder of the links
 HOST = os.uname().nodename
 PBS = BIN.parent
 QUEUE = "workq"
@@ -49,7 +49,7 @@ def session_of(leader: int) -> Iterator[int]:
 
 
 def send(leader: int, signum: int) -> None:
-    """Signal every process of a session, all at once."""
+    """Signal all processes of a session at once."""
     for pid in list(session_of(leader)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
@@ -119,7 +119,7 @@ class Mom:
 
     def look(self) -> None:
         for folder in sorted((PBS / "jobs").iterdir()):
-            with contextlib.suppress(FileNotFoundError):  # not there yet, or history by now
+            with contextlib.suppress(FileNotFoundError):  # not there yet, or already in the history
                 job = read(folder / "job")
                 hosts = [one["host"] for one in job["own"]["chunks"]]
                 for path in folder.glob("task.*"):

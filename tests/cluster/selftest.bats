@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# The self-test on several nodes, with both scripts: it names what is slow, with its node.
+# The self-test on several nodes, with both scripts: it names what is slow, and on which node.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be
 bats_require_minimum_version 1.5.0
 load helper

@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# Scripts modelled on public ones behave under every launcher as under torchrun.
+# Scripts modelled on public ones behave under every launcher as they do under torchrun.
 
 # bats file_tags=prove,long
 bats_require_minimum_version 1.5.0

@@ -10,7 +10,7 @@ SHORT=(train.max_steps=6 train.eval_every=0 train.global_batch_size=12)
 SMALL=("${SHORT[@]}" model.layers=1 model.width=16)
 LONG=("${SMALL[@]}" train.max_steps=100000 checkpoint.every=0)
 
-# Minutes are long, so the job that reaches its time limit runs beside the first tests.
+# A time limit is at least a minute, so the job that reaches it runs beside the first tests.
 setup_file() {
   cluster_up 5 # the guide's commands ask for 4; a lost node's job needs one more
   cd -- "$BATS_FILE_TMPDIR" || return
@@ -188,7 +188,7 @@ PY
 }
 
 # bats test_tags=prove,long
-# The last task of an array has the array's job id: only this task must come back.
+# The last task of an array has the array's job id; still, only this task must come back.
 @test "in an array: USR1 to a task saves, requeues and resumes it alone; TERM saves and does not" {
   local script=(scripts/slurm/slurm_train.sh config/local3.yaml) array task
   mkdir logs
@@ -430,7 +430,7 @@ save_and_stop() { # <signal>
   [[ $(field "$JOB" ExitCode) == ExitCode=75:0 && $(field "$JOB" Restarts) == Restarts=0 ]]
 }
 
-# Types keys at salloc's shell; its output is in the file "screen".
+# Types keys into salloc's shell, whose output is in the file "screen".
 type_keys() { # <text>
   printf '%b' "$1" >&7
 }
@@ -465,7 +465,7 @@ PY
   type_keys 'echo at-the-shell-$((40 + 2))\n'
   eventually grep -q 'at-the-shell-42' screen
   type_keys 'fg\necho code-$?\n'
-  eventually grep -q 'xxx' screen   # it continues, and shows the output that came meanwhile
+  eventually grep -q 'xxx' screen   # it continues, and shows the output that came in the meantime
   run ! grep -q 'code-[0-9]' screen # the shell has not received this yet
   touch end
   eventually grep -q 'code-7' screen
@@ -555,7 +555,7 @@ SH
   eventually node_state_is "$other" idle
 }
 
-# As usual, SLURM itself gives up a lost node only after minutes.
+# As usual, SLURM itself gives up on a lost node only after minutes.
 set_slurmd_timeout() { # <seconds>
   sed -i "s/^SlurmdTimeout=.*/SlurmdTimeout=$1/" "$CLUSTER_DIR/etc/slurm.conf"
   on login scontrol reconfigure
@@ -584,7 +584,7 @@ is_not_running() { # <job>
     grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' job.out
     [[ $(tail -n 1 job.out) == "see      TROUBLESHOOTING.md#link-lost" ]]
     rm job.out
-    on login scontrol update nodename=node2 state=down reason=test                   # or SLURM asks it only in minutes
+    on login scontrol update nodename=node2 state=down reason=test                   # or SLURM asks it minutes later
     on login scontrol update nodename=node2 state=resume || node_state_is node2 idle # its slurmd was faster
   done
   set_slurmd_timeout 10
@@ -626,7 +626,7 @@ is_not_running() { # <job>
 }
 
 @test "the preflight compares the nodes of a job, and looks at what they share" {
-  local node own=/dev/shm/own # which each host has for itself
+  local node own=/dev/shm/own # which is different on each host
   for node in login node1 node2; do
     on "$node" mkdir -p "$own"
     on "$node" tee "$own/my.yaml" <<<"train: {max_steps: 1, batch_size: 1}"
@@ -681,7 +681,7 @@ is_not_running() { # <job>
 
 # bats test_tags=prove,long
 @test "the module of a task of one's own is compared between nodes, in a job and by hand" {
-  local node own=/dev/shm/task # which each host has for itself
+  local node own=/dev/shm/task # which is different on each host
   local differs="mine.py is '*' on node rank 0 (node1) and '*' on node rank 1 (node2); make them the same [[]code-mismatch]"
   for node in login node1 node2; do
     on "$node" mkdir -p "$own"
@@ -825,7 +825,7 @@ nothing_queued() {
 }
 
 # bats test_tags=prove,long
-# Each goes unchanged to SLURM's own check, and runs to its end with two steps on small nodes.
+# Each job goes unchanged to SLURM's own check, and runs to its end with two steps on small nodes.
 @test "a chain: each job resumes the run of the one before, and the one that ends it cancels the rest" {
   local jobs steps=400 words=(config=config/local3.yaml num_gpus_train=2 "${SMALL[@]}")
   RUN_ID=one SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}" train.max_steps=$steps
@@ -976,7 +976,7 @@ with_torchrun() { # <script>
   [[ $output != *Traceback* && $output != *.cpp:* ]]
   # shellcheck disable=SC2016 # for the task's shell
   run ! on login srun --nodes=2 --ntasks=4 bash -c 'SLURM_PROCID=$((SLURM_PROCID == 3 ? 2 : SLURM_PROCID)) exec "$@"' bash "${train[@]}"
-  [[ $(grep -c '^train.py: rank 2 runs twice, on .*\[duplicate-node-rank\]$' <<<"$output") == 1 ]]
+  [[ $(grep -c '^train.py: rank 2 is used twice, on .*\[duplicate-node-rank\]$' <<<"$output") == 1 ]]
   [[ $output != *Traceback* ]]
 }
 

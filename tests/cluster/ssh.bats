@@ -53,7 +53,7 @@ while True:
 PY
 }
 
-# Starts a run of id $1 on node1 and node2 in the background, and waits until its ranks have met.
+# Starts run $1 on node1 and node2 in the background, and waits until its ranks have met.
 start() { # <run id> <the launcher's arguments...>
   RUN_ID=$1 launch "${@:2}" >"$1.out" 2>&1 3>&- &
   PID=$!
@@ -113,7 +113,7 @@ kill_one() { # <rank|agent|sshd|pdsh|launcher> <run id> <idle|busy> <fault> <who
   grep -q '^ended      code 137; nothing is left running' "$2.out"
 }
 
-# Trains with the weights of one machine, on node1 to nodeN with two ranks each.
+# Trains to the weights of a run on one machine, on node1 to nodeN with two ranks each.
 train_equally() { # <script> <N>
   local hosts=(node1 node2 node3) id=${1##*/}-$2 node
   hosts=("${hosts[@]::$2}")
@@ -191,7 +191,7 @@ TABLE
   kill -0 "$neighbour"
   run ! is_gone neighbour
   end_by_a_cut neighbour "$neighbour"
-  # 10 s, or from 8 s if the other agent last heard from node2 up to 2 s earlier and gave up first.
+  # 10 s, or as few as 8 s if the other agent heard from node2 up to 2 s earlier and gave up first.
   grep -qE '^launch_torchrun_auto.sh: node2: no heartbeat for ([89]|10) s \(network down\?\)' neighbour.out
   grep -q '^launch_torchrun_auto.sh: node2: ssh: connect to host node2 port 22: ' neighbour.out # the cause
 }
@@ -205,7 +205,7 @@ TABLE
   end_of "$PID"
   cat again.out
   ((CODE == 0))
-  grep -q '^\[0\] node agent: sets GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME==eth0$' again.out
+  grep -q '^\[0\] node agent: setting GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME==eth0$' again.out
   grep -q '^\[0\] node agent: restart 1 of 1 after rank [23] .*SIGKILL' again.out
   RUN_ID=never on node1 scripts/ssh/launch_singlenode.sh config/local3.yaml 4 "${settings[@]}"
   [[ $(weights_of again) == "$(weights_of never)" ]]
@@ -244,7 +244,7 @@ TABLE
 # bats test_tags=prove
 @test "an ordinary script ends every time, on one machine, over ssh and through pdsh" {
   local number times=$((${TIMES:-0} ? TIMES * 5 / 2 : 1)) script scripts=(torchrun_auto pdsh_multinode)
-  [[ -z ${TIMES:-} ]] || scripts+=(singlenode) # otherwise tests/unit/test_shapes.py has one
+  [[ -z ${TIMES:-} ]] || scripts+=(singlenode) # otherwise tests/unit/test_shapes.py has it
   make_ordinary
   export TRAIN_SCRIPT=ordinary.py
   for script in "${scripts[@]}"; do
@@ -259,7 +259,7 @@ TABLE
 }
 
 # bats test_tags=prove,long
-# Instead of agents, a program that ends only once it runs on every node. ssh's remote end forks it.
+# A program replaces the agents, and ends once all nodes are running it. ssh's remote end forks it.
 @test "64 nodes start at once over ssh, and 40 through pdsh" {
   mkdir root
   cp -rs "$ROOT"/{launcher,distributed,scripts} root
@@ -395,8 +395,8 @@ shows_ranks() { # <output>
   RUN_ID=live run launch - 1 node1 node3 -- idle
   [[ $status == 3 && $output == *"login: run live is live: process "*"[run-is-live]" ]]
   RUN_ID=live LOG_DIR=other run launch - 1 node1 node3 -- idle
-  [[ $status == 3 && $output == *"node1: run live is live: its node agent runs here; "*"[run-is-live]" ]]
-  rm logs/live/run.json # the launcher may see another disk than the nodes
+  [[ $status == 3 && $output == *"node1: run live is live: its node agent is running here; "*"[run-is-live]" ]]
+  rm logs/live/run.json # the launcher may see a different disk from the nodes
   RUN_ID=live MASTER_PORT=4323 run launch - 1 node3 node2 -- idle
   echo "$output"
   [[ $status == 3 && $output == *"run live is live: "*" on node1; "*"[run-is-live]"*$'\n'"ended      code 3; "* && $output != *FAILED* ]]
@@ -564,7 +564,7 @@ PY
   unset MAX_RESTARTS RUN_ID TRAIN_SCRIPT
   LAUNCH=scripts/test_distributed.sh run launch 2 node1 node2 --quick
   echo "$output"
-  # On a busy machine a link may be slow.
+  # On a busy machine, a link may be slow.
   [[ $output =~ $'\n[0] links     '.*$'\n[0] '(PASS|FAIL)'  4 ranks on 2 nodes, gloo: ' && $output != *NumPy* ]]
 }
 
@@ -662,7 +662,7 @@ PY
   export TRAIN_SCRIPT=idle.py LAUNCH=scripts/ssh/launch_pdsh_multinode.sh
   start cut - 1 node1 node2 -- idle
   "$CLUSTER" cut node2
-  sleep 5 # the time without network
+  sleep 5 # the time without a network
   "$CLUSTER" restore node2
   sleep 10 # SILENCE_S: for this long, a run that has lost a node continues
   run ! grep -q FAILED cut.out
@@ -744,7 +744,7 @@ PY
 }
 
 @test "the preflight: what differs between nodes, and a firewall, in the same list" {
-  local node line faults own=/dev/shm/own # which each host has for itself
+  local node line faults own=/dev/shm/own # which is different on each host
   for node in login node1 node2 node3; do
     on "$node" mkdir -p "$own/torch"
     on "$node" tee "$own/own.py" <<<"print('met')"

@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:bench python tests/gpu [--json FILE] [--keep FOLDER] [--seconds N] [WORD...]
 
-Needs torch, pydantic and PyYAML; no root, no network. Prints a table: a row for each thing that
-must work, with pass, FAIL or what it needs, and figures. With WORDs, it runs only rows whose names
-contain one. Without a GPU, the rows that need one say so. Exits with 1 if a row fails.
+Needs torch, pydantic and PyYAML, but neither root nor a network. Prints a table with a row for each
+thing that must work: pass, FAIL or what it needs, and figures. With WORDs, it runs only rows whose
+names contain one of them. Without a GPU, rows that need one say so. Exits with 1 if a row fails.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from harness import describe_machine, render
 from rows import ROWS, Row
 
 LIMIT_S = 520.0  # for all rows
-LEAST_S = 5.0  # no row begins with less time left
+LEAST_S = 5.0  # no row starts with less time left
 
 
 @dataclass(frozen=True)

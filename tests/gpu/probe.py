@@ -29,7 +29,7 @@ def cuda_files(pid: int) -> list[str]:
     """Return the device that only CUDA opens, if a process has it open; NVML opens others."""
     found = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed since, like the listing's own
+        with contextlib.suppress(FileNotFoundError):  # closed by now, as the listing's own is
             found.add(os.readlink(link))
     return sorted(name for name in found if "nvidia-uvm" in name)
 
@@ -45,7 +45,7 @@ def all_reduce() -> None:
 
 
 def hang() -> None:
-    """Take some steps, then wait for a kernel that does not end."""
+    """Take some steps, then wait for a kernel that never ends."""
     model = torch.nn.Linear(8, 8).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(20):
@@ -76,7 +76,7 @@ def illegal_access() -> None:
 
 
 def bad_index() -> None:
-    """Read past the end of an embedding, as tokens beyond the vocabulary do."""
+    """Read past the end of an embedding, as with tokens beyond the vocabulary."""
     torch.nn.Embedding(10, 4).cuda()(torch.tensor([99], device="cuda"))
     torch.cuda.synchronize()
 

@@ -173,7 +173,7 @@ def self_test(machine: Machine) -> str:
 
 
 def tell(lines: list[dict[str, float]]) -> str:
-    """Return a run's figures. Raises Failed if it has not learned."""
+    """Return a run's figures. Raises Failed if the model has not learned."""
     first, last = lines[0], lines[-1]
     if not last["loss"] < first["loss"] - 0.3:
         raise Failed(f"loss {first['loss']:.3f} at first, {last['loss']:.3f} at the end")

@@ -75,7 +75,7 @@ the end of 0"* ]]
   run launch --dry-run --stop mine
   [[ $status == 0 && $output == "kill -TERM "* ]]
   run launch --stop mine
-  [[ $status == 0 && ${lines[0]} == *"waiting up to 55 s for its end" && ${lines[1]} == "mine  ended, code 75  "*"[0] waiting a  b" ]]
+  [[ $status == 0 && ${lines[0]} == *"waiting up to 55 s for it to end" && ${lines[1]} == "mine  ended, code 75  "*"[0] waiting a  b" ]]
   eventually is_gone "rdzv-id mine "
   grep -qF "resume   RUN_ID=mine TRAIN_SCRIPT=own.py $ROOT/scripts/ssh/launch_singlenode.sh --detach - 1 -- 'a  b'" "logs/mine/launcher_$HOST.log"
   grep -q '^preflight  23 checks' "logs/mine/launcher_$HOST.log"
@@ -181,10 +181,10 @@ the end of 0"* ]]
   run launch --status --strict
   [[ $status == 2 && $output == *"--strict cannot be used with --status"* ]]
   LOG_DIR=none run launch --status
-  [[ $status == 0 && $output == "launch_singlenode.sh: there is no run in none" ]]
+  [[ $status == 0 && $output == "launch_singlenode.sh: there are no runs in none" ]]
   mkdir empty
   LOG_DIR=empty run launch --status
-  [[ $status == 0 && $output == "launch_singlenode.sh: there is no run in empty" ]]
+  [[ $status == 0 && $output == "launch_singlenode.sh: there are no runs in empty" ]]
 }
 
 # bats test_tags=slow,long

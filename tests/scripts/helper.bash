@@ -38,7 +38,7 @@ PY
   export TRAIN_SCRIPT="-m pkg.mod"
 }
 
-# Text that a shell on the way could change.
+# Text that a shell along the way could change.
 # shellcheck disable=SC2016 # nothing here must expand
 {
   ODD_CONFIG=$'odd \'name\' "$HOME" `x` \\ \u00fc\n.yaml'
@@ -56,7 +56,7 @@ assert_dumped() { # <argument expected...>
 
 # The last run was rejected with this code, in one line that contains the text; nothing was started.
 assert_refused() { # <exit code> <text> [<fault>]
-  # Every line that stops a launch ends with one name.
+  # Every line that stops a launch ends with exactly one name.
   local ends='\[[a-z-]+\]$|^make init: ' twice='\[[a-z-]+\] \[[a-z-]+\]$'
   [[ $1 == [23] ]] || ends=''
   if [[ $status != "$1" || ${#lines[@]} != 1 || -e logs || ! $output =~ $ends || $output =~ $twice ]] ||

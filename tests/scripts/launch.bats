@@ -88,7 +88,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   run --separate-stderr launch --nproc-per-node 2 --show all train.py
   [[ $status == 0 && $(sort <<<"$output") == $'[rank0] 0 2 12 0.0006\n[rank1] 1 2 12 0.0006' ]]
   run launch --show 7 train.py
-  assert_output "launch.sh: SHOW_RANKS is '7'; it can be all, 0 [config-invalid]"
+  assert_output "launch.sh: SHOW_RANKS is '7'; choose from all, 0 [config-invalid]"
 }
 
 # bats test_tags=slow
@@ -146,9 +146,9 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   run launch --nproc-per-node 2
   assert_refused 2 "no SCRIPT; usage: scripts/launch.sh"
   run launch --nproc-per-node
-  assert_refused 2 "option --nproc-per-node has no value"
+  assert_refused 2 "option --nproc-per-node needs a value"
   run launch --show
-  assert_refused 2 "option --show has no value"
+  assert_refused 2 "option --show needs a value"
   run launch --fast own.py
   assert_refused 2 "unknown option '--fast'; see launch.sh --help, and put the training script's own options after its name"
   run launch --no own.py
@@ -156,7 +156,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   run launch --nnodes 1:4 own.py
   assert_refused 2 "--nnodes 1:4: the number of nodes cannot change during a run"
   run launch --nnodes 2 --rdzv-backend etcd-v2 own.py
-  assert_refused 2 "--rdzv-backend etcd-v2: unknown here"
+  assert_refused 2 "--rdzv-backend etcd-v2: not supported"
   run launch --nnodes 2 own.py
   assert_refused 2 "2 nodes, but no MASTER_ADDR"
   run launch own.pyy
@@ -164,13 +164,13 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   run launch .
   assert_refused 3 "'$PWD' is a folder without __main__.py; correct its path" env-missing
   run launch ""
-  assert_refused 2 "SCRIPT is an empty word; usage: scripts/launch.sh"
+  assert_refused 2 "SCRIPT is empty; usage: scripts/launch.sh"
   run bash -c '"$0" --help >/dev/full' "$ROOT/scripts/launch.sh"
   assert_refused 1 "launch.sh: cannot write the help; free some disk space" disk-full
   run bash -c '"$0" --help 2>err | head -c 1; cat err' "$ROOT/scripts/launch.sh"
   [[ $output == R ]] # a reader that exits early is not a full disk
   PYTHONHOME=/nowhere run launch own.py
-  assert_refused 3 "PYTHONHOME=/nowhere does not fit " env-missing
+  assert_refused 3 "PYTHONHOME=/nowhere does not match " env-missing
   mkdir gone && cd gone && rmdir "$OLDPWD/gone"
   run launch "$OLDPWD/own.py"
   [[ $status == 2 && ${lines[-1]} == *"the working directory has been removed; cd to one that exists [dir-unwritable]" ]]
@@ -189,7 +189,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
 
 # --- in a user's repository ---
 
-# The kit's folders, copied into a repository with its own train.py and Python's module names.
+# The kit's folders, copied into a repository with its own train.py and files named like modules.
 make_repository() {
   cp -r "$ROOT"/{scripts,launcher,distributed} .
   echo 'open("was_run", "a").write("train.py"); print("mine", __import__("sys").argv[1:], flush=True)' >train.py
@@ -270,7 +270,7 @@ make_repository() {
   [[ $status == 0 && $output == *" train.max_steps=1"* ]]
 }
 
-# The nodes that a dry run starts over ssh, each with its number of ranks.
+# The nodes that a dry run would start over ssh, each with its number of ranks.
 nodes_of() { # <argument...>
   launch --dry-run "$@" | sed -nE "s|^ssh .*-- ([^ ]+) .*agent.py .*--nproc-per-node ([0-9]+) .*x.py --a=1.*|\\1:\\2|p" | paste -sd' '
 }
@@ -291,7 +291,7 @@ nodes_of() { # <argument...>
   run launch --hosts node1,node2 --nnodes 2 x.py
   assert_refused 2 "--hosts and --nnodes both name the nodes" ""
   run launch --via pdsh x.py
-  assert_refused 2 "--via is 'pdsh'; it can be ssh or pdsh, and needs --hosts" ""
+  assert_refused 2 "--via is 'pdsh'; use ssh or pdsh, with --hosts" ""
   run launch --hosts node1 --via rsh x.py
-  assert_refused 2 "--via is 'rsh'; it can be ssh or pdsh, and needs --hosts" ""
+  assert_refused 2 "--via is 'rsh'; use ssh or pdsh, with --hosts" ""
 }

@@ -203,7 +203,7 @@ PY
 @test "BACKEND=nccl without a GPU: exit 3" {
   [[ ! -e /dev/nvidiactl && ! -e /dev/kfd && ! -e /dev/dxg ]] || skip "this machine has a GPU"
   BACKEND=nccl run launch plain.yaml 2
-  assert_refused 3 "$HOST: backend nccl needs a GPU, and there is none; set BACKEND=gloo" too-few-gpus
+  assert_refused 3 "$HOST: backend nccl needs a GPU, but there is none; set BACKEND=gloo" too-few-gpus
 }
 
 # bats test_tags=slow

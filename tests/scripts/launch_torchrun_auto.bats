@@ -25,7 +25,7 @@ ssh -t -6 -- me@node2 \"$(golden_command "$line" 2 1 4 node1 "$ROOT/train.py --c
 hosts      node1 (master, node1:23456)  me@node2
 ranks      6 = 2 nodes x 2,4, gloo
 batch      6 samples a step = 6 ranks x 1
-variables  OMP_NUM_THREADS are sent to the nodes
+variables  sent to the nodes: OMP_NUM_THREADS
 preflight  not run (--dry-run)
 logs       logs/golden/   (tail -f logs/node_*.log)" ]]
 }
@@ -40,7 +40,7 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   # shellcheck disable=SC2154 # set by run
   [[ $stderr == *$'\n'"hosts      node1 (master, node1:23456)"$'\n'"spares     node2"$'\n'"ranks      2 = 1 node x 2, gloo"$'\n'* ]]
   SPARES=2 run launch plain.yaml 2 node1 node2 train.batch_size=1
-  assert_refused 2 "SPARES is 2 of 2 nodes in all; name more nodes (the last ones are the spares)"
+  assert_refused 2 "SPARES is 2, but there are only 2 nodes; name more nodes (the last ones are the spares)"
 }
 
 @test "TRAIN_SCRIPT: a module, over ssh" {
@@ -74,12 +74,12 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
 @test "what goes to the nodes is named, and no value is shown" {
   export NCCL_DEBUG=WARN WANDB_API_KEY=hush OTHER=hush MINE=hush FORWARD_ENV=MINE
   run launch plain.yaml 1 node1 --dry-run
-  [[ $output == *"variables  MINE "*" WANDB_API_KEY are sent to the nodes"* && $output == *NCCL_DEBUG* ]]
+  [[ $output == *"variables  sent to the nodes: MINE "*" WANDB_API_KEY"* && $output == *NCCL_DEBUG* ]]
   [[ $output != *hush* && $output != *OTHER* ]]
   module() { export TOOLKIT=hush; }
   export -f module
   MODULES=tools run launch plain.yaml 1 node1 --dry-run
-  [[ $output == *"variables  "*" TOOLKIT "*" are sent to the nodes"* && $output != *hush* ]]
+  [[ $output == *"variables  sent to the nodes: "*" TOOLKIT "* && $output != *hush* ]]
 }
 
 @test "bad arguments: exit 2, one line" {
@@ -92,16 +92,16 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
 |no nodes; name them after NPROC, or in a file with -f
 2|no nodes; name them
 node1 node2|the number of processes is 'node1'
-2 node1:x|the number of processes of 'node1:x' is 'x'
-2 node1:|the number of processes of 'node1:' is ''
+2 node1:x|the number of processes for 'node1:x' is 'x'
+2 node1:|the number of processes for 'node1:' is ''
 2 :3|':3' is not a node
 2 gpu[3-1]|the range '3-1' is reversed
 2 -f none|there is no host file 'none'
-2 node1 -f|option -f has no value
+2 node1 -f|option -f needs a value
 2 node1 --nodes=3|unknown option '--nodes'
 TABLE
   NCCL_PROFILE=fast run launch plain.yaml 1 node1 node2
-  assert_refused 2 "NCCL_PROFILE is 'fast'; it can be infiniband, ethernet, none"
+  assert_refused 2 "NCCL_PROFILE is 'fast'; choose from infiniband, ethernet, none"
   FORWARD_ENV=HOME,NONE run launch plain.yaml 1 node1 node2
   assert_refused 2 "FORWARD_ENV names 'NONE', which is not in the environment; export it, or omit it"
 }

@@ -85,7 +85,7 @@ load helper
   run bash "$ROOT/scripts/lib/init.sh" nowhere
   assert_refused 2 "there is no folder 'nowhere'; correct DIR"
   run bash "$ROOT/scripts/lib/init.sh" ""
-  assert_refused 2 "no DIR; give make init DIR=YOUR_REPOSITORY"
+  assert_refused 2 "DIR is not set; run make init DIR=YOUR_REPOSITORY"
 }
 
 @test "make test-gpu and make test-torch keep the packages that PYTHONPATH brings" {

@@ -28,7 +28,7 @@ printf "%s\n" "${all[@]}" >qsub.words
 echo 7.head'
 }
 
-# Only the folder for the job's output exists.
+# The run was refused: only the folder for the job's output exists, and is empty.
 assert_refused_in_job() { # <exit code> <text>
   rmdir logs
   assert_refused "$@"
@@ -70,7 +70,7 @@ setup_folder() {
   fake_gpus 8
   run launch plain.yaml --dry-run
   [[ $status == 0 && $output == *"2 = 1 node x 2, nccl"* ]]
-  [[ $output == *"warning    n1 has 8 GPUs, the node file 2 lines for it; NPROC_PER_NODE sets the ranks of each node"* ]]
+  [[ $output == *"warning    n1 has 8 GPUs but 2 node-file lines; NPROC_PER_NODE sets the ranks of each node"* ]]
   fake_tool qstat 'echo "    schedselect = 2:ncpus=16:ngpus=4"'
   run launch plain.yaml --dry-run
   [[ $status == 0 && $output == *"8 = 1 node x 8, nccl"* && $output != *"warning"* ]]

@@ -64,7 +64,7 @@ $command"
   run launch -n 0
   assert_refused 2 "the number of processes is '0'"
   run launch -n
-  assert_refused 2 "option -n has no value"
+  assert_refused 2 "option -n needs a value"
   run launch -c missing.yaml
   assert_refused 2 "there is no config 'missing.yaml'"
   run launch -l loud
@@ -77,7 +77,7 @@ $command"
 
 @test "an allocation of several nodes: exit 2, and what to use" {
   SLURM_JOB_ID=5 SLURM_STEP_ID=0 SLURM_STEP_NUM_NODES=2 run launch -c plain.yaml
-  assert_refused 2 "this allocation has 2 nodes and run_ddp.sh starts one; use srun --nodes=2 --ntasks=2 --overlap scripts/cluster_train.sh CONFIG"
+  assert_refused 2 "this allocation has 2 nodes, but run_ddp.sh uses only one; use srun --nodes=2 --ntasks=2 --overlap scripts/cluster_train.sh CONFIG"
 }
 
 # bats test_tags=slow

@@ -133,7 +133,7 @@ staged() {
 @test "a folder without room is refused" {
   fake_tool df 'printf "Avail\n1\n"'
   run launch
-  [[ $status == 3 && $output == *"$PWD/place/launch-kit-$UID has no room for "*"; give stage_env.sh one that has [disk-low]" ]]
+  [[ $status == 3 && $output == *"$PWD/place/launch-kit-$UID has no room for "*"; give stage_env.sh a folder that has [disk-low]" ]]
 }
 
 @test "what cannot be copied is refused in one line" {
@@ -145,9 +145,9 @@ staged() {
   CONTAINER=$PWD/env run stage
   assert_refused 2 "CONTAINER is set, so there is no environment to copy; unset CONTAINER"
   PYTHON=$(stage) run stage
-  [[ $status == 2 && $output == *"stage_env.sh: PYTHON is already such a copy; unset it, or set it to the environment's own [config-invalid]" ]]
+  [[ $status == 2 && $output == *"stage_env.sh: PYTHON is already a staged copy; unset it, or set it to the environment's own [config-invalid]" ]]
   rm -r logs
   make_python /usr /usr
   run stage
-  [[ $status == 2 && $output == *": $PWD/env/bin/python is the system's, which each node has; set PYTHON, VENV or CONDA_ENV to an environment [env-missing]" ]]
+  [[ $status == 2 && $output == *": $PWD/env/bin/python is the system's Python, which each node has; set PYTHON, VENV or CONDA_ENV to an environment [env-missing]" ]]
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# tests/cluster/selftest.bats runs it in a real job.
+# tests/cluster/selftest.bats runs the same script in a real job.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, on purpose
 bats_require_minimum_version 1.5.0
 load helper

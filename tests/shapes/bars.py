@@ -1,4 +1,4 @@
-"""tqdm's bars on stdout and stderr, with lines printed between, as most training loops do."""
+"""tqdm's bars on stdout and stderr, with lines printed in between, as in most training loops."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""torch.compile around DDP, which compiles C++ for this machine, and logs what it compiled."""
+"""torch.compile around DDP: it compiles C++ for this machine, and logs what it has compiled."""
 
 import torch
 import torch._dynamo.utils

@@ -1,4 +1,4 @@
-"""Modelled on torchvision's references: replaces print() by one that prints only on rank 0."""
+"""Modelled on torchvision's references: replaces print() with one that prints only on rank 0."""
 
 import builtins
 import datetime

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
 LOOPS = str(ROOT / "tests/unit/own_loops.py")
 PROMISED_S = 2.0  # until all processes of a run end once one is killed: checked by `make prove`
-PATIENCE_S = 300.0  # only ends a test that hangs: a quiet machine needs less than a tenth
+PATIENCE_S = 300.0  # only there to end a test that hangs: an idle machine needs less than a tenth
 SECRET = "the same for all agents"
 WINGS = ("launcher", "distributed", "training", "scripts")
 MODULES = [ROOT / "train.py", *(file for wing in WINGS for file in (ROOT / wing).rglob("*.py"))]
@@ -68,7 +68,7 @@ time.sleep(600)
 
 
 def children(pid: int) -> list[int]:
-    """Return the children of a process, from the kernel's file of them."""
+    """Return the children of a process, as the kernel lists them."""
     return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
@@ -83,7 +83,7 @@ class Run:
         /,
         **environment: str,
     ) -> None:
-        """Start it; `through` is a command that becomes the agent, such as prlimit."""
+        """Start the agent; `through` is a command that turns into the agent, such as prlimit."""
         own = {"PYTHONPATH": "", "RUN_SECRET": SECRET, "KIT": str(ROOT), **environment}
         self.process = subprocess.Popen(
             [*through, *AGENT, *arguments],
@@ -153,7 +153,7 @@ def written(file: Path, text: str) -> Path:
 
 
 def rarely(*cases: object) -> list[Any]:
-    """Return test cases only for `make prove`; `make test` has other cases of the same kind."""
+    """Return these cases only in `make prove`; `make test` has other cases of the same kind."""
     return [
         pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.long)
         for one in cases

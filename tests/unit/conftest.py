@@ -29,30 +29,30 @@ ROOT = Path(__file__).parents[2]
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("prove", deadline=2000, max_examples=10_000)
 
-subprocess.Popen = warm.Popen  # type: ignore[misc]  # subprocess.run() uses it as well
+subprocess.Popen = warm.Popen  # type: ignore[misc]  # subprocess.run() uses it too
 
 # A runner in the background ignores SIGINT, and so would everything that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test module is loaded, set up the environment that the other tests have."""
+    """Before any test module is loaded, set up the same environment that the bats tests have."""
     folder = tempfile.mkdtemp(prefix="tests-")
     config.add_cleanup(functools.partial(shutil.rmtree, folder))
     isolate(folder)
-    os.environ["OMP_NUM_THREADS"] = "1"  # for the workers' torch; more threads only spin
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the workers' torch; more threads would only spin
     gc.disable()  # imports create only objects that stay
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put each test's row in the table of `make test-torch` into pytest's report."""
+    """Record in pytest's report which row of `make test-torch` each test belongs to."""
     for item in items:
         if mark := item.get_closest_marker("another_torch"):
             item.user_properties.append(("another_torch", mark.args[0]))
 
 
 def pytest_collection_finish() -> None:
-    """Undo what was set for loading the worker's torch; started programs decide for themselves."""
+    """Undo what was set for loading the worker's torch; programs that tests start set their own."""
     os.environ.pop("OMP_NUM_THREADS", None)
     gc.freeze()
     gc.enable()
@@ -95,7 +95,7 @@ def isolate(folder: str) -> None:
 def own_place(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Give each test an empty HOME and the project's folder as working folder; undo its changes."""
+    """Give each test an empty HOME and the project as its working folder; undo its changes."""
     monkeypatch.chdir(ROOT)
     ask_qstat.cache_clear()
     with mock.patch.dict(os.environ, HOME=str(tmp_path_factory.mktemp("home"))):

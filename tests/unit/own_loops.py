@@ -1,7 +1,7 @@
-"""Training loops without any code of this project, one for each way of taking a step.
+"""Training loops without any code from this project, one for each way of taking a step.
 
-python own_loops.py KIND STEP RANK [WHERE]: in step STEP, rank RANK sleeps forever, before its batch
-(data, the default) or in its own validation (validation).
+python own_loops.py KIND STEP RANK [WHERE]: in step STEP, rank RANK sleeps forever, before it reads
+its batch (data, the default) or in its own validation (validation).
 """
 
 import sys

@@ -37,7 +37,7 @@ LIMITS = {  # -> the command that becomes the agent
 
 
 def prove_attacks(times: int) -> tuple[str, bool]:
-    """Attack with 50 * times byte sequences and messages, damaged files and wrong inputs."""
+    """Attack with 50 * times byte sequences and messages, damaged files and invalid inputs."""
     parts = [prove_strangers(50 * times, 100 * times), prove_flips(), prove_inputs()]
     return "\n\n".join(text for text, _ in parts), all(kept for _, kept in parts)
 
@@ -76,7 +76,7 @@ def prove_flips() -> tuple[str, bool]:
 
 
 def prove_clean_up(times: int) -> tuple[str, bool]:
-    """Kill and stop supervisor and agent; ranks fork twice; under normal and worse limits."""
+    """Kill and stop supervisor and agent, under normal and tighter limits; ranks fork twice."""
     rows, limits = [], list(LIMITS)
     if not PIDS.parent.is_dir():
         limits.remove(NO_MORE_PROCESSES)
@@ -113,7 +113,7 @@ def end_once(victim: str, limit: str) -> tuple[float, int]:
 
 
 def prove_inputs() -> tuple[str, bool]:
-    """Try 10,000 environments and settings each: the result is a place, a value or one line."""
+    """Try 10,000 environments and 10,000 settings: each gives a place, a value or one line."""
     files = [
         str(Path(__file__).with_name(f"test_{name}.py")) for name in ("environment", "settings")
     ]
@@ -173,7 +173,7 @@ def kill_once(victim: str, busy: str) -> tuple[float, int, bool]:
 
 
 def end_of(run: Run, began: float) -> tuple[float, int]:
-    """Return how long it took until all were gone, and how many were left after 10 s."""
+    """Return how long it took until all processes were gone, and how many were left after 10 s."""
     while run.survivors() and time.monotonic() < began + 10:
         time.sleep(0.005)
     return time.monotonic() - began, len(run.survivors())
@@ -184,7 +184,7 @@ def end_of(run: Run, began: float) -> tuple[float, int]:
 # In each run, one of three ranks, drawn at random, sleeps forever at a random step.
 RANKS = 3
 # -> arguments of own_loops.py, optimizer steps for each of its steps, and HANG_SECONDS, which is
-# longer than the start, even on a busy machine, where the imports can take 10 s.
+# longer than the start takes, even on a busy machine, where the imports can take 10 s.
 KINDS = {
     "plain DDP, in its data": ("plain data", 1, 5),
     "plain DDP, in a validation on one rank": ("plain validation", 1, 5),

@@ -31,9 +31,9 @@ from ports import free_port
 from distributed.checkpoint import weights_hash
 from distributed.checkpoint.memory import Memory
 
-# Its samples, its dropout and its batches are all drawn at random. FAULT="WHAT RANK CALL" makes
-# a fault happen in a rank at that call of the loss, only in the first attempt, or in every attempt
-# with "always-WHAT".
+# Its samples, its dropout and its batches are all drawn at random. FAULT="WHAT RANK CALL" causes a
+# fault in a rank at that call of the loss, only in the first attempt or, with "always-WHAT", in
+# every attempt.
 TASK = """
 import os, random, signal, time
 import numpy, torch
@@ -89,8 +89,8 @@ train: {max_steps: 60, global_batch_size: 16, grad_accumulation: 2, learning_rat
 checkpoint: {every: 5, keep_last: 2}
 """
 # train.py, but rank R kills all ranks with SIGKILL when it reaches fault point N of saving, or the
-# fault point named N; "N R" is the first line of the file KILLS. Without a line left, it runs to
-# its end.
+# fault point named N; "N R" is the first line of the file KILLS. If no line is left, train.py runs
+# to its end.
 DEADLY = """
 import os, runpy, signal, sys
 sys.path.insert(0, os.environ["ROOT"])

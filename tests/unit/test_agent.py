@@ -107,7 +107,7 @@ def test_a_notice_that_the_script_does_not_handle_ends_nothing(start: Start) -> 
     run = start("sleep", GRACE="600")
     run.wait_for("asleep 0", "asleep 1")  # the agent would wait for one in a collective
     run.process.send_signal(signal.SIGUSR1)
-    run.process.send_signal(signal.SIGTERM)  # which every signal but a SIGUSR1 would precede
+    run.process.send_signal(signal.SIGTERM)  # any earlier signal but SIGUSR1 would be named instead
     err = run.finish()
     run.assert_gone()
     assert run.process.returncode == 143
@@ -347,4 +347,4 @@ def test_the_kernels_kill_of_an_agent_is_told_from_a_foreign_one(
     err = capsys.readouterr().err
     fault = "out-of-memory" if is_out_of_memory else "agent-killed"
     assert err.lstrip("\n").startswith("FAILED   node agent 1 (") and f"[{fault}]" in err
-    assert ("by the kernel" in err) == is_out_of_memory
+    assert ("from the kernel" in err) == is_out_of_memory

@@ -1,4 +1,4 @@
-"""Snapshots that outlive their ranks: restarts continue from them; at the end, one is written."""
+"""Snapshots that outlive their ranks: restarts continue from them; one is saved at a run's end."""
 
 import fcntl
 import itertools
@@ -257,7 +257,7 @@ def test_on_a_full_disk_nothing_is_left_behind(
         assert save(descriptors) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "warning: step 5, in memory, was not saved: " in capfd.readouterr().err
+    assert "warning: the snapshot of step 5 in memory was not saved: " in capfd.readouterr().err
     assert [*tmp_path.glob("step-*")] == []
 
 
@@ -274,7 +274,7 @@ def test_a_damaged_one_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     os.pwrite(newest.fd, b"damage", BEGIN)
     assert save(of_step(10, descriptors)) == 1 and save(of_step(5, descriptors)) == 0
     told = capfd.readouterr().err
-    assert "warning: step 10, in memory, was not saved: it is damaged\n" in told
+    assert "warning: the snapshot of step 10 in memory was not saved: it is damaged\n" in told
     assert state_of(tmp_path).progress["step"] == 5
 
 
@@ -292,7 +292,7 @@ def test_a_part_that_is_missing_or_cut_short_is_told(
     part.set_header(header)
     assert save([descriptor], "step-5.tmp-0f") == 1
     told = capfd.readouterr().err
-    assert "warning: step 5, in memory, was not saved: " in told and why in told
+    assert "warning: the snapshot of step 5 in memory was not saved: " in told and why in told
     assert [*tmp_path.glob("step-*")] == []
 
 
@@ -330,7 +330,7 @@ def test_an_agent_that_saves_ends_with_its_supervisor(tmp_path: Path) -> None:
     rank = ranks_below(process.pid)
     (agent,) = (pid for pid in processes.descendants(process.pid) if pid not in rank)
     fd = hold_commits(folder)
-    # Then a process that saves exists.
+    # Wait until there is a process that saves.
     eventually(lambda: processes.descendants(agent) not in ([], rank))
     os.kill(process.pid, signal.SIGKILL)
     left = [agent, *processes.descendants(agent)]

@@ -56,14 +56,14 @@ def test_a_silent_node_is_named(start: Start) -> None:
     runs = start()
     for run in runs:
         run.wait_for("ready")
-    os.kill(runs[1].agent_pid(), signal.SIGSTOP)  # looks like a cut link from the other side
+    os.kill(runs[1].agent_pid(), signal.SIGSTOP)  # from the other side, it looks like a cut link
     err = runs[0].finish()
     assert "FAILED   node agent 1 (" in err
     assert "[link-lost]" in err
 
 
 def test_a_node_that_comes_late_is_waited_for(port: int, tmp_path: Path) -> None:
-    """The late node has more ranks than the first one, and they follow the first one's."""
+    """The late node has more ranks than the first one; their numbers follow the first one's."""
     script = tmp_path / "count.py"
     script.write_text(
         "import os, torch.distributed as dist\n"
@@ -75,7 +75,7 @@ def test_a_node_that_comes_late_is_waited_for(port: int, tmp_path: Path) -> None
     early = ["--node-rank", "0", "--nproc-per-node", "1", "--rdzv-id", "named", str(script)]
     first = Run([*common, *early])
     assert first.process.stderr is not None
-    assert "waiting for node rank 1, 300 s at most" in first.process.stderr.readline()
+    assert "waiting up to 300 s for node rank 1" in first.process.stderr.readline()
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.0\n\n{}\n")
         second = Run([*common, "--node-rank", "-1", "--nproc-per-node", "3", str(script)])
@@ -132,7 +132,7 @@ def test_a_missing_node_is_named_on_a_node_whose_own_wait_is_over(port: int) -> 
 def test_a_master_that_is_not_there_is_named(port: int, tmp_path: Path) -> None:
     [err] = refused(port, tmp_path, ["--nnodes=2", "--node-rank=1"], timeout_s=4)
     waiting, verdict = err.splitlines()
-    assert f"waiting for node rank 0 at 127.0.0.1:{port}, 4 s at most" in waiting
+    assert f"waiting up to 4 s for node rank 0 at 127.0.0.1:{port}" in waiting
     assert "did not answer within 4 s (Connection refused); start node rank 0" in verdict
     assert verdict.endswith("[node-missing]")
 
@@ -218,7 +218,7 @@ def test_nodes_without_a_node_rank_get_those_that_are_free(port: int) -> None:
 def test_a_node_of_another_run_is_sent_away_and_the_run_waits_on(
     port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = "other has run id own, here has run; "
+    told = "other has run id own, but here has run; "
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(check_in, port, HERE)
         refused = check_in(port, replace(THERE, host="other", run_id="own"))
@@ -235,7 +235,7 @@ ARGUED = [replace(one, files={ARGUMENTS: one.host}) for one in (HERE, THERE)]
     ("agents", "fault", "cause"),
     [
         (TWICE, "duplicate-node-rank", "node rank 1 was started twice, on there and on there; "),
-        ([HERE, replace(THERE, num_nodes=3)], "wrong-world", "there was started as node 1 of 3, h"),
+        ([HERE, replace(THERE, num_nodes=3)], "wrong-world", "was started as node 1 of 3, but h"),
         ([HERE, replace(THERE, files={})], "code-mismatch", "and 'missing' on node rank 1 (there)"),
         (ARGUED, "code-mismatch", "the same, or set SKIP_PREFLIGHT=1 on every node"),
         ([HERE, replace(THERE, versions={"torch": "2.14"})], "version-mismatch", "and '2.14' on "),
@@ -252,7 +252,7 @@ def test_nodes_that_differ_are_refused(
 def test_a_node_that_comes_when_the_run_has_begun_is_told(start: Start, port: int) -> None:
     for run in start():
         run.wait_for("ready")
-    late = start()[3]  # another node rank 1; another node rank 0 finds the port taken
+    late = start()[3]  # another node rank 1; another node rank 0 would find the port taken
     err = late.finish()
     assert late.process.returncode == 3
     assert "rejected node rank 1: the run has already started" in err
@@ -305,7 +305,7 @@ def attack(port: int, rng: random.Random, times: int) -> None:
 
 
 def send(port: int, data: bytes) -> None:
-    """Send data over its own connection."""
+    """Send data over a new connection."""
     dropped = contextlib.suppress(OSError)
     with socket.create_connection(("127.0.0.1", port)) as stranger, dropped:
         stranger.sendall(data)
@@ -313,7 +313,7 @@ def send(port: int, data: bytes) -> None:
 
 
 def connect(port: int) -> socket.socket:
-    """Return a connection, once a program listens there."""
+    """Return a connection, once a program is listening there."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -329,7 +329,7 @@ def test_strangers_at_every_port_of_a_run_change_nothing(tmp_path: Path) -> None
 
 
 def attack_a_run(folder: Path, *, times: int, silent: int) -> None:
-    """Attack a run of two nodes while it waits for the second, and while it runs."""
+    """Attack a run of two nodes while it waits for the second node, and while it runs."""
     script = written(folder / "program.py", PROGRAM)
     port, rng = free_port(), random.Random(1)
     secret = handshake.new_secret()
@@ -343,7 +343,7 @@ def attack_a_run(folder: Path, *, times: int, silent: int) -> None:
     try:
         first = begin(0, secret)
         reader = threading.Thread(target=lambda: said.extend(first.process.stderr or ()))
-        reader.start()  # torch's store prints a stack for each one that it cannot read
+        reader.start()  # torch's store prints a stack for each message that it cannot read
         waiting = [connect(port) for _ in range(silent)]
         attack(port, rng, times)
         false = begin(1, handshake.new_secret())
@@ -393,7 +393,7 @@ RARER = rarely(*(one for number, one in enumerate(STOLEN) if number % 10))
 def test_a_stolen_node_can_only_end_the_run(
     runs: list[Run], tmp_path: Path, message: bytes
 ) -> None:
-    """A node that knows the secret, but sends wrong messages: no traceback, and not code 0."""
+    """The node knows the secret, but sends invalid messages: no traceback, and no code 0."""
     script = written(tmp_path / "program.py", "import time\ntime.sleep(600)\n")
     port, secret = free_port(), handshake.new_secret()
     runs.append(run := Run([*world(port, 0), str(script)], RUN_SECRET=secret))
@@ -416,7 +416,7 @@ def test_a_stolen_node_can_only_end_the_run(
 
 
 def hello(script: Path) -> bytes:
-    """Return a node's first message, with the versions and hashes that node 0 expects."""
+    """Return a node's first message, with the versions and hashes that node rank 0 expects."""
     files = {"the list of arguments": "", **must_match.hash_files([str(script)], Path())}
     report = NodeReport(1, 2, 1, "stolen", "", versions(), files)
     return f"{messages.write(report)}\n".encode()

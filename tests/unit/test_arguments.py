@@ -44,7 +44,7 @@ def call_of(command: str, **more: str) -> Call:
 def read(
     command: str, *words: str, environ: Mapping[str, str] | None = None, **call: str
 ) -> dict[str, Any]:
-    """Return the fields of Typed, of those checked here, that differ from the bare command."""
+    """Return the fields checked here whose values differ from those of the bare command."""
     typed = parse(call_of(command, **call), words, environ or {})
     fixed = Typed(COMMANDS[command].fanout, **COMMANDS[command].fixed)
     values = {field.name: getattr(typed, field.name) for field in fields(Typed)}
@@ -56,7 +56,7 @@ def read(
 
 
 def by_prefix(names: Mapping[str, Option]) -> Iterator[tuple[str, str]]:
-    """Yield each long option with every unambiguous prefix."""
+    """Yield each long option with each of its unambiguous prefixes."""
     for name in filter(re.compile("--").match, names):
         for end in range(3, len(name)):
             if [one for one in names if one.startswith(name[:end])] == [name]:
@@ -90,7 +90,7 @@ def test_each_option_in_each_form(command: str, name: str) -> None:
         assert name in (plain.get("passed") or plain["rest"])
     if option.has_value:
         with pytest.raises(
-            PlanError, match=f"^option {name} has no value; see {command}.sh --help$"
+            PlanError, match=f"^option {name} needs a value; see {command}.sh --help$"
         ):
             read(command, *beside, name)
     elif name.startswith("--"):
@@ -286,7 +286,7 @@ def test_help_wherever_it_stands() -> None:
         ("launch_singlenode", ["c", "--detatch"], "did you mean --detach? see launch_singlenode"),
         ("launch_singlenode", ["-status"], "unknown option '-status'; did you mean --status? see"),
         ("launch", ["--nproc-per-node", "2", "--"], "no SCRIPT; usage: scripts/launch.sh"),
-        ("launch", ["-m", ""], "SCRIPT is an empty word; usage: scripts/launch.sh"),
+        ("launch", ["-m", ""], "SCRIPT is empty; usage: scripts/launch.sh"),
         (
             *("launch", ["--hosts=n1", "--rdzv-endpoint=n1:4", "x.py"]),
             "--hosts and --rdzv-endpoint both name the nodes; omit one",

@@ -31,7 +31,7 @@ from distributed.torch import gather_bytes
 
 
 def save(run: Path, step: int, state: State, *, keep_last: int, format: str = "full") -> Path:
-    """Save one checkpoint, and return its folder when it is on the disk."""
+    """Save one checkpoint, and return its folder once it is on the disk."""
     saver = Saver(str(run), keep_last=keep_last, format=format)
     try:
         saver.save(step, state)
@@ -179,7 +179,7 @@ def test_a_flip_in_an_old_one_is_named_and_ends_no_save(
 
 
 def flip_old_ones(folder: Path, file: str, every: int) -> int:
-    """Flip a bit of every `every`-th byte of an old checkpoint's file; returns the number."""
+    """Flip a bit of every `every`-th byte of an old checkpoint's file; returns how many."""
     saver = Saver(folder, keep_last=2)
     state = make_state(1)
     saver.save(1, state)
@@ -387,7 +387,7 @@ def test_another_job_of_the_same_id_is_refused(
     tools: Path, later: tuple[str, int, str], is_refused: bool
 ) -> None:
     def lock_as_job(cluster: str, start: int, submitted: str, *runs: str) -> None:
-        """Lock runs as a job; the squeue on PATH prints the submit time, or does not answer."""
+        """Lock runs as a job does; the squeue on PATH prints a submit time, or does not answer."""
         make_tool(tools / "squeue", f"[ $3 = 12 ] && [ $5 = %V ] && echo {submitted}")
         job = {"SLURM_JOB_ID": "12", "SLURM_CLUSTER_NAME": cluster}
         os.environ |= {**job, "SLURM_RESTART_COUNT": str(start)}
@@ -425,7 +425,7 @@ def test_what_takes_over_waits_for_a_commit(tmp_path: Path) -> None:
 
 def test_a_copy_of_the_folder_lets_nobody_in(tmp_path: Path) -> None:
     saver = Saver(tmp_path / "run", keep_last=1)
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # opens and closes the lock's file
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # opens and closes the lock file
     with pytest.raises(Refused, match="run-is-live"):
         RunLock(tmp_path / "run", "run r")
     saver._lock.close()

@@ -62,7 +62,7 @@ Check = Callable[[Machine], Iterator[Fault]]
 
 
 def find(check: Check, *, only: str = "", **changes: object) -> Fault | None:
-    """Return the one fault (of this name, if given) that a check finds on a changed node."""
+    """Return the one fault (of this name, if given) that a check finds with these changes."""
     found = [fault for fault in check(make_machine(**changes)) if only in ("", fault.name)]
     assert len(found) <= 1, found
     return found[0] if found else None
@@ -178,7 +178,7 @@ def amd(**chosen: str) -> dict[str, Any]:
         ),
         (
             *({"cuda": "12.8"}, with_driver("470.82.01", backend="nccl"), "torch-without-gpu"),
-            "driver 470.82.01 of the GPUs is too old for torch's CUDA 12.8",
+            "GPU driver 470.82.01 is too old for torch's CUDA 12.8",
         ),
         ({"cuda": "14.0"}, with_driver("999.1"), "", ""),  # a version without an entry
         ({"hip": "6.4"}, with_driver("525.60.13"), "", ""),
@@ -207,7 +207,7 @@ def test_what_torch_and_its_gpus_are_built_for(
     assert (found.name if found else "", found.cause if found else "") == (fault, cause)
 
 
-# As on a machine whose first A100 is divided in two.
+# As on a machine whose first A100 is divided into two.
 MIG_ROWS = "0, GPU-5c1f, 0, 580.1, Enabled\n1, GPU-77aa, 0, 580.1, Disabled\n"
 MIG_LIST = """\
 GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c1f)
@@ -284,7 +284,7 @@ def test_a_live_run_of_the_same_id_is_named() -> None:
         (other,) = checks.check_master(dataclasses.replace(taken, run_id="min"))
         agent.communicate(b"\n")
     assert (live.name, other.name) == ("run-is-live", "port-in-use")
-    assert live.cause == "run mine is live: its node agent runs here"
+    assert live.cause == "run mine is live: its node agent is running here"
 
 
 def port_opened(request: Request) -> int:
@@ -304,7 +304,7 @@ def test_the_port_moves_on_from_one_in_use() -> None:
 
 
 def test_node_rank_0_opens_the_port_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It used to open and close the port first, as a test, which cut off a node that came then."""
+    """It used to open and close the port first, as a test, and cut off a node that came then."""
     opened = []
 
     def note(port: int, address: str = "") -> socket.socket:
@@ -372,7 +372,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, tools: Path) -> Install:
-    """Return a function that puts an nvidia-smi on PATH that shows these GPUs."""
+    """Return a function that puts on PATH an nvidia-smi that shows the given GPUs."""
 
     def put(
         told: Sequence[Mapping[str, Any]], *, unknown: Sequence[str] = (), nvlink_s: float = 0
@@ -435,7 +435,7 @@ def test_an_nvidia_smi_that_hangs_on_nvlinks_alone_does_no_harm(
     [
         ([4, 4, 0], ""),  # a bridge connects two of three cards
         ([12, 12, 0, 0], ""),
-        ([18, 17], "GPU 1 has 17 active NVLinks, other GPUs of this model have 18"),
+        ([18, 17], "GPU 1 has 17 active NVLinks, but others of this model have 18"),
         ([None, None], ""),
     ],
 )
@@ -448,7 +448,7 @@ def test_clocks_that_vendors_choose_are_no_fault() -> None:
     clocks = enumerate((2100, 2115, 1410))
     told = [Gpu(str(i), "", 0, model="RTX 3090", max_clock_mhz=clock) for i, clock in clocks]
     (odd,) = find_slow(told)
-    assert odd == "GPU 2 has at most 1410 MHz, other GPUs of this model have 2115"
+    assert odd == "GPU 2 has at most 1410 MHz, but others of this model have 2115"
 
 
 # --- InfiniBand ---------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_a_file_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
 
 def test_two_files_are_enough_and_one_is_split_where_it_is_named(tmp_path: Path) -> None:
     write_files(tmp_path, 1)
-    with pytest.raises(SettingsError, match="fewer than two text files; name a file to split"):
+    with pytest.raises(SettingsError, match="fewer than two text files; name one file to split"):
         find_corpus(str(tmp_path))
     write_files(tmp_path, 2)
     train, validation = sides(tmp_path)
@@ -119,7 +119,7 @@ def test_a_folder_that_may_not_be_read_is_named(
 
 def test_tokens_as_nano_gpt_writes_them(tmp_path: Path) -> None:
     array("H", range(300)).tofile((tmp_path / "train.bin").open("wb"))
-    with pytest.raises(SettingsError, match=r"has a train.bin and no val.bin; add it"):
+    with pytest.raises(SettingsError, match=r"has a train.bin but no val.bin; add it"):
         find_corpus(str(tmp_path))
     array("H", [5, 6]).tofile((tmp_path / "val.bin").open("wb"))
     corpus = find_corpus(str(tmp_path))
@@ -130,7 +130,7 @@ def test_tokens_as_nano_gpt_writes_them(tmp_path: Path) -> None:
     corpus = find_corpus(str(tmp_path / "train.bin"))
     assert content(corpus.train) + content(corpus.validation) == array("H", range(300)).tobytes()
     (tmp_path / "tokens.json").write_text(json.dumps({"dtype": "int64"}))
-    with pytest.raises(SettingsError, match="dtype 'int64' is none of uint8, uint16, uint32"):
+    with pytest.raises(SettingsError, match="dtype 'int64' is not one of uint8, uint16, uint32"):
         find_corpus(str(tmp_path))
     for damaged in ("", "[1, 2]", '{"dtype": "uin'):
         (tmp_path / "tokens.json").write_text(damaged)
@@ -185,7 +185,7 @@ def test_only_the_first_tokens_count(tmp_path: Path, most: int, windows: int) ->
 @pytest.mark.long
 @pytest.mark.alone
 def test_a_start_takes_as_long_with_2_gb_of_text_as_with_20_mb(tmp_path: Path) -> None:
-    """In turn, to the end of the first step: at most 1.2 times as long, and 0.1 GB more memory."""
+    """With 2 GB, the first step takes at most 1.2 times as long, and the run 0.1 GB more memory."""
     line = " ".join(f"line {number}\n" for number in range(125_000))[:1_000_000]
     for count in (20, 2000):
         (tmp_path / str(count)).mkdir()
@@ -229,7 +229,7 @@ class Given(Task):
 def stream_of(
     data: Any, rank: int = 0, *, ranks: int = 1, at: Any = batches.START, workers: int = 0
 ) -> Batches:
-    """Return one rank's batches of 4, of a task or of one with this data."""
+    """Return one rank's batches of 4, from a task or from one with this data."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     train = Train(batch_size=1, max_seconds=1)
@@ -280,7 +280,7 @@ def test_a_stream_opened_anywhere_goes_on_as_if_it_had_come_there(done: int) -> 
 def test_batches_are_named_by_their_samples(rank: int) -> None:
     stream = stream_of(TensorDataset(torch.arange(17)), rank, ranks=2)
     read: list[str] = []
-    for _ in range(7):  # over three epochs
+    for _ in range(7):  # more than three epochs
         with pytest.raises(ValueError, match=r"^broken") as raised, stream.noted(-1):
             raise ValueError("broken")
         read += map(str, next(stream)[0].tolist())
@@ -382,9 +382,9 @@ def test_data_without_a_length_is_shared_out_and_goes_on_anywhere(done: int) -> 
 
 
 def test_data_that_fills_no_batch_is_refused() -> None:
-    with pytest.raises(SettingsError, match="too few for 1 batches of 4"):
+    with pytest.raises(SettingsError, match="fewer than 1 batches of 4"):
         stream_of(TensorDataset(torch.arange(3)))
-    with pytest.raises(SettingsError, match="epoch 0 has no batch for each rank"):
+    with pytest.raises(SettingsError, match="epoch 0 has too few samples for one batch per rank"):
         next(stream_of(Stream(3)))
 
 

@@ -36,7 +36,7 @@ GUIDES += [ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURI
 GUIDES += [ROOT / "bench/README.md", *sorted(ROOT.glob("docs/*.md"))]
 TEXT = {str(guide.relative_to(ROOT)): guide.read_text() for guide in GUIDES}
 TEXT["bench"] = TEXT.pop("bench/README.md")
-# The flags and settings there belong to the scripts that it runs.
+# The flags and settings there belong to the scripts that the bench runs.
 TEXT["bench"] = re.sub(r"<!-- shapes -->.*<!-- /shapes -->", "", TEXT["bench"], flags=re.DOTALL)
 LAUNCH_GUIDE = TEXT["LAUNCH_GUIDE.md"]
 SECTIONS = dict(re.findall(r"^## (.+)\n((?:(?!#).*\n)+)", TEXT["TROUBLESHOOTING.md"], re.M))
@@ -66,7 +66,7 @@ TORCH_DISABLE_SHARE_RDZV_TCP_STORE TORCHELASTIC_SIGNALS_TO_HANDLE TORCH_LOGS PYT
 CUDA_LAUNCH_BLOCKING SLURM_NNODES SBATCH_PARTITION PBS_HOME PBS_NODENUM PDSH_SSH_ARGS
 RES_OPTIONS PR_SET_CHILD_SUBREAPER; a site's module file: LAUNCH_KIT
 """
-# Words in the code that look like the name of a fault but are not.
+# Words in the code that look like names of faults but are not.
 NO_FAULTS = {
     *("all-gather", "all-reduce", "all-to-all", "reduce-scatter"),  # collectives
     *("ch-run", "compute-apps", "nvidia-smi", "rocm-smi"),
@@ -106,7 +106,7 @@ def anchors(text: str) -> set[str]:
 
 
 def commands(fence: str = "bash") -> Iterator[str]:
-    """Yield every command line of the fenced blocks of a language, without its comment."""
+    """Yield every command line in the fenced blocks of a language, without its comment."""
     for text in TEXT.values():
         for block in re.findall(rf"^```{fence}\n(.*?)^```", text, re.M | re.S):
             yield from (re.sub(r"\s+#\s.*", "", line) for line in block.splitlines() if line)
@@ -299,7 +299,7 @@ def planned() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("line", planned())
 def test_every_command_of_the_guides_plans(line: str, tmp_path: Path) -> None:
-    """Commands in the guides are accepted: a launch up to its last step, train.py up to torch."""
+    """The guides' commands are accepted: a launch to its last step, train.py to `import torch`."""
     words = shlex.split(line)
     variables: dict[str, Any] = {}
     while "=" in words[0]:
@@ -325,7 +325,7 @@ def typed_in_a_repository() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("line", typed_in_a_repository())
 def test_every_command_for_a_readers_script_plans(line: str, tmp_path: Path) -> None:
-    """In another folder, the command starts the train.py there with its arguments."""
+    """In another folder, the command starts that folder's train.py, with its arguments."""
     (tmp_path / "train.py").write_text("import torch\n")
     script, *words = shlex.split(line.partition(KIT)[2])
     named = [word for word in ("train.py", "--") if word in words]  # before the script's arguments
@@ -349,7 +349,7 @@ def test_every_command_of_the_guides_for_checkpoints_is_one() -> None:
 
 
 def block_of(shown: str) -> list[str]:
-    """Return the rows of the failure block that ends a text, without parts that vary."""
+    """Return the rows of the failure block that ends a text, without the parts that vary."""
     block = shown[shown.index("FAILED") :]
     block = re.sub(r"\(the batch has samples [\d,.\s]+\)", "(SAMPLES)", block)
     block = re.sub(r"\d{8}-\d{6}-[0-9a-f]{4}", "RUN", block)

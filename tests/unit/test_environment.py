@@ -213,9 +213,9 @@ def test_half_set_environment_names_what_is_missing(variables: Variables, missin
         (STEP | {TASKS: "5"}, f"SLURM_STEP_NUM_NODES=2 is not a number from 1 to 1 ({TASKS}=5)"),
         (STEP | {"WORLD_SIZE": "3"}, "WORLD_SIZE=3 but SLURM_STEP_NUM_TASKS=4"),
         (STEP | OTHER_GROUPS, "lists no hosts of the job's groups; "),
-        (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR is not set; set it to the first"),
-        (MVAPICH, "MASTER_ADDR is not set; set it to the first host (a free port) and pass it on"),
-        (MVAPICH | MASTER, "MASTER_PORT is not set; set it to the first host"),
+        (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR is not set; use mpirun -x or "),
+        (MVAPICH, "MASTER_ADDR is not set; use mpirun -x or mpiexec -genv (MASTER_ADDR: first"),
+        (MVAPICH | MASTER, "MASTER_PORT is not set; use mpirun -x or mpiexec"),
     ],
 )
 def test_contradiction_names_both_sides(variables: Variables, text: str) -> None:
@@ -241,7 +241,7 @@ def test_run_id_order(variables: Variables, run_id: str) -> None:
 
 def test_ports_are_stable_spread_and_in_range() -> None:
     ports = {port_from_id(str(job)) for job in range(5000)}
-    assert len(ports) > 4400  # an even spread has 4490
+    assert len(ports) > 4400  # an even spread would give 4490
     assert min(ports) >= 10_000 and max(ports) < 32_768
     assert port_from_id("20261120-161233-3f9a") == 25_164  # the same on every machine, forever
 
@@ -303,17 +303,17 @@ def test_local_sizes_follow_the_groups_of_a_heterogeneous_job() -> None:
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("batch-step", "no srun started this process, one of the 4 tasks of job 1"),
-        ("array-batch-step", "no srun started this process, one of the 2 tasks of job 5_5"),
-        ("salloc-interactive-step", "no srun started this process, one of the 4 tasks of job 3"),
-        ("salloc-command", "no srun started this process, one of the 4 tasks of job 2"),
+        ("batch-step", "srun did not start this process, one of the 4 tasks of job 1"),
+        ("array-batch-step", "srun did not start this process, one of the 2 tasks of job 5_5"),
+        ("salloc-interactive-step", "srun did not start this process, one of the 4 tasks of job 3"),
+        ("salloc-command", "srun did not start this process, one of the 4 tasks of job 2"),
         ("arbitrary-step", "srun --distribution=arbitrary can put rank 0 on any node"),
     ],
 )
 def test_refused_in_a_real_slurm(name: str, cause: str) -> None:
     with pytest.raises(LauncherError, match=re.escape(cause)) as raised:
         detect(captured(name))
-    assert raised.value.fault == ("batch-step" if "no srun" in cause else "wrong-world")
+    assert raised.value.fault == ("batch-step" if "srun did not" in cause else "wrong-world")
     if name == "batch-step":  # only --nodes was requested
         with pytest.raises(LauncherError, match="one of the 2 tasks of job 1; put srun before"):
             detect(without(BATCH, "SLURM_NTASKS"))

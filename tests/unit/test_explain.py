@@ -136,7 +136,7 @@ def test_the_cause_stands_among_consequences(tmp_path: Path) -> None:
         ("-- Process 1 terminated with the following error:\nValueError: x\n", "local rank 1", ""),
         ("ValueError: x\nParameters which did not receive grad for rank 3: a\n", "rank 3", ""),
         ("ValueError: x\nsrun: error: n2: task 5: Exited with exit code 1\n", "rank 5", "n2"),
-        # An exception counts more than a warning.
+        # An exception takes precedence over a warning.
         ("Error caught was: No module named 'triton'\nValueError: x\n", "", ""),
         ("train.sh: line 3: module: command not found\nValueError: x\n", "", ""),
         ("[W socket.cpp:601] IPv6 addresses of (n2, 1) (gai error: -2)\nValueError: x\n", "", ""),
@@ -299,10 +299,10 @@ def test_a_run_that_starts_and_has_no_log_yet_is_described(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "unknown command ''; it can be ls DIR, verify DIR, export DIR FILE, hash DIR"),
-        (["verfy", "x"], "unknown command 'verfy'; did you mean verify? it can be ls DIR, "),
-        (["export", "x"], "export takes DIR FILE, not x"),
-        (["ls"], "ls takes DIR, not nothing"),
+        ([], "unknown command ''; choose from ls DIR, verify DIR, export DIR FILE, hash DIR"),
+        (["verfy", "x"], "unknown command 'verfy'; did you mean verify? choose from ls DIR, "),
+        (["export", "x"], "export takes DIR FILE, but got x"),
+        (["ls"], "ls takes DIR, but got nothing"),
     ],
 )
 def test_wrong_words_for_checkpoint_sh_are_refused_in_one_line(

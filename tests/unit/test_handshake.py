@@ -1,4 +1,4 @@
-"""The run's secret: only peers that know it are let in, even while others wait."""
+"""The run's secret: only peers that know it are let in, even while others are waiting."""
 
 import os
 import socket
@@ -170,7 +170,7 @@ def test_the_secret_comes_from_the_environment_or_a_private_file(tmp_path: Path)
         ({"RUN_SECRET": "keys/0123456789abcdef"}, "a secret itself must not contain /"),
         ({"RUN_SECRET": "OPEN"}, "that other users can read; chmod 600 it"),
         ({"HOSTS": "nonesuch.invalid"}, "HOSTS names 'nonesuch.invalid', which is unknown"),
-        ({"HOSTS": "n[1-"}, "has no partner"),
+        ({"HOSTS": "n[1-"}, "unmatched '['"),
     ],
 )
 def test_what_cannot_be_used_is_refused(
@@ -192,7 +192,7 @@ def test_only_the_masters_address_listens() -> None:
 
 
 def test_of_two_nodes_on_one_machine_one_alone_is_first() -> None:
-    """The first one remains first when it becomes the agent; after it, the next one can be."""
+    """The first one stays first when it becomes the agent; once it is gone, the next can be."""
     command = [sys.executable, "-c", FIRST, str(free_port())]
 
     def start() -> tuple[subprocess.Popen[str], str]:

@@ -1,4 +1,4 @@
-"""hostlist.py, alone and compared with `scontrol show hostnames`: both expand alike."""
+"""hostlist.py, alone and compared with `scontrol show hostnames`: both expand lists alike."""
 
 import random
 import shutil
@@ -91,9 +91,9 @@ def test_expands_in_order(text: str, names: list[str]) -> None:
     ("text", "problem", "position"),
     [
         ("n[2-1]", "the range '2-1' is reversed", 1),
-        ("ok,n[1-2", "'[' has no partner", 5),
-        ("n[1]]", "']' has no partner", 5),
-        ("n[[1]]", "'[' has no partner", 2),
+        ("ok,n[1-2", "unmatched '['", 5),
+        ("n[1]]", "unmatched ']'", 5),
+        ("n[[1]]", "unmatched '['", 2),
         ("a,n[]", "'' is neither a number nor a range", 3),
         ("n[1-2-3]", "'1-2-3' is neither a number nor a range", 1),
         ("n[\u0661]", "'\u0661' is neither a number nor a range", 1),

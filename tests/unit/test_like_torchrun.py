@@ -65,7 +65,7 @@ open(os.environ["OUT"] + os.environ["RANK"], "w").write(json.dumps(seen))
 def look(
     launcher: list[str], arguments: list[str], out: Path, folder: Path
 ) -> list[dict[str, object]]:
-    own = {"OUT": str(out), RECORDER_SIZE: "0"}  # our agent's answer runs in a thread
+    own = {"OUT": str(out), RECORDER_SIZE: "0"}  # our agent's recorder answers from a thread
     done = run_program([*launcher, "--nproc-per-node", "2", *arguments], folder, **own)
     assert done.returncode == 0, done.stderr
     return [json.loads(out.with_name(out.name + str(rank)).read_text()) for rank in range(2)]
@@ -151,7 +151,7 @@ def test_exit_codes(tmp_path: Path, statement: str, code: int) -> None:
 
 @pytest.fixture
 def memory_group() -> Iterator[Path]:
-    """A control group with 1 GiB of memory, of version 1 or 2."""
+    """A control group (version 1 or 2) with 1 GiB of memory."""
     root, limit = Path("/sys/fs/cgroup"), "memory.max"
     if (root / "memory").is_dir():
         root, limit = root / "memory", "memory.limit_in_bytes"
@@ -236,4 +236,4 @@ def test_elastic_launches_are_handed_to_torch(tmp_path: Path) -> None:
     rendezvous += ["--rdzv-conf=last_call_timeout=1"]
     done = run_agent("--nnodes=1:2", *rendezvous, "--nproc-per-node=2", script)
     assert done.stdout == "2\n2\n", done.stderr
-    assert "--nnodes MIN:MAX: started by torch's own elastic agent" in done.stderr
+    assert "--nnodes MIN:MAX: torch's elastic agent starts the ranks" in done.stderr

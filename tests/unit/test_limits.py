@@ -1,4 +1,4 @@
-"""Time limits: a process that waits for another, which itself waits, must wait longer."""
+"""Time limits: a process that waits for another one, which itself waits, must wait longer."""
 
 import ast
 from pathlib import Path
@@ -21,7 +21,7 @@ PROMISE_S = 2.0  # README: for all processes of a run to end once one is killed
         (limits.STILL_S + limits.BEAT_S, limits.SILENCE_S),
         (limits.SILENCE_S, limits.DECIDE_S),
         # A stop: the agent's snapshot, the launcher's last request, the supervisor, the launcher,
-        # the command that asked for it.
+        # the command that requested it.
         (limits.STOP_SNAPSHOT_S, limits.STOP_CLOSE_S),
         (limits.STOP_CLOSE_S + limits.CONTROL_TERM_S, limits.STOP_AGENT_S),
         (limits.STOP_AGENT_S, limits.STOP_CLOSE_S + limits.CONTROL_END_S),
@@ -44,7 +44,7 @@ PROMISE_S = 2.0  # README: for all processes of a run to end once one is killed
             limits.STACKS_SHOW_S,
         ),
         (helper.SILENCE_S, helper.FIRST_SILENCE_S),
-        # A start: the side that offers a place waits longer than the side that comes.
+        # A start: the side that offers a place waits longer than the side that connects.
         (limits.PDSH_CONNECT_S, limits.PDSH_FETCH_S),
         (limits.PDSH_READY_S, limits.PDSH_FETCH_S),
         (limits.CHECKIN_TELL_S, limits.CHECKIN_CONNECT_S),

@@ -1,4 +1,4 @@
-"""Rounds of pairs, and which node, link or rank the self-test names, from given measurements."""
+"""Rounds of pairs, and which node, link or rank the self-test names for given measurements."""
 
 import itertools
 import random
@@ -15,7 +15,7 @@ USUAL = 1e9  # bytes/s
 
 
 def all_links(nodes: int, slow: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """Return links that differ by half, except those given as multiples of the usual bandwidth."""
+    """Return links that differ by up to half; `slow` has multiples of the usual bandwidth."""
     draw = random.Random(nodes)
     return {
         (source, target): USUAL * slow.get((source, target), draw.uniform(0.75, 1.25))
@@ -128,7 +128,7 @@ def test_a_slow_rank_is_named(ranks: int) -> None:
     )
 
 
-# GFLOP/s of four ranks that other programs disturb; rank 2 is slowed by half, in the last two.
+# GFLOP/s of four ranks that other programs disturb; rank 2 is slowed by half, in SLOWED*.
 DISTURBED = ([64.0, 77.0, 93.0, 91.0], [95.0, 60.0, 90.0, 94.0], [70.0, 93.0, 92.0, 63.0])
 SLOWED = ([64.1, 77.3, 61.6, 91.7], [92.0, 96.0, 63.0, 72.0], [70.0, 94.0, 60.0, 95.0])
 DISTURBED_FOR_LONG = (*([60.0, 95.0, 95.0, 95.0],) * 9, [94.0, 95.0, 95.0, 95.0])
@@ -191,5 +191,5 @@ def test_gpus_of_one_model_are_of_one_kind() -> None:
 def test_versions_that_differ_blame_no_host() -> None:
     members = [Member("a", 0, 0, "cpu", "2.12"), MEMBERS[1]]
     (fault,) = Findings(members, ["a", "b"]).faults()
-    told = "torch 2.12 on a, torch 2.13 on b; install one everywhere [version-mismatch]"
+    told = "torch 2.12 on a, torch 2.13 on b; install one version everywhere [version-mismatch]"
     assert fault == (told, "")

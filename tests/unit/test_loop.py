@@ -1,4 +1,4 @@
-"""The fan-out's event loop: children's lines, their exits, and the end of the loop itself."""
+"""The fan-out's event loop: the lines and exits of its children, and the end of the loop itself."""
 
 import os
 import subprocess
@@ -95,7 +95,7 @@ def test_a_node_that_is_silent_at_the_first_end_is_blamed(
     silence.recall()
     assert bool(cut.lost) == cut.is_silent == is_blamed
     cut.heard -= limits.SILENCE_S
-    assert silence.find() == [cut]  # nothing waits longer for it
+    assert silence.find() == [cut]  # nothing waits for it any longer
     assert not other.lost
 
 

@@ -116,7 +116,7 @@ def test_one_node_and_other_nodes_have_nothing_to_watch(folder: RunFolder, tmp_p
 
 # --- real agents and ranks ----------------------------------------------------------------------
 
-# The kernel's files on InfiniBand come from the folder in the first argument.
+# The kernel's files about InfiniBand come from the folder that the first argument names.
 ON_THIS_MACHINE = f"""
 import functools, pathlib, runpy, sys
 sys.path.insert(0, {str(ROOT)!r})

@@ -34,7 +34,7 @@ def ranks_of(living: list[SimpleNamespace], node_rank: int = 0) -> NodeRanks:
 
 
 class Group:
-    """Processes that replace ranks, by the names of their scripts."""
+    """Processes that stand in for ranks, by the names of their scripts."""
 
     def __init__(self) -> None:
         self.all = {name: start(*script) for name, script in SCRIPTS.items()}

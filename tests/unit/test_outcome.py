@@ -141,7 +141,7 @@ LEFT = RaisedError("SystemExit: 1", "", 1, 5.0, has_left=True)
         ),
         (
             None, 137, True, "",
-            ("out-of-memory", "SIGKILL by the kernel: this node's memory limit was reached", 9.0,
+            ("out-of-memory", "SIGKILL from the kernel: this node's memory limit was reached", 9.0,
              False, False),
         ),
         (
@@ -350,7 +350,7 @@ SILENT = replace(STOPPED, lost="no sign of life", is_silent=True)
         ([node(None, lost="cut", reached=False), STOPPED], 137, "link-lost"),
         ([STOPPED, node(None), node(None, reached=False)], 137, "link-lost"),
         ([STOPPED, replace(SILENT, code=None, told=None)], 137, "link-lost"),
-        # Its supervisor gave up on the launcher, and the other agent only saw it exit.
+        # An agent's supervisor gave up on the launcher; the other agent only saw that agent exit.
         ([GONE, SILENT], 137, "link-lost"),
         ([FAILED, SILENT], 1, "rank-error"),
         ([FAILED, replace(SILENT, code=None)], 137, "link-lost"),

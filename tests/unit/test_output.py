@@ -154,7 +154,7 @@ def test_noise_that_comes_in_pieces_is_dropped_too(clock: list[float], tmp_path:
     screen = Screen(tmp_path)
     for at in range(0, len(NOISE), 10):
         screen.write(NOISE[at : at + 10])
-    screen.write(b"[W is a bar")  # like the noise's beginning
+    screen.write(b"[W is a bar")  # starts like the noise
     assert screen.terminal.open_by is None
     clock[0] += 1
     screen.stream.tick(clock[0])

@@ -1,4 +1,4 @@
-"""Variables that belong to one node, where the other nodes get theirs, and what stays idle."""
+"""Variables that belong to one node, where other nodes get their own, and what stays idle."""
 
 import re
 from dataclasses import replace
@@ -29,11 +29,11 @@ SELECT = "echo '  schedselect = {}'"
 @pytest.mark.parametrize(
     ("environ", "begun", "qstat", "names", "is_default"),
     [
-        # Values set by PBS belong to one node; threads for all CPUs were not chosen by the user.
+        # Values set by PBS belong to one node; a thread per CPU was not the user's choice.
         ({**PBS, **CUDA}, {}, "exit 1", {*CUDA, "NCPUS", "OMP_NUM_THREADS"}, True),
         ({**PBS, **CUDA}, {**PBS, **CUDA}, "", {*CUDA, "NCPUS", "OMP_NUM_THREADS"}, True),
         ({**PBS, "ROCR_VISIBLE_DEVICES": ""}, {}, "", {*PBS, "ROCR_VISIBLE_DEVICES"}, True),
-        # Threads that the user chose: in the script or the shell, in the request.
+        # Numbers of threads that the user chose: in the script or the shell, in the request.
         ({**PBS, "OMP_NUM_THREADS": "4"}, {}, "", {"NCPUS"}, False),
         (PBS, {}, SELECT.format("2:ncpus=8:ompthreads=8"), {"NCPUS"}, False),
         (PBS, {}, SELECT.format("1:ompthreads=8+1:ompthreads=4"), {*PBS}, False),
@@ -76,7 +76,7 @@ def test_what_is_this_nodes_alone(
 
 
 def test_threads_that_a_real_pbs_has_set(tools: Path) -> None:
-    """A value in -v or -V is overwritten; `ompthreads` is the only choice at qsub."""
+    """A value in -v or -V is overwritten; `ompthreads` is the only way to choose with qsub."""
     text = (CAPTURED / "omp-given-by-user.txt").read_text()
     defaults = []
     for select, threads, ncpus in re.findall(r"select=(\S+)\n\w+=(\d+) \w+=(\d+)", text):
@@ -174,7 +174,7 @@ def test_who_gets_the_threads_of_pbs(is_default: bool, nproc: int, threads: str 
 
 
 IN_SLURM = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
-ALL = "run_ddp.sh uses all [partial-launch]"
+ALL = "run_ddp.sh uses all of them [partial-launch]"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A process that was suspended blames no other: its own silence does not count."""
+"""A process that was suspended blames no other process: its own silence does not count."""
 
 import os
 import select
@@ -35,10 +35,10 @@ def own(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> OwnTime:
     [  # seconds between readings -> seconds of silence since the first, and for deadlines
         ([2, 2, 2, 2, 2, 2], 12, 12),
         ([2, 2, limits.STILL_S], 9, 9),  # a slow iteration
-        ([2, 25], 0, 2 + limits.STILL_S),  # suspended: no silence of others
+        ([2, 25], 0, 2 + limits.STILL_S),  # suspended: the others were not silent
         ([2, 25, 2, 2], 4, 6 + limits.STILL_S),  # silence after that counts
         ([2, 25, 2, 25, 2], 2, 6 + 2 * limits.STILL_S),  # time slices of a scheduler
-        ([3600, 2, 2, 2, 2, 2, 2], 12, 12 + limits.STILL_S),  # they are gone nevertheless
+        ([3600, 2, 2, 2, 2, 2, 2], 12, 12 + limits.STILL_S),  # but the others really are gone
     ],
 )
 def test_a_silence_counts_from_the_end_of_ones_own(

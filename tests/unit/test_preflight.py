@@ -65,7 +65,7 @@ def test_without_checks_there_are_no_faults(tmp_path: Path) -> None:
 
 
 def start_node(folder: Path, node_rank: int, port: int, *words: str) -> subprocess.Popen[str]:
-    """Start one of three nodes, which are all this machine."""
+    """Start one of three nodes, all of which are this machine."""
     request = make_request(folder, num_nodes=3, meeting_size=3, port=port, words=words)
     return subprocess.Popen(
         [sys.executable, "scripts/lib/start.py", "launcher.preflight.check_node", encode(request)],
@@ -216,7 +216,7 @@ FIRST = Member(0, "n0", 1, "127.0.0.1")
 
 @contextmanager
 def serving(says: bytes, *, is_ours: bool = True) -> Iterator[int]:
-    """Send this to one connection at a port, as node rank 0 after letting it in, or a stranger."""
+    """Send this over one connection, as node rank 0 to a node that it let in, or as a stranger."""
 
     def serve(server: socket.socket) -> None:
         if is_ours:

@@ -17,7 +17,7 @@ from agents import PATIENCE_S, ROOT, begun, children, execute, run_agent, writte
 from launcher import processes
 from launcher.outer_run import leave_outer_run
 
-# A 16-byte name like the fields of /proc/PID/stat: the kernel cuts it within its last letter.
+# A 16-byte name like the fields of /proc/PID/stat: the kernel cuts it inside its last letter.
 NAMED = """
 import ctypes, signal
 ctypes.CDLL(None).prctl(15, ("x) S 1" + "é" * 5).encode(), 0, 0, 0)

@@ -83,8 +83,8 @@ def test_a_picture_that_fails_ends_no_run_and_is_told_once(
     shown.draw()
     shown.close()
     why = getattr(error, "strerror", None) or str(error).strip()
-    told = f"no picture of the loss ({why}); the run continues [log-lost]"
-    assert [text for text in caplog.messages if "picture" in text] == [told]
+    told = f"no loss plot ({why}); the run continues [log-lost]"
+    assert [text for text in caplog.messages if "loss plot" in text] == [told]
 
 
 def test_a_folder_that_is_lost_ends_no_run_and_is_told_once(
@@ -262,7 +262,7 @@ def test_a_tracker_that_closes_slowly_is_no_stuck_rank(
     slow = Trackers(["a:A"], RunFacts("run", tmp_path, {}, [], 0))
     slow.record(1, {"loss": 1.0})
     assert slow.close()
-    assert beats and "trackers took over 0.01 s to close" in caplog.text
+    assert beats and "trackers took more than 0.01 s to close" in caplog.text
     is_allowed.set()
 
 
@@ -369,7 +369,7 @@ def test_wandb_asks_nothing_in_the_middle_of_a_run(
 # --- what each rank measures, and a rank that is slower than the others ---------------------------
 
 
-# SLOW_RANK computes for 1.3 times as long as the other rank, by the clock, because their CPUs may
+# SLOW_RANK computes for 1.3 times as long as the other rank. This is timed, because their CPUs may
 # differ in speed. If none is slow, both do the same work. With CLOCK, the task uses its own clock,
 # which other programs on this machine do not affect.
 TASK = """
@@ -418,7 +418,7 @@ def run_with_slow_rank(folder: Path, rank: str, **more: str) -> str:
 
 
 def names_slow_rank(told: str, rank: str) -> bool:
-    """Return whether the run named only that rank, or for "", whether it named none."""
+    """Return whether the run named only that rank or, for "", whether it named none."""
     here = os.uname().nodename
     lines = [line for line in told.splitlines() if "[slow-rank]" in line]
     starts = [f"warning: rank {rank} on {here} computes 1."] if rank else []
@@ -494,7 +494,7 @@ def test_mfu_is_told_where_the_gpu_is_known(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_stopwatch_runs_to_the_last_gradient_and_not_on(clock: list[float]) -> None:
     def wait(weight: torch.Tensor) -> None:
-        clock[0] += 4  # as DDP waits for the other ranks
+        clock[0] += 4  # as if DDP waited for the other ranks
 
     class Sleeps(torch.autograd.Function):
         @staticmethod
@@ -520,7 +520,7 @@ def test_the_stopwatch_runs_to_the_last_gradient_and_not_on(clock: list[float]) 
 def test_of_a_sharded_model_the_blocks_forward_passes_count(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before each of them, fsdp's own hook waits for the other ranks."""
+    """Before each block, fsdp's own hook waits for the other ranks."""
 
     def take(seconds: float) -> Callable[..., None]:
         return lambda *_: clock.insert(0, clock[0] + seconds)

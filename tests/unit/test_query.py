@@ -108,9 +108,9 @@ def straggler_of(*nodes: list[RankState] | None) -> RankState | None:
         ([[rank(0, 5, 61), rank(1, 4, 61)]], (1, True)),
         ([[rank(0, 5, 61), rank(1, 4, 1)]], (1, False)),  # the rank they wait for is alive
         ([[rank(0, 4, 61, marks=2), rank(1, 4, 61, marks=1)]], (1, True)),
-        ([[rank(0, 4, 61), rank(1, 4, 70)]], (1, True)),  # the most silent of equals
+        ([[rank(0, 4, 61), rank(1, 4, 70)]], (1, True)),  # the most silent of the equals
         ([[rank(0, 4, 70), rank(1, 4, 61, is_stopped=True)]], (1, True)),  # it cannot continue
-        ([[rank(0, 4, 61), rank(1, 4, 1)]], (0, False)),  # one of equals still moves
+        ([[rank(0, 4, 61), rank(1, 4, 1)]], (0, False)),  # one of the equals still moves
         ([[rank(0, -1), rank(1, 9, 61)]], (0, False)),  # a rank that never beats is not watched
         ([[rank(0, 5, 61)], [rank(4, 3, 61)]], (4, True)),
         ([[rank(0, 3, 61)], [rank(4, 3, 61), rank(5, 3, 1)]], (0, False)),
@@ -205,7 +205,7 @@ CALL = "all_reduce of [8] Float"
             f"the ranks differ: rank 0 #7 {CALL}; rank 1 #7 all_reduce of [9] Float",
         ),
         ([[call(7, False, "all_gather")], [call(7, False, "all_gather", 9)]], ""),
-        ([IN_PAIR, IN_PAIR, DONE], ""),  # a group is compared among its own ranks
+        ([IN_PAIR, IN_PAIR, DONE], ""),  # only the ranks of a group are compared
     ],
 )
 def test_what_does_not_match(told: list[list[Collective]], line: str) -> None:
@@ -326,7 +326,7 @@ def test_the_limit_is_the_scripts_own_else_the_variable(beats: Heartbeats) -> No
 def test_steps_are_counted_until_the_script_tells_its_own(
     beats: Heartbeats, tmp_path: Path
 ) -> None:
-    """A rank that only saves reports no steps; otherwise it would stay behind forever."""
+    """A rank that only saves reports no steps; unless they are counted, it stays behind."""
     place = heartbeat.find_record(beats.name(1))
     assert place is not None
     count = StepCounter(Heart(*place, tmp_path / "x.stack", is_counted=True))

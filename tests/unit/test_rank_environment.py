@@ -19,7 +19,7 @@ MODES = _WORDS["NUMA_BINDING"]
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_cpus_are_those_that_torchrun_takes(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """torch's own search is replaced: here, each GPU and mode has a different CPU."""
+    """torch's own search is replaced: here, each pair of GPU and mode has its own CPU."""
 
     def find(*, gpu_index: int, numa_options: Any) -> set[int]:
         return {10 * gpu_index + MODES.index(numa_options.affinity_mode.value)}

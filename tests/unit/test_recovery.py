@@ -1,4 +1,4 @@
-"""Nothing is lost: runs that are stopped, killed, hung or out of disk continue; examples/."""
+"""Nothing is lost: runs that are stopped, killed, hung or out of disk space continue; examples/."""
 
 import os
 import random
@@ -104,7 +104,7 @@ def test_what_no_longer_fits_is_one_line(job: Job, whole: Outcome) -> None:
     code, output = job.run("other", 3, "train.global_batch_size=null", "train.batch_size=1")
     assert code == 2
     cause = "the run's 16 samples are not divisible by 6 (ranks x grad_accumulation)"
-    cause += "; resume it with another number of processes"
+    cause += "; resume it with a different number of processes"
     assert f"train.py: resume: {cause}" in output
     told = f"[config-invalid]\ncause    resume: {cause}\ncode     2\n"
     assert told in output  # without frames
@@ -128,7 +128,7 @@ def test_a_stuck_rank_is_named_with_its_stack(job: Job, fault: str) -> None:
     assert code == 137
     block = output[output.index("FAILED") :]
     assert re.match(r"FAILED   rank 1 \(.*, at step 4 +\[rank-stuck\]\n", block)
-    state = ", its process is stopped (SIGSTOP)" if fault == "SIGSTOP" else ""
+    state = ", and its process is stopped (SIGSTOP)" if fault == "SIGSTOP" else ""
     cause = rf"^cause    no sign of life for \d+ s{re.escape(state)}; the limit, .*, is 8 s$"
     assert re.search(cause, block, re.M)
     assert re.search(r"^         noisy.py:\d+ in loss$", block, re.M)
@@ -143,7 +143,7 @@ def test_a_loss_that_is_no_number_stops_the_run(job: Job) -> None:
     block = output[output.index("FAILED") :]
     assert re.match(r"FAILED   rank 1 \(local rank 1, \S+\) .*\[loss-not-finite\]\n", block)
     assert re.search(
-        r"the loss of step 14 is nan on rank 1, of samples (\d+, ){7}\d+; try a", block
+        r"the loss at step 14 is nan on rank 1, for samples (\d+, ){7}\d+; try a", block
     )
     state = state_of(job.folder / "checkpoints/nan")
     assert state.progress["step"] == 10
@@ -235,7 +235,7 @@ KILLED = """
 def test_a_killed_one_ends_with_the_bytes_of_an_uninterrupted_run(
     tmp_path: Path, strategy: str
 ) -> None:
-    """Also under torchrun."""
+    """This holds under torchrun too."""
     text = (ROOT / "examples/mixed_precision.py").read_text()
     text = text.replace('STRATEGY, DTYPE = "ddp"', f'STRATEGY, DTYPE = "{strategy}"')
     (tmp_path / "whole.py").write_text(text)

@@ -154,7 +154,7 @@ def test_a_restart_says_who_took_over_and_what_node_rank_0_knows(tmp_path: Path)
     text = "restart 2 of 3 after node agent 1 (node2): its node agent is gone"
     assert told == f"{text}; node5 takes node2's place; from step 50, 7 steps lost"
     assert restarts.all[0].lost == ("node2",)
-    other = Restarts(3, Heartbeats(1)).note(gone, -1, 1, lost=["node2"])  # on another node rank 0
+    other = Restarts(3, Heartbeats(1)).note(gone, -1, 1, lost=["node2"])  # on a new node rank 0
     assert other == text.replace("2 of 3", "1 of 3")
 
 

@@ -365,7 +365,7 @@ def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_refused_has_ended(start: Start) -> None:
-    """The launcher recorded it before it became the supervisor."""
+    """The launcher recorded the run before it became the supervisor."""
     code = "import os, sys\nfrom pathlib import Path\nfrom launcher.record import run_json\n"
     code += "run_json.note_start(Path('logs/r1'), {})\n"
     code += "os.execv(sys.argv[1], sys.argv[1:])"
@@ -417,7 +417,7 @@ def test_launches_at_the_same_time_have_names_of_their_own(
     first, dry = Choices(), Choices(is_dry_run=True)
     names = [choose(tmp_path, "7", asked) for asked in (dry, first, first, dry, first)]
     assert names == ["7", "7", "7.1", "7", "7.2"]  # a dry run reserves none
-    again = Choices(environ={"SLURM_RESTART_COUNT": "1"})  # the first start may still run, cut off
+    again = Choices(environ={"SLURM_RESTART_COUNT": "1"})  # the first may still be running, cut off
     assert [choose(tmp_path, "7", again) for _ in range(2)] == ["7", "7.1"]
 
 

@@ -240,7 +240,7 @@ def test_a_copy_of_a_live_run_leaves_the_chain_of_that_run_alone(
     ("tool", "silent_s", "answer", "told"),
     [
         ("echo 7", 60, "7\n", ""),
-        ("exec sleep 60", 0, None, "waiting for squeue --me, 0.5 s at most\n"),
+        ("exec sleep 60", 0, None, "waiting up to 0.5 s for squeue --me\n"),
         ("exit 1", 60, None, ""),
     ],
 )

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow  # real process groups take seconds each
 
 
 def _selftest(*options: str) -> tuple[int, str]:
-    """Run one rank's part, with a fixed compute speed, which would vary on a busy machine."""
+    """Run one rank's part, with a fixed compute speed: the real one varies on a busy machine."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
         patch.object(main, "measure_speed", lambda seconds: 1e10),
@@ -87,7 +87,7 @@ def test_a_rank_that_gives_up_tells_those_who_wait() -> None:
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
     barrier = Barrier(HashStore(), "two", 2)
-    with pytest.raises(StuckError, match=r"1 ranks have not ended a round \[rank-stuck\]"):
+    with pytest.raises(StuckError, match=r"1 ranks have not finished a round \[rank-stuck\]"):
         barrier.wait_for_all("a round", limit_s=0.05)
 
 
@@ -110,7 +110,7 @@ def _selftest_with_broken(collective: str) -> tuple[int, str]:
         return result
 
     setattr(dist, collective, broken)
-    return _selftest("--test", "basic")  # without speeds, which can be a fault on a busy machine
+    return _selftest("--test", "basic")  # no speeds: on a busy machine, low ones count as a fault
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from distributed.torch import gather_bytes
 
 pytestmark = pytest.mark.slow
 
-SHAPES = (16, 7, 1)  # of the model's layers; 7 and 1 are not divisible by the ranks
+SHAPES = (16, 7, 1)  # of the model's layers; the ranks cannot share 7 or 1 evenly
 
 
 def _average(rank: int, folder: Path, shard: int) -> None:
@@ -81,7 +81,7 @@ def _save(rank: int, folder: Path, steps: int, strategy: str, shard: int | str =
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that two ranks saved twice."""
+    """The folder in which two ranks saved a run twice."""
     folder = tmp_path_factory.mktemp("saved")
     on_ranks(2, _save, folder, 2, "fsdp")
     return folder / "run"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from agents import ROOT
 
-# Tokens. Planned, with 5 % of slack: launcher/ 76,000, the helper 9,000, checkpoint/ 10,000, the
+# In tokens. Planned, with 5% slack: launcher/ 76,000, the helper 9,000, checkpoint/ 10,000, the
 # training 20,000. The helper has grown by the calls for loops with mixed precision, several
 # strategies and an evaluation, and by `save` and `load`, so that users need not write them.
 WINGS = {
@@ -65,7 +65,7 @@ def parts_of_python(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def parts_of_bash(text: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the same for bash, as formatted by shfmt: a function ends at `}` in its column."""
+    """Yield the same for bash, as shfmt formats it: a function ends at a `}` in its own column."""
     for match in re.finditer(r"^( *)([\w-]+)\(\) [{(](?: #.*)?\n(?:.*\n)*?\1[})]", text, re.M):
         yield match[2], match[0].count("\n") + 1, FUNCTION
 

@@ -160,7 +160,7 @@ def test_states_of_another_size_fit(tmp_path: Path, buffers: list[Buffer]) -> No
 # --- parts on other nodes -------------------------------------------------------------------------
 
 
-# With a rank of each of two nodes.
+# With one rank on each of two nodes.
 TAKEN = (*SHARDED, "checkpoint.snapshot_every=5", "checkpoint.every=0")
 
 
@@ -178,7 +178,7 @@ def on_nodes(ranks: int, function: Callable[..., None], folder: Path, *more: Any
     return node
 
 
-Lost = tuple[list[int], list[int], list[int]]  # ranks: without a part, without their own, a copy
+Lost = tuple[list[int], list[int], list[int]]  # ranks that lack the third, their own, a copy
 
 
 def _lose_parts(
@@ -186,7 +186,7 @@ def _lose_parts(
 ) -> None:
     """Take three snapshots, lose parts of the last one, and load the newest that is complete.
 
-    `lost` lists the ranks that take no third one, that lose their own part, and that lose a copy.
+    `lost` lists the ranks that skip the third, that lose their own part, and that lose a copy.
     """
     saver = saver_of(rank, folder, files, on_a_node)
     missed, own, copies = lost
@@ -238,7 +238,7 @@ def _deliver_slowly(rank: int, folder: Path) -> None:
     """Rank 1 sends rank 3 its part; no rank returns before it arrives."""
 
     def slowly(*_: object) -> Iterator[None]:
-        time.sleep(0.5)  # a slow transfer: a rank that does not wait has returned by then
+        time.sleep(0.5)  # a slow transfer: a rank that did not wait would have returned by then
         (folder / f"moved-{rank}").touch()
         return iter(())
 

@@ -40,7 +40,7 @@ def start(tmp_path: Path, runs: list[Run]) -> Start:
     script = written(tmp_path / "program.py", PROGRAM)
 
     def begin(nodes: int, spares: int, ends: str, code: int = 0, **environment: str) -> list[Run]:
-        """Start nodes with two ranks each, which exit with a code in the attempt `ends`."""
+        """Start nodes with two ranks each, which exit with this code in the attempt `ends`."""
         port = free_port()
         variables = {"SPARES": str(spares), "MIN_NODES": str(nodes), **environment}
         for place in range(nodes + spares):

@@ -1,4 +1,4 @@
-"""The srun fan-out: commands, and nodes that do not answer. Real jobs: tests/cluster."""
+"""The srun fan-out: commands, and nodes that do not answer. tests/cluster runs real jobs."""
 
 import os
 import signal
@@ -101,10 +101,10 @@ def test_one_task_for_each_rank(plan: Plan) -> None:
     assert {"--kill-on-bad-exit=1", "--job-name=mine", "--cpus-per-task=4"} <= {*command}
     path = "PYTHONPATH=/mine:" + importable.__path__[0]
     assert command[-6:] == ["OMP_NUM_THREADS=1", path, "/python", "-u", "own.py", "a b"]
-    with pytest.raises(PlanError, match=r"2\(x2\) per node, for 4 ranks .*-world\]$"):
+    with pytest.raises(PlanError, match=r"needs 4 tasks per node.* has 2\(x2\); .*-world\]$"):
         srun.step_command(replace(plan, environ=environ), nproc=4, port=1234)
     del environ["SLURM_NTASKS"]  # then the CPUs come from the other variable
-    with pytest.raises(PlanError, match=r"1 per node, for 2 ranks .*-world\]$"):
+    with pytest.raises(PlanError, match=r"needs 2 tasks per node.* has 1; .*-world\]$"):
         srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
 
 
@@ -328,7 +328,7 @@ def test_three_restarts_without_a_new_step_end_the_job(
         latest.symlink_to(f"step-{number}")
         assert step.requeue(replace(plan, environ=environ))
     assert queued.read_text().splitlines() == ["requeue 11"] * 2 + ["requeue 5_5"] * 3
-    told = "x.sh: 3 restarts made no progress; the job is not requeued\n"
+    told = "x.sh: 3 restarts made no progress; not requeuing the job\n"
     back = [
         f"requeued job {name}; it resumes when SLURM starts it again\n" for name in ("11", "5_5")
     ]

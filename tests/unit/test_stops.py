@@ -1,4 +1,4 @@
-"""After a stop signal, each rank has time to save, and the end shows what each did."""
+"""After a stop signal, each rank has time to save, and the last line shows what each did."""
 
 import os
 import random
@@ -73,7 +73,7 @@ def test_one_that_leaves_does_not_end_the_save_of_another(
 
 
 def stop_at_random(folder: Path) -> tuple[bool, bool]:
-    """Stop two ranks, one exits at once and one saves for 5 s; returns (is saved, is reported)."""
+    """Stop two ranks: one exits at once, one saves for 5 s. Returns (is saved, is reported)."""
     runs: list[Run] = []
     try:
         told, _ = stop(runs, folder, "sys.exit(1)", save_s=5, after_s=random.uniform(0, 1))

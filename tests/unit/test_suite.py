@@ -25,7 +25,7 @@ def test_what_a_test_blocks_is_undone(turn: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bats") is None, reason="bats is not installed")
 def test_a_part_that_hangs_is_ended_and_counted(tmp_path: Path) -> None:
-    """Runs in a copy of the suite, whose checks of the code all pass."""
+    """Runs in a copy of the suite, in which all checks of the code pass."""
     for folder in ("tests/scripts", "tests/cluster", "bench", "bin"):
         (tmp_path / folder).mkdir(parents=True)
     script = (ROOT / "tests/run.sh").read_text().replace("PART_LIMIT=3h", "PART_LIMIT=3s")

@@ -168,7 +168,7 @@ def test_a_schedule_by_steps_goes_on_where_it_was(work: Work) -> None:
 @pytest.mark.parametrize(("task", "nproc", "step"), [("EarlyStep", 1, 8), *rarely(("Early", 2, 9))])
 def test_a_task_may_end_the_run(work: Work, task: str, nproc: int, step: int) -> None:
     told = work.run(task, nproc, f"task=points:{task}")
-    assert f"done       step {step}, which ended the run" in told
+    assert f"done       step {step}, ended by task " in told
     work.run(task, nproc, f"task=points:{task}")
     assert max(work.metrics(task, "loss")) == step
 
@@ -191,7 +191,7 @@ def test_data_may_lack_a_length_and_data_to_validate_on_may_be_missing(
 @pytest.mark.parametrize(
     ("words", "told"),
     [  # one rank would finish an epoch first, and the others would wait for it
-        (["task=points:Unlike"], "data: rank 1 and 0 differ; give every node the same data"),
+        (["task=points:Unlike"], "data: ranks 0 and 1 differ; give all nodes the same data"),
         *rarely(
             (
                 ["task=points:Streaming", "train.epochs=3"],
@@ -206,7 +206,7 @@ def test_data_that_cannot_be_trained_on_is_refused(work: Work, words: list[str],
 
 def test_a_best_that_no_validation_returns_is_told() -> None:
     task: Any = types.SimpleNamespace(best="acuracy", best_is_highest=True)
-    with pytest.warns(UserWarning, match="best is 'acuracy', and evaluate returns loss, accuracy;"):
+    with pytest.warns(UserWarning, match="best is 'acuracy', but evaluate returns loss, accuracy;"):
         assert score(task, {"loss": 1.0, "accuracy": 0.5}) == {}
     assert score(task, {}) == {}  # there was no validation
     task.best = "accuracy"

@@ -99,7 +99,7 @@ def _gather_what_differs() -> Tensor:
 
 
 def test_gather_refuses_rows_that_differ_on_every_rank() -> None:
-    text = "ValueError: gather: ranks have rows of [[3], 'float32'] and of [[4], 'float32']; make"
+    text = "ValueError: gather: rows differ between ranks ([[3], 'float32'] and [[4], 'float32']);"
     assert all(error.startswith(text) for error in both(_gather_what_differs))
 
 
@@ -228,7 +228,7 @@ def test_another_world_size_or_rank_is_refused() -> None:
 
 
 def _orders(workers: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the samples of three epochs, and those of two after a resume at the third."""
+    """Return the samples of three epochs, and of two epochs after a resume at the third."""
     loader = helper.get_dataloader_for_distributed(
         range(70),  # type: ignore[arg-type]
         8,
@@ -288,7 +288,7 @@ def test_autocast_computes_in_the_type_that_is_named() -> None:
 
 
 def _skip(strategy: str) -> tuple[int, float, list[float]]:
-    """Rank 1's loss is infinite in the second of three steps, and affects one row's shard."""
+    """Rank 1's loss is infinite in the second of three steps, and affects the shard of one row."""
     torch.manual_seed(0)
     model = helper.setup_distributed_models(nn.Linear(2, 2, bias=False), strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -334,7 +334,7 @@ def test_no_scaler_is_needed_for_other_types(dtype: str | None) -> None:
 
 
 class Loop:
-    """A loop as users write it, which draws random numbers."""
+    """A loop like those that users write; it draws random numbers."""
 
     def __init__(self, strategy: str = "auto", dtype: str | None = None) -> None:
         env = helper.init_distributed()

@@ -172,7 +172,7 @@ def test_a_dataset_without_a_length_is_refused() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
 
-    with pytest.raises(ValueError, match=r"Stream is an IterableDataset, .*; let its __iter__"):
+    with pytest.raises(ValueError, match=r"Stream is an IterableDataset, .*; make its __iter__"):
         helper.get_dataloader_for_distributed(Stream(), 2, shuffle=False)
 
 
@@ -205,7 +205,7 @@ def test_missing_master_is_named_in_time_without_a_trace_of_torch() -> None:
 
 def test_rank_started_twice_stops_every_rank() -> None:
     errors = run_ranks(_join, 25.0, ranks=[0, 1, 1], world_size=3)
-    message = r"LauncherError: rank 1 runs twice, on .* and on .*; .* \[duplicate-node-rank\]"
+    message = r"LauncherError: rank 1 is used twice, on .* and on .*; .* \[duplicate-node-rank\]"
     assert re.fullmatch(message, errors[0])
     assert {*errors} == {errors[0]}
 
@@ -234,7 +234,7 @@ def _join_at_a_taken_port() -> None:
 def test_taken_port_is_named() -> None:
     (error,) = run_ranks(_join_at_a_taken_port, ranks=[0], world_size=2)
     assert re.fullmatch(
-        r"OSError: cannot serve 127.0.0.1:\d+; give each process its own RANK.* \[port-in-use\]",
+        r"OSError: cannot listen on 127.0.0.1:\d+; give each process its own.* \[port-in-use\]",
         error,
     )
 
@@ -340,7 +340,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"^backend nccl needs a GPU and .* has none; use gloo$"):
+    with pytest.raises(ValueError, match=r"^backend nccl needs a GPU but .* has none; use gloo$"):
         helper.init_distributed(backend="nccl")
     monkeypatch.setenv("BACKEND", "nccl")
     with pytest.raises(ValueError, match="needs a GPU"):
@@ -395,7 +395,7 @@ def test_exit_handlers_have_a_limit(tmp_path: Path) -> None:
     )
     assert time.monotonic() - start < limits.EXIT_S
     assert (done.returncode, done.stdout) == (3, "printed")
-    assert "threads or exit handlers still run after 0.5 s; exiting without them" in done.stderr
+    assert "threads or exit handlers are still running after 0.5 s; exiting anyway" in done.stderr
 
 
 @pytest.mark.another_torch("train.py")  # and with another Python
@@ -429,7 +429,7 @@ exec "$@"
 """
 SAID = {
     "missing": r"1 of 3 ranks did not join at \S+ within 10 s: rank 2; .* \[node-missing\]",
-    "twice": r"rank 1 runs twice, on .* \[duplicate-node-rank\]",
+    "twice": r"rank 1 is used twice, on .* \[duplicate-node-rank\]",
 }
 
 

@@ -1,4 +1,4 @@
-"""The torch names that only one file may use: this torch has each, or its replacement."""
+"""The torch names that only one file may use: this torch has each one or its replacement."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_fsdp_on_a_cpu_is_refused_where_torch_cannot(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cpu, "Stream", type("Stream", (), {}))
     with pytest.raises(LauncherError) as error:
         fsdp.shard(nn.Linear(2, 2), [], torch.device("cpu"), Sharding())
-    told = f"strategy fsdp needs GPUs with torch {torch.__version__}; install torch 2.8 or newer, "
+    told = f"with torch {torch.__version__}, strategy fsdp needs GPUs; install torch 2.8 or newer, "
     assert str(error.value) == f"{told}or use ddp [env-missing]"
 
 
@@ -171,5 +171,5 @@ def test_an_option_that_this_torchrun_lacks_is_refused(
     monkeypatch.setattr(torchrun, "get_args_parser", lambda: parser)
     with pytest.raises(ValueError) as error:
         torchrun_arguments.parse([option, "script.py"], {})
-    lacks = f"{name}: torchrun of torch {torch.__version__} has no such option; {cure}"
+    lacks = f"{name}: torchrun in torch {torch.__version__} has no such option; {cure}"
     assert str(error.value) == lacks

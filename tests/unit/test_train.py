@@ -140,7 +140,7 @@ def test_the_home_folder_is_meant_by_its_sign() -> None:
         (["--config", LOCAL3, "train.batchsize=2"], "did you mean train.batch_size?"),
         (["--config", LOCAL3, "--chekc"], "unrecognized arguments: --chekc"),
         (["--config-path", "config"], "--config-path DIR and --config-name NAME go together"),
-        (["--config", LOCAL3, "--log-level", "loud"], "log level LOUD is none of DEBUG, INFO"),
+        (["--config", LOCAL3, "--log-level", "loud"], "log level LOUD is not one of DEBUG, INFO"),
         (["--config", LOCAL3, "--distributed-backend", "mpi"], "invalid choice: 'mpi'"),
         (
             ["--config", LOCAL3, "--check", "data.path=/nope"],
@@ -342,7 +342,7 @@ def test_files_in_the_runs_folder_save_and_stop(tmp_path: Path, text: Path) -> N
         (folder / name).touch()
     longer = (*never, "train.max_steps=9")
     done = run_tiny(tmp_path, text, "by-hand", *longer, processes=1, code=STOPPED)
-    assert "stopped    after step 4, which is saved (the file stop)" in done.stderr
+    assert "stopped    after step 4, which is saved (the stop file)" in done.stderr
     assert not {"save", "stop"} & {path.name for path in folder.iterdir()}
 
 
@@ -411,7 +411,7 @@ LAUNCHERS = [
 
 
 def commands(launcher: str) -> list[list[str]]:
-    """Return the command of each node."""
+    """Return the command for each node."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     by_launch = ["env", f"ENGINE={launcher}", *AGENT]
     port = str(free_port())
@@ -434,8 +434,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def weights_of(launcher: str, folder: Path) -> str:
-    """Train a few steps and return the hash of the final weights."""
-    run_id = f"same-{os.getpid()}"  # the port depends on it, and another worker may also run one
+    """Train for a few steps, and return the hash of the final weights."""
+    run_id = f"same-{os.getpid()}"  # the port depends on it, and other workers may run one too
     environment = {**os.environ, "PYTHON": sys.executable, "RUN_ID": run_id, "BACKEND": "gloo"}
     environment |= {"LOG_DIR": f"{folder}/logs", "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
     settings = [*SHORT, f"checkpoint.dir={folder}/checkpoints"]

@@ -150,7 +150,7 @@ def test_what_cannot_be_drawn_is_refused(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         sample.main([str(tmp_path), option])
-    assert "--length is 1 or more, --temperature 0 or more" in capsys.readouterr().err
+    assert "--length must be 1 or more, --temperature 0 or more" in capsys.readouterr().err
 
 
 # --- python -m training.prepare -------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_tokens_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtur
     words = [str(tmp_path / "text"), "--to"]
     assert prepare.main([*words, str(tmp_path / "tokens")]) == 0
     capsys.readouterr()
-    for to, cause in (("tokens", "has a train.bin already"), ("text", "is a file")):
+    for to, cause in (("tokens", "already has a train.bin"), ("text", "is a file")):
         assert prepare.main([*words, str(tmp_path / to)]) == 2
         told = f"prepare: {tmp_path / to} {cause}; name another folder, or delete it\n"
         assert capsys.readouterr().err == told
@@ -271,7 +271,7 @@ def test_tokens_need_a_vocabulary_that_holds_them(tmp_path: Path) -> None:
 
 
 def test_tokens_of_an_unknown_vocabulary_are_looked_at(tmp_path: Path) -> None:
-    """nanoGPT's have no tokens.json; a token beyond the vocabulary would fail the first step."""
+    """nanoGPT's have no tokens.json; a token beyond the vocabulary would break the first step."""
     write_tokens(tmp_path, 50_256)
     with pytest.raises(SettingsError, match="256 is less than the 50257 of "):
         task_of(tmp_path)

@@ -23,7 +23,7 @@ NAMES = sorted(str(file.relative_to(ROOT)) for file in MODULES)
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Yield the package of every import except relative ones, also inside functions."""
+    """Yield the package of every import except relative ones, including those in functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

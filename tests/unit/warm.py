@@ -1,10 +1,10 @@
 """Start agents and train.py as forks of a process that has imported torch.
 
-The import takes 3 s of CPU, most of the cost of a launch on one machine, and is the same for each.
-A fork runs the same file with its own arguments, environment, folder and streams, as a child of the
-process that requested it, as if it had been executed; /proc shows its own environment. Whatever a
-fork cannot have is executed as usual: another Python, Python's own variables, a terminal.
-tests/scripts and tests/cluster execute everything.
+The import takes 3 s of CPU time, which is most of the cost of a launch on one machine, and the same
+each time. A fork runs the same file with its own arguments, environment, folder and streams, as a
+child of the process that requested it, as if it had been executed; /proc shows its own environment.
+What needs another Python, Python's own variables or a terminal cannot be forked, so it is executed
+as usual. tests/scripts and tests/cluster execute everything.
 """
 
 import atexit
@@ -62,7 +62,7 @@ EXECUTE_CHILD = inspect.signature(EXECUTE)
 
 
 def write_order(call: Mapping[str, Any]) -> bytes | None:
-    """Return what the fork must become, or None if it must be executed."""
+    """Return what a fork must become, or None if the program must be executed."""
     args, environ = call["args"], os.environ if call["env"] is None else call["env"]
     words = [str(word) for word in args] if isinstance(args, list) else []
     if CLONE is None or words[:2] not in [[sys.executable, program] for program in PROGRAMS]:
@@ -80,7 +80,7 @@ def write_order(call: Mapping[str, Any]) -> bytes | None:
 
 
 def streams(call: Mapping[str, Any]) -> list[int]:
-    """Return the descriptors for its stdin, stdout and stderr."""
+    """Return the descriptors for the program's stdin, stdout and stderr."""
     given = [call[name] for name in ("p2cread", "c2pwrite", "errwrite")]
     return [number if fd == -1 else fd for number, fd in enumerate(given)]
 

@@ -82,7 +82,7 @@ class Task(Protocol):
     def loader(
         self, batch_size: int, *, rank: int, world_size: int, epoch: int, skip: int
     ) -> Iterable[Any]:
-        """Return this rank's batches of an epoch, from batch `skip` on, as many as other ranks.
+        """Return this rank's batches of an epoch, from batch `skip` on: as many as on other ranks.
 
         If this method is not overridden, `train` is read.
         """
@@ -111,7 +111,7 @@ def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]
     best = validated.get(task.best)
     if validated and best is None:
         warnings.warn(
-            f"task.best is {task.best!r}, and evaluate returns {', '.join(validated)}; "
+            f"task.best is {task.best!r}, but evaluate returns {', '.join(validated)}; "
             "no checkpoint is kept as the best",
             stacklevel=1,
         )

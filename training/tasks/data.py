@@ -7,8 +7,8 @@
     null      the sources of Python's standard library, without its tests and IDLE.
 
 A sample is read when it is needed, so a start takes as long with 2 GB as with 20 MB. Files are not
-mapped into memory: mapped pages count as the process's memory, and if a file has been truncated
-since, the process is killed without a message.
+mapped into memory: mapped pages count as the process's memory, and if a file has since been
+truncated, the process is killed without a message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from training.settings import data_path
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}  # of the library
 SHARE = 16  # one in this many files or bytes is validation data
 VALIDATION_TOKENS = 131_072  # of the validation data that are used
-OPEN_FILES = 256  # at most at the same time
+OPEN_FILES = 256  # at the same time, at most
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.uint32}
 FACTS = "tokens.json"  # beside train.bin: dtype, vocabulary, tokenizer
 
@@ -57,7 +57,7 @@ class Corpus:
     train: Sequence[Piece]
     validation: Sequence[Piece]
     name: str  # shown to the user
-    folder: Path = Path()  # where its tokenizer's file is
+    folder: Path = Path()  # where its tokenizer file is
     left_out: Sequence[str] = ()  # files left out, and why
     dtype: torch.dtype = torch.uint8  # of one token
     vocabulary: int = 256
@@ -138,7 +138,7 @@ def find_corpus(path: str | None) -> Corpus:
     found = data_path(path)
     if found and (found / "train.bin").is_file():
         if not (found / "val.bin").is_file():
-            raise SettingsError(f"data.path: {found} has a train.bin and no val.bin; add it")
+            raise SettingsError(f"data.path: {found} has a train.bin but no val.bin; add it")
         files = (found / "train.bin", found / "val.bin")
         sides = [[Piece(file, 0, file.stat().st_size)] for file in files]
         return _tokens(found, found / FACTS, *sides)
@@ -159,7 +159,7 @@ def _tokens(name: Path, facts: Path, train: list[Piece], validation: list[Piece]
         raise SettingsError(f"data.path: {facts} is damaged; prepare the tokens again") from None
     kind = told.get("dtype", "uint16")  # as in nanoGPT's files
     if kind not in DTYPES:
-        raise SettingsError(f"data.path: {facts}: dtype {kind!r} is none of {', '.join(DTYPES)}")
+        raise SettingsError(f"data.path: {facts}: dtype {kind!r} is not one of {', '.join(DTYPES)}")
     return Corpus(
         train=train,
         validation=validation,
@@ -176,8 +176,8 @@ def text_files(
 ) -> list[tuple[bytes, Path]]:
     """Return (SHA-256 of the name, path) of each file, sorted by hash: a fixed shuffle.
 
-    These are all files below the folder; without one, the standard library's *.py files. If
-    given, `leave_out` is called with the error of each folder that cannot be read.
+    These are all files below the folder; without one, the standard library's *.py files.
+    `leave_out`, if given, is called with the error of each folder that cannot be read.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
     skipped = () if folder else SKIPPED_FOLDERS
@@ -193,7 +193,7 @@ def text_files(
 
 
 def _text(folder: Path | None) -> Corpus:
-    """Return the text files below a folder. A NUL byte in the first 4 KB means it is not text."""
+    """Return a folder's text files. A NUL byte in the first 4 KB means that a file is not text."""
     train: list[Piece] = []
     validation: list[Piece] = []
     left_out = []
@@ -214,7 +214,7 @@ def _text(folder: Path | None) -> Corpus:
     if len(train) + len(validation) < 2:
         raise SettingsError(
             f"data.path: {folder} holds fewer than two text files; "
-            "name a file to split one by position"
+            "name one file to split it by position"
         )
     for empty, other in ((train, validation), (validation, train)):
         if not empty:  # with few files, all can be on one side

@@ -137,7 +137,7 @@ class LanguageModelTask(Task):
         return f"{sizes[0]} of {self.corpus.name}, and {sizes[1]} for validation{left_out}"
 
     def summary(self, model: nn.Module, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Compare the loss with simpler models of the same bytes, and show a sample."""
+        """Compare the loss with that of simpler models of the same bytes, and show a sample."""
         assert isinstance(model, GPT)
         windows, corpus = self.validation, self.corpus
         measure = f"loss {metrics['loss']:.4f}"

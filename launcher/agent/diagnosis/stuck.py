@@ -18,7 +18,7 @@ from launcher.text import name_ranks
 from launcher.wire import limits
 
 STOPPED = "its process is stopped (SIGSTOP)"
-# A library's frame and any frame, as faulthandler writes them; where a rank waits for others.
+# A library frame and any frame, as faulthandler writes them; code in which a rank waits for others.
 _IN_LIBRARY = re.compile(
     r'^ {2}File ".*/(site|dist)-packages/(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$'
 )
@@ -40,7 +40,7 @@ class RankState:
 
 
 def find_straggler(ranks: Sequence[RankState | None]) -> RankState | None:
-    """Return the rank furthest behind; of several, a stopped one, otherwise the longest silent.
+    """Return the rank furthest behind; of several, a stopped one, otherwise the one silent longest.
 
     It is stuck only if all ranks that are as far behind are stuck. The ranks are those of a node
     or, for the entire run, each node's straggler. Returns None if there are no ranks, or if one is
@@ -75,10 +75,10 @@ def wait_for_stacks(files: Mapping[Path, int], limit_s: float) -> None:
 
 
 def read_stack(file: Path) -> list[str]:
-    """Return the main thread's stack when faulthandler last wrote, innermost call first.
+    """Return the main thread's stack as faulthandler last wrote it, innermost call first.
 
-    These are the user's own frames, after the library function that they called, if any. If there
-    are no such frames, as at Python's exit, they are Python's and another thread's.
+    It has the user's own frames, after the library function that they called, if any. If there are
+    no such frames, as at Python's exit, it has Python's own and one of another thread.
     """
     try:
         threads = ["", *file.read_text(errors="replace").split("hread 0x")]

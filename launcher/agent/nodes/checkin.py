@@ -99,15 +99,15 @@ def listen(address: str, port: int) -> socket.socket:
         return open_port(port, address)
     except OSError as error:
         cause = f"port {port} on {address}: {error.strerror}"
-        cure = "end the other start of this run, if there is one, or set MASTER_PORT to a free one"
+        cure = "stop the other copy of this run, if there is one, or set MASTER_PORT to a free port"
         raise Refused("port-in-use", f"{cause}; {cure}") from error
 
 
 def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Link, Member]]:
     """On node rank 0, wait until every other agent has checked in. Returns them by node rank.
 
-    Raises Refused, after rejecting the nodes that have checked in, if a node is missing, came
-    twice, or does not match this one. A node of another run is turned away.
+    Raises Refused, after rejecting the nodes that have checked in, if a node is missing,
+    checked in twice, or does not match this one. A node of another run is turned away.
     """
     nodes: dict[int, NodeReport] = {me.node_rank: me}
     awaited = {*range(me.num_nodes)} - {me.node_rank}
@@ -115,7 +115,7 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Li
 
     def admit(peer: Link, node: NodeReport) -> bool:
         if node.run_id not in ("", me.run_id):
-            cause = f"{node.host} has run id {node.run_id}, {me.host} has {me.run_id}"
+            cause = f"{node.host} has run id {node.run_id}, but {me.host} has {me.run_id}"
             say(f"warning: {cause}; rejected it; still waiting for this run's nodes [wrong-world]")
             cure = "do not set RUN_ID, or set the same one"
             peer.send(Refusal("wrong-world", f"{cause}; {cure}"))
@@ -133,7 +133,7 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Li
         if missing := awaited - here.keys():
             came = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
             number = acceptor.unauthenticated
-            dropped = f"; {count(number, 'connection')} without the run's secret dropped"
+            dropped = f"; dropped {count(number, 'connection')} without the run's secret"
             which = ", ".join(map(str, sorted(missing)))
             cause = f"node rank {which} did not check in within {wait.timeout_s:g} s (here: {came}"
             cause += f"{dropped if number else ''})"
@@ -145,7 +145,7 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Li
 
 
 def refuse(peers: Iterable[Link], refused: Refused) -> None:
-    """Notify agents that the run will not start, or continues without them."""
+    """Notify agents that the run will not start, or will continue without them."""
     for peer in peers:
         peer.send(Refusal(refused.fault, refused.message))
 
@@ -154,11 +154,11 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
     """Raise Refused if a node that has checked in cannot be part of this run."""
     if node.num_nodes != me.num_nodes or not 0 <= node.node_rank < me.num_nodes:
         cause = f"{node.host} was started as node {node.node_rank} of {node.num_nodes}"
-        cause += f", {me.host} as node 0 of {me.num_nodes}"
-        raise Refused("wrong-world", f"{cause}; give every node the same number")
+        cause += f", but {me.host} as node 0 of {me.num_nodes}"
+        raise Refused("wrong-world", f"{cause}; give every node the same number of nodes")
     if twice := nodes.get(node.node_rank):
         cause = f"node rank {node.node_rank} was started twice, on {twice.host} and on {node.host}"
-        raise Refused("duplicate-node-rank", f"{cause}; give each node its own")
+        raise Refused("duplicate-node-rank", f"{cause}; give each node its own rank")
     for fault, cause in mismatches(me, node):
         cure = ", or set SKIP_PREFLIGHT=1 on every node" * cause.startswith(ARGUMENTS)
         raise Refused(fault, f"{cause}; make them the same{cure}")
@@ -188,7 +188,7 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
         cause = f"node rank 0 at {address}:{port} has a different RUN_SECRET from this node"
         raise Refused("stranger", f"{cause}, or none; set the same one on every node")
     if isinstance(last, NotAccepted):
-        which = f"node rank {me.node_rank}" if me.node_rank >= 0 else "more nodes"
+        which = f"node rank {me.node_rank}" if me.node_rank >= 0 else "this node"
         cause = f"{address}:{port} rejected {which}: the run has already started; check whether "
         raise Refused("duplicate-node-rank", f"{cause}this node was also started elsewhere")
     fault, cure = _explain(last)

@@ -70,7 +70,7 @@ def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
     team = Team(old.run_id, members, there, spares, args.min_nodes)
     why, others = team.why_not(), len(old.successors)
     if 2 * (1 + len(peers)) <= 1 + others:
-        why = f"{me.host} reaches {count(len(peers), 'agent')} of {others} others: the run ends"
+        why = f"{me.host} reaches only {len(peers)} of {count(others, 'other agent')}: the run ends"
     if why:
         refused = Refused("link-lost", why)
         checkin.refuse(peers.values(), refused)

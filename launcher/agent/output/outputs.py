@@ -84,7 +84,7 @@ class Outputs:
             control.tell(message, is_line_open=self.is_line_open)
 
     def drain(self) -> None:
-        """Wait until all output is written, at most DRAIN_S for each terminal."""
+        """Wait until all output is written, for at most DRAIN_S per terminal."""
         for terminal in self._terminals:
             terminal.drain(limits.DRAIN_S)
 

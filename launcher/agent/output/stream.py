@@ -33,7 +33,7 @@ _CHUNK = 65536
 _TRICKLE = 2048  # bytes
 _PAGE = 4096  # bytes; one read of a terminal returns no more, and asking for more costs time
 _LONGEST_LINE = 1 << 20  # bytes; a longer one is logged in pieces
-_STATES = 5  # how many of the latest states are kept of a line that redraws itself
+_STATES = 5  # how many of the latest states of a line that redraws itself are kept
 _FATAL = b"Traceback (most recent call last)", b"Fatal Python error"
 _TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^Fatal Python error")
 _TORCHS_WARNING = re.compile(rb"\[[WI]\d{4} ")  # from its C++ code
@@ -77,7 +77,7 @@ class NodeLog:
 
 
 class RankView(View):
-    """A rank's stream on the terminal: torch's noise is dropped, tracebacks are held at first."""
+    """A rank's stream on the terminal, with torch's noise dropped and tracebacks held at first."""
 
     def __init__(
         self, screen: Terminal, *, is_alone: bool, label: bytes = b"", is_debug: bool = False
@@ -108,7 +108,7 @@ class RankView(View):
             super().put(held)
 
     def tick(self, now: float, traceback_s: float = math.inf) -> bool:
-        """As in View, and show a traceback that has been held back for `traceback_s` seconds."""
+        """Do what View does, and show a traceback held back for `traceback_s` seconds."""
         if self.traceback.age(now) >= traceback_s:
             self.show_traceback()
         return super().tick(now) or bool(self.traceback.text)
@@ -217,7 +217,7 @@ class Stream:
                     self.traceback_line = number
 
     def _clean(self, lines: Sequence[bytes]) -> Iterator[bytes]:
-        """Yield lines as a terminal finally shows them; lines of a pipe change only if redrawn."""
+        """Yield lines as a terminal finally shows them; a pipe's lines change only if redrawn."""
         for line in lines:
             if not self.is_tty and b"\r" not in line:
                 yield line
@@ -225,7 +225,7 @@ class Stream:
                 yield state
 
     def drain(self) -> None:
-        """Read what a dead rank has left, without waiting for children that hold the pipe open."""
+        """Read what a dead rank left, without waiting for children that hold the pipe open."""
         ready = select.poll()
         ready.register(self.fd, select.POLLIN)
         while ready.poll(0) and self.pump():

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 import time
 
-_MOST_BYTES = 1 << 18  # more than any traceback has
+_MOST_BYTES = 1 << 18  # longer than any traceback
 _MARK = b"Traceback (most recent call last)"
 _BEFORE = re.compile(rb"(\[rank\d+\]: )?[^\w\n\r\]:]*(Exception Group )?\Z")  # on the same line
 
 
 class HeldTraceback:
-    """A stream's output from the first line of a traceback on, while it is held back."""
+    """A stream's output from the first line of a traceback onwards, while it is held back."""
 
     def __init__(self) -> None:
         self.text = bytearray()

@@ -22,7 +22,7 @@ def count_steps(record: str, error_file: Path) -> None:
     place = find_record(record)
     assert place is not None
     counter = StepCounter(Heart(*place, stack_file_of(error_file), is_counted=True))
-    os.register_at_fork(after_in_child=counter.stop)  # a rank's children do not count
+    os.register_at_fork(after_in_child=counter.stop)  # a rank's children count no steps
     register_optimizer_step_post_hook(counter)
 
 

@@ -99,7 +99,7 @@ def run_and_exit(
     os.environ.update(variables)
     is_too_late = program.can_fork and is_lost_by_fork()  # CUDA does not survive a fork
     if is_too_late and variables["LOCAL_RANK"] == "0":
-        say("CUDA is in use already: one import of torch per rank")
+        say("CUDA is already in use, so each rank imports torch itself")
     if is_too_late or not program.can_fork:
         sys.exit(_execute_command(program.command()))
     if "OMP_NUM_THREADS" in variables:  # OpenMP read this when torch was imported
@@ -159,7 +159,7 @@ def _renew_seeds() -> None:
 
 
 def _hide_the_agent(program: Program) -> None:
-    """Give the user's script its own path, and let it import its own package `distributed`."""
+    """Give the user's script its own path, and let it import a `distributed` package of its own."""
     for name in list(sys.modules):
         if name.partition(".")[0] in ("distributed", "launcher"):
             del sys.modules[name]
@@ -173,7 +173,7 @@ def _hide_the_agent(program: Program) -> None:
 
 
 def _keep_groups() -> list[Any]:
-    """Keep references to the process groups that the script destroys. Returns the list of them.
+    """Keep references to the process groups that the script destroys. Returns them in a list.
 
     The last reference is often a DistributedDataParallel's, which drops it with the GIL held.
     The group then joins gloo's thread, which may need the GIL for the last tensor it reduced.
@@ -221,7 +221,7 @@ def _run_script(path: str) -> None:
     main.__dict__["__builtins__"] = builtins
     main.__dict__["__cached__"] = None
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
-    # Kept until exit: its classes must be picklable, also in spawned workers.
+    # Kept until exit: its classes must be picklable, even in spawned workers.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     with io.open_code(main.__file__) as source:
         code = compile(source.read(), main.__file__, "exec", dont_inherit=True)

@@ -55,7 +55,7 @@ class Snapshots:
         return max(_whole_steps(self._own), default=-1)
 
     def parts(self) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-        """Return which ranks' parts of sharded snapshots are here, by step: own ones and copies."""
+        """Return which ranks' parts of sharded snapshots are here, by step: own and copied ones."""
         return _holders_of_parts(self._own), _holders_of_parts(self._copies)
 
     def find_parts(self, others: Iterable[NodeEnd], saved_step: int) -> Parts | None:
@@ -145,7 +145,7 @@ def _run(
     folder: str = "",  # for handing over parts between nodes
     is_handed_over: bool = False,  # to the first node, which saves it
 ) -> bool:
-    """Save files in a separate process, because a disk may hang. Returns whether that succeeded."""
+    """Save files in a separate process, as the disk may hang. Returns whether that succeeded."""
     agent = os.getpid()
     processes.die_with_parent(os.getppid())  # the event loop no longer watches the supervisor
     if (pid := os.fork()) == 0:
@@ -160,7 +160,7 @@ def _run(
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
         if own_time.now() > deadline:
             processes.send([pid], signal.SIGKILL)
-            say(f"warning: step {step}, in memory, was not saved in time")
+            say(f"warning: the snapshot of step {step} in memory was not saved in time")
             return False
         time.sleep(limits.POLL_S)
     return ended[1] == 0

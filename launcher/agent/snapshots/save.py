@@ -18,7 +18,7 @@ from launcher.agent.output.stream import say
 def save(files: Sequence[int], folder_name: str = "") -> int:
     """Save a snapshot whose parts, one per rank, are in these files or in those of a folder.
 
-    The folder is inside the run's checkpoint folder, and is deleted later. Returns an exit code.
+    The folder is in the run's checkpoint folder, and is deleted afterwards. Returns an exit code.
     """
     step = Buffer(files[0]).header().step if files else -1
     try:
@@ -29,7 +29,7 @@ def save(files: Sequence[int], folder_name: str = "") -> int:
             folder = Path(part.folder, folder_name)
             others = [folder / str(rank) for rank in {*range(part.holders)} - {*parts}]
             try:
-                with contextlib.ExitStack() as stack:  # close first: NFS keeps open files
+                with contextlib.ExitStack() as stack:  # close before deleting: NFS keeps open files
                     parts |= _read(
                         stack.enter_context(other.open("rb")).fileno() for other in others
                     )
@@ -39,7 +39,7 @@ def save(files: Sequence[int], folder_name: str = "") -> int:
             return _commit(merge([part for _, part in sorted(parts.items())]))
     except Exception as error:
         why = str(error) or repr(error)
-    say(f"warning: step {step}, in memory, was not saved: {why}")
+    say(f"warning: the snapshot of step {step} in memory was not saved: {why}")
     return 1
 
 

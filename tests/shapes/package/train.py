@@ -1,4 +1,4 @@
-"""A module run with -m, which imports its neighbours by relative imports (as torchtitan does)."""
+"""A module run with -m that imports its neighbours with relative imports, as torchtitan does."""
 
 import argparse
 import sys
