@@ -80,7 +80,7 @@ def _launch(measured: str) -> tuple[str, str, str, str, str]:
 def _restart(measured: str) -> tuple[str, str, str, str, str]:
     title = "From a killed rank to training again"
     restart = _by(_section(measured, title), "launcher", "1 x 4")
-    torchrun, working = restart["torchrun"], restart["torchrun, a store for each attempt"]
+    torchrun, working = restart["torchrun"], restart["torchrun, new store per attempt"]
     return (
         "restart of 4 processes after one is killed",
         f"{restart['ours']['median s']} s",

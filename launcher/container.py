@@ -114,7 +114,7 @@ def _choose(here: Path, given: str, *, in_job: bool) -> tuple[str, str]:
         return "pyxis" if in_job else "enroot", str(path)
     if not in_job:
         raise PlanError(
-            f"CONTAINER is {given!r}: only pyxis can load it, in a SLURM job; "
+            f"CONTAINER is {given!r}, which only pyxis can load, in a SLURM job; "
             f"give an image file or folder, or podman:{given}"
         )
     return "pyxis", given

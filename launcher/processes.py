@@ -113,7 +113,7 @@ def descendants(root: int) -> list[int]:
 
 
 def _all_pids() -> list[int]:
-    """Return the ids of all visible processes; none if this one has no file descriptor left.
+    """Return the ids of all visible processes; none if this one has run out of descriptors.
 
     In that case the supervisor, which has few open files, ends what is left.
     """

@@ -190,7 +190,7 @@ class Settings(Section):
     @classmethod
     def _check_tracking(cls, names: list[str], info: ValidationInfo) -> list[str]:
         if "wandb" in names and importlib.util.find_spec("wandb") is None:
-            raise ValueError("wandb is not installed; pip install wandb, or omit it")
+            raise ValueError("wandb is not installed; run pip install wandb, or omit it")
         if "wandb" in names and not _may_have_wandb_login(info.context or {}):
             raise ValueError(
                 "wandb has no login on this machine; "

@@ -38,7 +38,7 @@ from .snapshots import named_tensors
 
 Trees = dict[str, Any]  # "model" and "optimizer": what their state_dict() returned
 
-# The types in plans and the index. A BytesStorageMetadata would make torch unpickle a part.
+# The types in plans and the index. BytesStorageMetadata would make torch unpickle a part.
 _KINDS = {
     kind
     for module in (filesystem, metadata, planner, storage)

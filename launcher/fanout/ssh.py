@@ -323,7 +323,7 @@ class Terminals:
         return show
 
     def tick(self, now: float) -> None:
-        """Show lines that have stayed unfinished.
+        """Show lines that have been unfinished for a while.
 
         `now` is a time before the nodes were last read.
         """

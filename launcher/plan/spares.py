@@ -28,7 +28,7 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
         )
     if not max_restarts:
         raise PlanError(
-            f"{names} needs MAX_RESTARTS; use 3, for example (each replaced node is a restart)"
+            f"{names}: also set MAX_RESTARTS, for example to 3 (each replacement is a restart)"
         )
     if spares >= world.num_nodes:
         raise PlanError(

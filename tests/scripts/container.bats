@@ -96,7 +96,7 @@ command_of() { # <script and arguments...>
   CONTAINER=none.sif run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
   assert_refused 2 "CONTAINER names 'none.sif', which does not exist; correct its path"
   CONTAINER=nvcr.io/x run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
-  assert_refused 2 "only pyxis can load it, in a SLURM job; give an image file or folder, or podman:nvcr.io/x"
+  assert_refused 2 "which only pyxis can load, in a SLURM job; give an image file or folder, or podman:nvcr.io/x"
   CONTAINER=image CONTAINER_ARGS="'" run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
   assert_refused 2 "CONTAINER_ARGS: No closing quotation; quote it as for a shell"
   mkdir bare

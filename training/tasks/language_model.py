@@ -105,8 +105,8 @@ class LanguageModelTask(Task):
         vocabulary = corpus.vocabulary or self.validation.largest() + 1  # the least it can be
         if vocabulary > self.shape.vocabulary:
             raise SettingsError(
-                f"model.vocabulary: {self.shape.vocabulary} is less than the {vocabulary} "
-                f"of {corpus.name}; raise it"
+                f"model.vocabulary is {self.shape.vocabulary}, but {corpus.name} needs "
+                f"at least {vocabulary}; raise it"
             )
 
         layers, width = self.shape.layers, self.shape.width
