@@ -185,7 +185,7 @@ def suspend() -> None:
     stopped: list[int] = []
     deadline = time.monotonic() + limits.KILL_S
     while running := [pid for pid in descendants(me) if not is_stopped(pid)]:
-        send(running, signal.SIGSTOP)  # again each time: one may have forked in between
+        send(running, signal.SIGSTOP)  # repeat: one may have forked before it stopped
         stopped += running
         if time.monotonic() > deadline:
             break
@@ -213,7 +213,7 @@ def end_descendants(*, term_s: float = 0.0) -> list[int]:
     while alive := descendants(me):
         if time.monotonic() > deadline:
             return alive
-        send(alive, signal.SIGKILL)  # again each time: one may have forked in between
+        send(alive, signal.SIGKILL)  # repeat: one may have forked before it stopped
         time.sleep(limits.POLL_S)
     return []
 

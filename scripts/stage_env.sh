@@ -142,7 +142,7 @@ unpack_environment() { # <archive> <folder>
   if ! read_in_parts "$1" "$new/archive" || [[ $(b2sum <"$new/archive") != "${facts[0]}" ]] ||
     ! coded "$1" -d <"$new/archive" | tar -C "$new" --ignore-zeros --no-same-owner -xf -; then
     rm -rf -- "$new"
-    fail env-missing "$1 cannot be unpacked, or is incomplete, see above; remove it, and run stage_env.sh again"
+    fail env-missing "$1 cannot be unpacked or is incomplete (see above); remove it and run stage_env.sh again"
   fi
   rm -- "$new/archive"
   if [[ -d $new/base ]]; then # the Python of a virtual environment

@@ -1,4 +1,4 @@
-"""Load checkpoints on all ranks together, and each rank's own state."""
+"""Load checkpoints on all ranks together, and restore each rank's own state."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def follow_stream(fd: int) -> None:
 
 
 def await_client(pid: int) -> None:
-    """Wait for podman's client to exit; this process is not its child, but should end with it."""
+    """Wait for the podman client to exit; this process is not its child, but should end with it."""
     started = processes.start_ticks(pid)
     while started is not None and processes.start_ticks(pid) == started:
         time.sleep(limits.CLIENT_LOOK_S)

@@ -105,7 +105,7 @@ def find_short_delay(grace_s: int, environ: Environ) -> str:
     if not delay.isdecimal() or (stop_s := grace_s + close_s) <= int(delay):
         return ""
     cause = f"a stop can take {stop_s} s (GRACE + {close_s}), but PBS kills this job {delay} s"
-    cure = f"ask your administrator for kill_delay={stop_s}"
+    cure = f"ask your administrator to set kill_delay={stop_s}"
     if (rest_s := int(delay) - close_s) > 0:
         cure += f", or set GRACE={rest_s} if the ranks save within {rest_s} s"
     return f"{cause} after qdel or the walltime (kill_delay of queue {queue}); {cure}"

@@ -10,8 +10,8 @@
 # example: sbatch --gpus-per-node=8 scripts/slurm/slurm_train_single_node.sh config/local3.yaml
 #          under salloc: the same without sbatch
 #
-# By default, the job has 1 node with 2 GPUs, 4 CPUs per GPU and 24 hours. Options of sbatch
-# override that; for CPUs use --cpus-per-gpu. Your site may need --partition, --account or --mem.
+# By default, the job has 1 node with 2 GPUs, 4 CPUs per GPU and 24 hours. sbatch's options
+# override these; for CPUs use --cpus-per-gpu. Your site may need --partition, --account or --mem.
 # Ranks per node: the first of --ntasks-per-node (if above 1), NPROC_PER_NODE, the number of GPUs.
 #SBATCH --job-name=train
 #SBATCH --nodes=1

@@ -98,7 +98,7 @@ staged() {
   rm -r "$folder"
   printf 'x' >>"$archive"
   run launch
-  [[ $status == 3 && $output == *"stage_env.sh: $HOST: $PWD/$archive cannot be unpacked, or is incomplete, see above; remove it, and run stage_env.sh again [env-missing]" ]]
+  [[ $status == 3 && $output == *"stage_env.sh: $HOST: $PWD/$archive cannot be unpacked or is incomplete (see above); remove it and run stage_env.sh again [env-missing]" ]]
   [[ ! -e $folder ]]
   run "$ROOT/scripts/stage_env.sh" --run "$PWD/none/none.tar" "${folder%/}" "$PYTHON" -u -c ''
   [[ $status == 3 && $output == "stage_env.sh: $HOST: $PWD/none/none.tar does not exist here, or belongs to another user; give a LOG_DIR that all nodes share, "* ]]

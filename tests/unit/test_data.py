@@ -168,7 +168,7 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
     file.write_bytes(b"x" * 100)
     windows = Windows([Piece(file, 0, 100)], 9, torch.uint8)
     file.write_bytes(b"x" * 50)
-    with pytest.raises(OSError, match="text is shorter than it was at the start; restore it"):
+    with pytest.raises(OSError, match="text is shorter than when the run started; restore it"):
         windows[8]
 
 

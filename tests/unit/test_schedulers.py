@@ -116,7 +116,7 @@ def test_a_part_of_the_job_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 KILLED = "a stop can take {0} s (GRACE + 10), but PBS kills this job {1} s after qdel or"
-KILLED += " the walltime (kill_delay of queue workq); ask your administrator for kill_delay={0}"
+KILLED += " the walltime (kill_delay of queue workq); ask your administrator to set kill_delay={0}"
 SAVES = ", or set GRACE={0} if the ranks save within {0} s"
 
 

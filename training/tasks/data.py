@@ -109,7 +109,7 @@ class Windows(Dataset[Tensor]):
             size = min(missing - len(found), piece.size - offset)
             read = os.pread(_open(piece.path).fd, size, piece.start + offset)
             if len(read) < size:
-                raise OSError(f"{piece.path} is shorter than it was at the start; restore it")
+                raise OSError(f"{piece.path} is shorter than when the run started; restore it")
             found += read
             if len(found) == missing:
                 break

@@ -181,7 +181,7 @@ class Stream:
             self._end_lines(b"")
 
     def tick(self, now: float, traceback_s: float = math.inf) -> bool:
-        """Show and log output held back long enough. Returns whether any is still held back.
+        """Show and log any output held back for long enough. Returns whether any remains.
 
         `now` is a time before the stream was last read.
         """
