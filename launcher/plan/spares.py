@@ -28,7 +28,7 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
         )
     if not max_restarts:
         raise PlanError(
-            f"{names}: also set MAX_RESTARTS, for example to 3 (each replacement is a restart)"
+            f"{names} without MAX_RESTARTS; set it, say to 3 (each replacement is a restart)"
         )
     if spares >= world.num_nodes:
         raise PlanError(

@@ -188,7 +188,7 @@ def test_world_of_a_slurm_job(
         ({}, {"MAX_RESTARTS": "x"}, "MAX_RESTARTS is 'x'"),
         ({"engine": "torch.distributed.launch"}, {"MAX_RESTARTS": "1"}, "cannot restart ranks"),
         (SSH, {"SPARES": "x"}, "SPARES is 'x'"),
-        (SSH, {"SPARES": "1"}, "SPARES=1: also set MAX_RESTARTS, for example to 3 (each"),
+        (SSH, {"SPARES": "1"}, "SPARES=1 without MAX_RESTARTS; set it, say to 3 (each"),
         (SSH, {**SPARE, "MIN_NODES": "2"}, "MIN_NODES is '2'; give a whole number from 1 to 1"),
         (SSH, {**SPARE, "MIN_NODES": "0"}, "MIN_NODES is '0'"),
         ({}, SPARE, "SPARES=1: this launcher does not replace nodes; use launch_torchrun_auto"),
