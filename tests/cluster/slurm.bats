@@ -86,7 +86,7 @@ field() { # <job> <name>
   RUN_ID=gpus job --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
   RUN_ID=tasks job --ntasks-per-node=2 --gres=gpu:2 scripts/slurm/slurm_train_single_node.sh config/local3.yaml "${SHORT[@]}"
   RUN_ID=srun LAUNCHER=srun job --nodes=2 --ntasks-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}" || true
-  grep -q 'LAUNCHER=srun starts the job.s tasks.*\[wrong-world\]$' job.out
+  grep -q 'LAUNCHER=srun needs .* tasks per node.*\[wrong-world\]$' job.out
   RUN_ID=srun LAUNCHER=srun job --nodes=1 --ntasks-per-node=2 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
   [[ $(weights_of gpus) == "$(weights_of tasks)" && $(weights_of gpus) == "$(weights_of srun)" ]]
 }
