@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from agents import PATIENCE_S, ROOT, eventually, is_alive, rarely
+from agents import ROOT, eventually, is_alive, rarely
 from launched import state_of
-from recovery import SHARDED, Job, Outcome, await_snapshots, ranks_below
+from recovery import SHARDED, Job, Outcome, await_snapshots
 from test_checkpoint import make_state
 from test_recovery import job as job
 from test_snapshot import names_of
@@ -323,18 +323,17 @@ def hold_commits(folder: Path) -> int:
 @pytest.mark.slow
 def test_an_agent_that_saves_ends_with_its_supervisor(tmp_path: Path) -> None:
     job = Job(tmp_path)
-    taken = ("checkpoint.snapshot_every=5", "checkpoint.every=0")
-    process = job.start("slow", 1, *taken, FAULT="SIGKILL 0 46", PACE="0.05")
     folder = job.folder / "checkpoints/slow"
-    eventually(lambda: (folder / "lock").exists() and ranks_below(process.pid))
-    rank = ranks_below(process.pid)
-    (agent,) = (pid for pid in processes.descendants(process.pid) if pid not in rank)
-    fd = hold_commits(folder)
-    # Wait until there is a process that saves.
-    eventually(lambda: processes.descendants(agent) not in ([], rank))
-    os.kill(process.pid, signal.SIGKILL)
-    left = [agent, *processes.descendants(agent)]
-    eventually(lambda: not any(map(is_alive, left)))
-    process.communicate(timeout=PATIENCE_S)
-    os.close(fd)
+    with job.nodes("slow", 1, *TAKEN, FAULT="sleep 0 46") as (run,):
+        await_snapshots(run, 20)
+        agent, (rank,) = run.agent_pid(), run.rank_pids()
+        lock = hold_commits(folder)
+        os.kill(rank, signal.SIGKILL)
+        # Wait until there is a process that saves.
+        eventually(lambda: {*processes.descendants(agent)} - {rank})
+        run.process.kill()
+        left = [agent, *processes.descendants(agent)]
+        eventually(lambda: not any(map(is_alive, left)))
+        run.finish()
+        os.close(lock)
     assert files.steps(folder) == []
