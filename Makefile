@@ -34,7 +34,7 @@ train: $(STAMP) ## train the built-in model on this machine (CONFIG=..., NPROC=.
 sample: $(STAMP) ## generate text from the newest checkpoint of a run of the built-in model (RUN=id)
 	@$(PYTHON) -m training.sample $(if $(RUN),checkpoints/$(RUN),$(error give RUN=, a run id))
 
-plot: $(STAMP) ## draw the metrics of a run beside its logs, or of several (RUN="id id")
+plot: $(STAMP) ## draw the metrics of one or more runs beside their logs (RUN="id id")
 	@$(PYTHON) -m training.plot $(or $(RUN),$(error give RUN=, a run id))
 
 test: $(TESTED) ## run lint and the tests; list what was skipped, and why
@@ -46,7 +46,7 @@ test-fast: $(TESTED) ## run lint and the quick tests, in about a minute
 lint: $(TESTED) ## run shellcheck, shfmt, ruff and mypy
 	@PYTHON=$(PYTHON) tests/run.sh lint
 
-test-torch: ## test what another torch can break: one table (VERSION=2.6.0 PYTHON=...)
+test-torch: ## test what another version of torch can break: one table (VERSION=2.6.0 PYTHON=...)
 	@PYTHONPATH=bench$(SITE_PATH) $(ANY_PYTHON) tests/with_torch.py $(VERSION)
 
 test-cluster: $(TESTED) ## run only the tests on the cluster on this machine (as root)
@@ -61,13 +61,13 @@ test-gpu: ## test what can break on a GPU: one table, under 10 minutes (PYTHON=.
 test-login: $(TESTED) ## run every test as on a login node, where SLURM and PBS answer (as root)
 	@PYTHON=$(PYTHON) tests/login_node.sh tests/run.sh all
 
-cluster-deps: ## install what the cluster needs, with apt-get (as root)
+cluster-deps: ## install the packages that the cluster needs, with apt-get (as root)
 	@tests/cluster/cluster.sh deps
 
 cluster-up: ## start a cluster with a real SLURM on this machine (as root; NODES=4)
 	@tests/cluster/cluster.sh up $(NODES)
 
-cluster-shell: ## open a shell on one of its hosts (as root; NODE=login, node1, ...)
+cluster-shell: ## open a shell on a host of the cluster (as root; NODE=login, node1, ...)
 	@tests/cluster/cluster.sh shell $(NODE)
 
 cluster-down: ## stop the cluster and everything on it (as root)
@@ -76,7 +76,7 @@ cluster-down: ## stop the cluster and everything on it (as root)
 prove: $(TESTED) ## run the long proofs, and write bench/proofs.md (PART=list shows its parts; TIMES=5)
 	@PYTHONPATH=.:tests/unit:bench $(PYTHON) tests/prove.py $(if $(TIMES),--times $(TIMES)) $(PART)
 
-bench-launch: $(STAMP) ## measure a launch to its first step: ours and others
+bench-launch: $(STAMP) ## measure a launch to its first step: our launcher and others
 	$(PYTHON) bench/launch.py
 
 bench-step: $(STAMP) ## measure a training step: train.py and a bare loop
@@ -94,13 +94,13 @@ bench-snapshots: $(STAMP) ## measure snapshots in memory: their cost, and what a
 bench-failures: $(STAMP) ## compare what launchers do when a rank fails or the launcher is killed
 	$(PYTHON) bench/failures.py
 
-bench-shapes: $(STAMP) ## run copies of well-known scripts under torchrun and ours (as root)
+bench-shapes: $(STAMP) ## run copies of well-known scripts under torchrun and our launchers (as root)
 	$(PYTHON) bench/shapes.py
 
 bench-gpu: $(STAMP) ## measure training on one GPU: train.py, a bare loop, accelerate, Lightning
 	PYTHONPATH=. $(PYTHON) bench/gpu.py
 
-bench-faults: $(STAMP) ## cause each fault on the cluster on this machine, with ours and with torchrun (as root)
+bench-faults: $(STAMP) ## cause each fault on the cluster on this machine, under our launchers and torchrun (as root)
 	$(PYTHON) bench/faults.py
 
 pictures: $(STAMP) ## draw the pictures of the README from real runs

@@ -8,7 +8,7 @@
 
 It trains a task, the built-in one or yours: see training/tasks/__init__.py. A run with the RUN_ID
 of an earlier one resumes from that run's newest checkpoint. On SIGTERM, SIGINT, SIGHUP or SIGUSR1,
-after train.max_seconds, and for a file `stop` in the run's folder, it saves and exits with code 75.
+after train.max_seconds, or if its log folder holds a file `stop`, it saves and exits with code 75.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from training.arguments import refuse, refuse_together, start
 if __name__ == "__main__":
     arguments, settings = start(__doc__)  # launch-kit: answers --check
 
-# torch is imported only now: that takes over a second, and --check and a bad config do without it.
+# Importing torch takes over a second, so --check and an invalid config are dealt with before that.
 import argparse
 import logging
 import math
@@ -228,7 +228,7 @@ class Run:
             self.scaler.unscale_(self.optimizer)
             parameters = self.model.parameters()
             self.gradient_norm = torch.nn.utils.clip_grad_norm_(parameters, train.clip_norm)
-        self.scaler.step(self.optimizer)  # skipped if a gradient is infinite
+        self.scaler.step(self.optimizer)  # skipped if a gradient is not finite
         self.scaler.update()
         self.optimizer.zero_grad()
         self.schedule.after()

@@ -1,7 +1,7 @@
 """A minimal loop that trains the built-in model; `make bench-step` compares train.py with it.
 
 bench/step.py starts and configures it, and turns.py decides when it takes its steps. STRATEGY,
-ACCUMULATE, COMPILE and RECOMPUTE select what a case needs. All of it is plain torch.
+ACCUMULATE, COMPILE and RECOMPUTE select what a case needs. The loop is plain torch.
 """
 
 import contextlib

@@ -3,7 +3,7 @@ PYTHONPATH=. python bench/checkpoint.py [RUNS].
 
 Measures how long one save blocks the training loop, how long it takes to reach the disk, and how
 much time four saves add to a loop of 400 steps. Each measurement runs in a single-threaded process
-with its own folder, which starts when no writes to the disk are pending. The methods take turns,
+with its own folder, and starts when no writes to the disk are pending. The methods take turns,
 RUNS times each (default 3), so that their medians can be compared.
 """
 

@@ -162,7 +162,7 @@ def other_node(launcher: Launcher) -> str:
         assert FAULTY == 2  # it is on the second node
         run.leave()
         seconds = run.wait_until_gone(run.pids[:2], LIMIT_S)
-    return f"{seconds:.1f} s" if seconds is not None else f"still there after {LIMIT_S:.0f} s"
+    return f"{seconds:.1f} s" if seconds is not None else f"still running after {LIMIT_S:.0f} s"
 
 
 def launchers() -> Iterator[Launcher]:

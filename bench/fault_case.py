@@ -29,11 +29,11 @@ class Sight:
     line: str | None
     seconds: float
     code: int | None  # None: it was still running
-    output: str  # since the fault was made
+    output: str  # since the fault was caused
 
 
 class Case:
-    """A fault caused for one run, in a folder of its own."""
+    """A fault caused for one run, in its own folder."""
 
     def __init__(self, fault: Fault, folder: Path) -> None:
         self.fault, self.folder = fault, folder

@@ -15,7 +15,7 @@ printf '#!/bin/sh\\nexec %s "$@"\\n' "$VENV_PYTHON" >python
 every cp python "$OWN"
 every chmod +x "$OWN/python"
 """
-# On node3, with another version of torch.
+# The same, but node3 has another version of torch.
 OTHER_TORCH = f"""{PYTHONS}
 torch=$("$VENV_PYTHON" -c 'import importlib.util as u; print(u.find_spec("torch").origin)')
 on node3 mkdir "$OWN/torch"
@@ -269,7 +269,7 @@ BEFORE: tuple[Fault | Elsewhere, ...] = (
     ),
     Fault(
         "run-is-live",
-        "a run of the same id is on node1 and node2",
+        "a run with the same id is live on node1 and node2",
         make="start_another",
         undo="end_other",
         torchrun="",

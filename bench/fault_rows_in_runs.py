@@ -1,4 +1,4 @@
-"""The faults of `make bench-faults` that are caused once the ranks take steps, and some others.
+"""The other faults of `make bench-faults`: most are caused once the ranks take steps.
 
 See fault_rows.py for the format.
 """
@@ -96,7 +96,7 @@ IN_RUNS: tuple[Fault | Elsewhere, ...] = (
     ),
     in_run(
         "slow-rank",
-        "rank 2 computes for twice as long",
+        "rank 2 takes twice as long to compute",
         "echo slow >fault",
         command="task",
         code=0,

@@ -1,14 +1,14 @@
-"""Every fault that a cluster in a box can cause, one at a time on one of four nodes.
+"""Cause every fault that the simulated cluster allows, one at a time on one of four nodes.
 
 `make bench-faults` (as root), or
 python bench/faults.py [--wait SECONDS] [--skip-torchrun] [--untimed] [NAME...].
 
-Each fault of fault_rows.py is caused once for a launch of this project, and once for torchrun
-alone, started on each node over ssh. The table shows what is reported first, and after how many
-seconds, counted from the start of the command or, if the fault is caused during a run, from the
-fault. For torchrun, this is the first line from any node (even one from ssh) that reports an error
-and that a healthy run does not print, within --wait seconds (default 60). Then come healthy
-launches, which must report no fault.
+Each fault is caused once for a launch of this project, and once for torchrun alone, started on each
+node over ssh. The table shows what is reported first, and after how many seconds, counted from the
+start of the command or, if the fault is caused during a run, from the fault. For torchrun, this is
+the first line from any node (even one from ssh) that reports an error and that a healthy run does
+not print, within --wait seconds (default 60). There are also healthy launches, which must report no
+fault.
 
 Writes bench/faults.md; fails unless each fault is named within its limit, with its host and the
 right exit code. With names, only those rows are run. With names or --skip-torchrun, it prints the
@@ -38,7 +38,7 @@ from shape_runs import without_numbers
 
 PAGE = Path(__file__).with_name("faults.md")
 LIMIT_S = 300.0  # for one of our launches to end; only there to end a hang
-MANY = 200  # lines of steps since the fault: training continues
+MANY = 200  # lines of steps after the fault: with more, training continues
 BESIDE = 3  # runs of torchrun at once
 HARMLESS = 3  # runs of torchrun without a fault: what they print is not an error
 TIMES = 20  # healthy launches
@@ -53,17 +53,19 @@ ERROR = re.compile(
 NO_ERROR = re.compile(r"(\[\w+\]:)?(Traceback |  )|.*The hostname of the client socket")
 INTRODUCTION = """# Faults
 
-What is printed for each fault that the cluster on one machine can cause, one at a time on one of
-four nodes with one rank each. `make bench-faults` (as root) measures it again in about 30 min.
+This page shows what is printed for each fault that can be caused on the cluster on one machine: one
+fault at a time, on one of four nodes with one rank each. `make bench-faults` (as root) measures it
+again in about 30 min.
 
 Seconds are counted from the start of the command or, for a fault in a run, from the fault. The
 launch over ssh runs once, on a login host; "by hand" and "SLURM" say how else it was started.
 torchrun was started on each node by hand over ssh. Its column has the first line from any node that
 reports an error, even one from ssh. "-" means that the fault cannot be caused for torchrun.
 
-Named correctly means its own name and no other (by hand, a node that comes after the others have
-ended may miss them), its host, the right exit code, and in time: 15 s before the start, 2 s for a
-process that was killed, 15 s for a cut link, 30 s more than the limit for a rank that hangs.
+A fault is named correctly if its own name is the only one printed (by hand, a node that starts
+after the others have ended may also report that they are missing), with its host and the right exit
+code, and in time: within 15 s before the start, 2 s for a killed process, 15 s for a cut link, and
+30 s more than the limit for a rank that hangs.
 """
 
 
@@ -189,7 +191,7 @@ def run_all_torchrun(faults: Sequence[Fault], wait_s: float) -> dict[Fault, str]
         try:
             cell = run_torchrun(fault, wait_s, harmless)
         except subprocess.SubprocessError as error:
-            cell = f"not made: {error}"
+            cell = f"not caused: {error}"
         print(f"torchrun | {fault.name} | {fault.made} | {cell}", file=sys.stderr, flush=True)
         return fault, cell
 
@@ -205,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS")
     parser.add_argument("--skip-torchrun", action="store_true")
-    parser.add_argument("--untimed", action="store_true", help="late is right, too")
+    parser.add_argument("--untimed", action="store_true", help="also accept late reports")
     parser.add_argument("names", nargs="*")
     words = parser.parse_args()
     rows = [row for row in BEFORE + IN_RUNS if not words.names or row.name in words.names]
@@ -244,7 +246,8 @@ def write_table(
         else:
             verdict = verdicts[row]
             cells.append([row.name, row.made, theirs.get(row, ""), verdict.shown, verdict.hosts])
-    head = ["fault", "how it was made", "torchrun shows, after", "this shows, after", "host named"]
+    head = ["fault", "how it was caused", "torchrun shows, after", "this project shows, after"]
+    head.append("host named")
     return render(head, cells)
 
 

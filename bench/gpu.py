@@ -1,8 +1,8 @@
 """Measure one GPU's speed in training loops, in at most 9 minutes: `make bench-gpu`.
 
-PYTHONPATH=. python bench/gpu.py: GPT-2 124M (config/gpt2_124m.yaml) on random tokens, in train.py,
-in a bare loop, in that loop under DDP and FSDP2 with one rank, and in the loops of accelerate and
-Lightning (`pip install accelerate lightning` first), in turn. `make test-gpu` tests the rest.
+PYTHONPATH=. python bench/gpu.py trains GPT-2 124M (config/gpt2_124m.yaml) on random tokens in turn
+in train.py, in a bare loop, in that loop under DDP and FSDP2 with one rank, and in the loops of
+accelerate and Lightning (`pip install accelerate lightning` first). `make test-gpu` tests the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS, FROM_STEP = 120, 40
 
 
 def time_train(machine: Machine, number: int) -> dict[str, float]:
-    """Return train.py's measurements, and the share of the GPU that one token per second takes."""
+    """Return train.py's measurements; `share` is the MFU divided by the tokens per second."""
     settings = [f"train.max_steps={STEPS}", "train.log_every=10", "train.eval_every=0"]
     settings += ["checkpoint.every=0", *machine.gpt2_settings()]
     metrics = machine.train(f"speed-{number}", *settings, config=GPT2_CONFIG)

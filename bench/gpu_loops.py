@@ -170,7 +170,7 @@ def with_lightning(training: Training, clock: Clock) -> None:
 
 
 def time_saves(training: Training) -> dict[str, float]:
-    """Return how long the last of several saves blocks the loop: one of ours, and a torch.save."""
+    """Return how long the last of several saves blocks the loop, for ours and for torch.save."""
     training.model.to(DEVICE)
     optimizer = training.make_optimizer()
     batch = next(iter(training.loader)).to(DEVICE)

@@ -63,7 +63,7 @@ class Ended:
         return next((line for line in lines if line.startswith("cause")), (lines or [""])[-1])
 
     def expect(self, code: int = 0, fault: str = "") -> Ended:
-        """Return self. Raises Failed if it ended with another code or fault."""
+        """Return self. Raises Failed if the command ended with another code or fault."""
         if self.code != code or (fault and self.fault != fault):
             what = f"code {code}{f' [{fault}]' if fault else ''}"
             raise Failed(f"code {self.code} [{self.fault}] in place of {what}: {self.last()}")

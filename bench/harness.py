@@ -24,7 +24,7 @@ CONFIG = str(ROOT / "config/local3.yaml")
 CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
 AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or torchrun often fails at a restart
+OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or else torchrun often fails to restart
 
 Name = TypeVar("Name")
 Result = TypeVar("Result")

@@ -54,4 +54,4 @@ def _install(python: Path, what: str, words: Sequence[str]) -> None:
     )
     if told.returncode != 0:
         reason = told.stderr.strip().splitlines()[-1]
-        print(f"{what} is left out: {reason}", file=sys.stderr)
+        print(f"{what} is skipped: {reason}", file=sys.stderr)

@@ -151,7 +151,7 @@ class Launchers:
         return 124
 
     def _torchrun(self, shape: Shape, folder: Path, *where: str) -> list[str]:
-        """Send each rank's output to its own file, because torchrun mixes lines on the terminal."""
+        """Return the command. Ranks write to files, because torchrun mixes lines on a terminal."""
         options = ["--redirects=3", f"--log-dir={logs_of(folder)}"]
         options += [f"--nproc-per-node={1 if where else RANKS}", f"--master-port={self._port}"]
         options += [f"--max-restarts={shape.restarts}"]

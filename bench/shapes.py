@@ -108,7 +108,7 @@ def look(shape: Shape, launchers: Launchers) -> list[str]:
             continue
         theirs, ours = way
         if shape.typed and ours != launchers.launch:
-            cells.append("not run: over several nodes ranks have no standard input")
+            cells.append("not run: on several nodes, ranks have no standard input")
             continue
         if theirs not in references:
             references[theirs] = run_torchrun(theirs, shape)

@@ -1,11 +1,11 @@
 """What snapshots in memory cost and save: `make bench-snapshots`, or
 python bench/snapshots.py [TIMES].
 
-train.py runs on 2 ranks, with a snapshot every 5 steps. The cost is given in seconds per step, in
-blocks of 20 steps of one run that are alternately without and with snapshots; each block with
-snapshots is compared with the mean of its two neighbours. To measure the savings, rank 1 of a run
-with a checkpoint every 50 steps is killed with SIGKILL after step 95, TIMES times (default 7). What
-counts is how many steps are repeated, and how many seconds pass until a new step is done. torchrun
+train.py runs on 2 ranks, with a snapshot every 5 steps. The cost per step is measured in blocks of
+20 steps of one run, which are alternately without and with snapshots; each block with snapshots is
+compared with the mean of its two neighbours. To measure the savings, rank 1 of a run with a
+checkpoint every 50 steps is killed with SIGKILL after step 95, TIMES times (default 7). What counts
+is how many steps are repeated, and how many seconds pass until a new step is done. torchrun
 restarts the same train.py from the same checkpoints.
 """
 

@@ -1,9 +1,9 @@
 """Run train.py and find steps that wait for the GPU: python bench/waits.py --config FILE ...
 
 Between two log lines the CPU runs ahead of the GPU; a step that reads a tensor's value would make
-it wait. On a GPU, torch itself names such lines (torch.cuda.set_sync_debug_mode). Without one,
-torch's profiler and the calls that read a tensor show what would wait on a GPU. Prints what it
-finds on each rank, and exits with 1 if it finds anything.
+it wait. On a GPU, torch itself names such lines of code (torch.cuda.set_sync_debug_mode). Without
+a GPU, torch's profiler and the calls that read a tensor show what would wait. Prints what it finds
+on each rank, and exits with 1 if it finds anything.
 """
 
 from __future__ import annotations

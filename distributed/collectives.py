@@ -85,7 +85,8 @@ def gather(tensor: Tensor) -> Tensor:
 def broadcast(value: Any) -> Any:
     """Return rank 0's value on every rank: a tensor, or any JSON value.
 
-    The tensor has no gradient. It is on this process's GPU if rank 0's is on one, else on the CPU.
+    The tensor has no gradient. It is on this process's GPU if rank 0's tensor is on a GPU,
+    otherwise on the CPU.
     """
     is_tensor = isinstance(value, Tensor)
     mine = [[*value.shape], str(value.dtype)[6:], value.device.type] if is_tensor else value
@@ -105,7 +106,7 @@ def broadcast(value: Any) -> Any:
 def mean(tensor: Tensor) -> Tensor:
     """Return the mean over the ranks of tensors of equal shape, on every rank, without a gradient.
 
-    It is float32 if the tensors have an integer type or a smaller floating-point type.
+    The mean is float32 if the tensors have an integer type or a smaller floating-point type.
     """
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     where = _device() if dist.is_initialized() else tensor.device
@@ -120,7 +121,7 @@ def mean(tensor: Tensor) -> Tensor:
 def main_first() -> Iterator[None]:
     """Run the body on rank 0 first, then on all other ranks at the same time.
 
-    If it raises on rank 0, the other ranks skip it and raise a RuntimeError.
+    If the body raises on rank 0, the other ranks skip it and raise a RuntimeError.
     """
     if own_rank() == 0:
         is_done = False

@@ -1,6 +1,7 @@
 """Detect which launcher started this process, and which rank this process is.
 
-Only this module and job.py read the variables of launchers. Neither imports torch: that is slow.
+Only this module and job.py read the variables of launchers. Neither imports torch, because that
+is slow.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Environment:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is global rank 0, the only rank that logs and saves."""
+        """Whether this is global rank 0, which logs and saves for all ranks."""
         return self.rank == 0
 
 
@@ -133,7 +134,7 @@ def mpi(launcher: str, names: tuple[str, ...], v: _Variables) -> Environment:
 
 
 def _starter() -> str:
-    """Return the parent of this rank's process group; with MPICH, all ranks of a node share it."""
+    """Return the parent of this rank's process group leader; MPICH's ranks on a node share it."""
     try:
         stat = Path(f"/proc/{os.getpgrp()}/stat").read_text()
     except OSError:
@@ -159,13 +160,13 @@ def _ranks_of_equal_nodes(
     local_size = v.number(local_size_name, 1, world_size, f" ({size_name}={world_size})")
     rank = v.rank(rank_name, world_size, size_name)
     local_rank = v.rank(local_rank_name, local_size, local_size_name)
-    # The local rank is not used: Open MPI 5 numbers the ranks of a node in a different order.
+    # Not computed from the local rank: Open MPI 5 numbers the ranks of a node in another order.
     node_rank, num_nodes = rank // local_size, -(-world_size // local_size)
     return rank, local_rank, world_size, local_size, node_rank, num_nodes
 
 
 def slurm(v: _Variables) -> Environment:
-    """Read a SLURM task from the variables of its step: those of the job may list more nodes."""
+    """Read the variables of a SLURM task's step: those of the job may list more nodes."""
     if not is_task(v):
         return plain(v)
     world_size = v.number("SLURM_STEP_NUM_TASKS")
@@ -203,15 +204,16 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
     tasks_of = dict(zip(hostlist.expand(hosts), tasks, strict=False))
     order = [host for host in hostlist.expand(",".join(groups)) if host in tasks_of]
     if {*order} != tasks_of.keys():
-        cause = f"SLURM_STEP_NODELIST={hosts!r:.80} lists no hosts of the job's groups"
+        cause = f"SLURM_STEP_NODELIST={hosts!r:.80} has hosts that are in none of the job's groups"
         raise LauncherError(f"{cause}; {v.cure}")
     return order[0], [tasks_of[host] for host in order]
 
 
 def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, str] | None:
-    """Return node count, node rank and master of a step with one task per node; otherwise None.
+    """Return the node count, node rank and master of a step with one task per node, or None.
 
-    On several nodes, the master is `master` if given, else MASTER_ADDR if set, else the first node.
+    On several nodes, the master is the first of these that is set: `master`, MASTER_ADDR, the first
+    node.
     """
     if not is_task(environ):
         return None
@@ -242,7 +244,7 @@ def plain(v: _Variables) -> Environment:
     job_tasks = v.number("SLURM_NTASKS", default=str(nodes))
     started = v.number("SLURM_STEP_NUM_TASKS", default="1")  # can be more in a salloc shell
     if v["SLURM_JOB_ID"] and started < job_tasks:
-        cause = f"srun did not start this process, one of the {job_tasks} tasks of job {job_id(v)}"
+        cause = f"job {job_id(v)} has {job_tasks} tasks, but srun did not start this process"
         raise LauncherError(f"{cause}; put srun before the command", fault="batch-step")
     for name in ("WORLD_SIZE", "LOCAL_RANK", "--local-rank"):
         if v[name]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # A run exits with 0 on success, otherwise with the code of the rank that failed first, or with:
 BAD_INPUT = 2  # the arguments, the config or the environment are wrong; nothing was started
-REFUSED = 3  # a machine cannot run it; nothing was started
-STOPPED = 75  # it saved a checkpoint and stopped on request; a rank exits with it too
+REFUSED = 3  # a machine cannot take part; nothing was started
+STOPPED = 75  # the run saved and stopped on request; its ranks exit with 75 too
 CANNOT_START = 127  # a program or a folder does not exist, as in a shell
 
 
@@ -18,7 +18,7 @@ class Refused(Exception):
 
 
 class Leave(SystemExit):
-    """Exits a program that has printed the cause, which is `str()`; `fault` is the fault's name."""
+    """Ends a program that has printed the cause; `str()` is the cause, `fault` the fault's name."""
 
     def __init__(self, code: int, fault: str, cause: str) -> None:
         super().__init__(code)

@@ -20,7 +20,7 @@ def finish(code: int = 0) -> NoReturn:
 
     If they take longer than 30 s, it prints a line and exits without waiting for them.
     """
-    atexit.unregister(finish)  # it may be an exit handler itself
+    atexit.unregister(finish)  # finish may itself be an exit handler
     sys.stdout.flush()
     sys.stderr.flush()
     try:

@@ -53,7 +53,7 @@ def shard(
         )
         if must_sum:
             summing: Any = module
-            summing.set_force_sum_reduction_for_comms(True)  # then divide
+            summing.set_force_sum_reduction_for_comms(True)  # sum first, then divide
     return model
 
 
@@ -88,13 +88,16 @@ def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
 
 
 def gather(state: Any) -> Any:
-    """Return a state_dict(): full tensors on rank 0's CPU, empty elsewhere. All ranks call it."""
+    """Return a state_dict() with full tensors on rank 0's CPU, and empty ones elsewhere.
+
+    All ranks must call this.
+    """
     keep = Tensor.cpu if dist.get_rank() == 0 else lambda whole: whole.new_empty(0)
     return tree_map_only(dtensor.DTensor, lambda tensor: keep(tensor.full_tensor()), state)
 
 
 def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's full state_dict() with this rank's shard of each sharded tensor.
+    """Return an optimizer's full state_dict() with its tensors replaced by this rank's shards.
 
     Meta tensors become shards on the meta device, whose content can then be read.
     """
@@ -107,7 +110,7 @@ def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def scatter_weights(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return a model's full state_dict() with this rank's shards, as `scatter` does."""
+    """Do the same as `scatter` for a model's full state_dict()."""
     own = model.state_dict()
     return {name: _part(value, own.get(name)) for name, value in weights.items()}
 

@@ -31,15 +31,15 @@ RECORD = struct.Struct("<qqqddB?6x")
 
 
 class Beat(NamedTuple):
-    """A rank's record. Time 0 means that nothing counts its steps, so it is not watched."""
+    """A rank's record. Time 0 means that nothing counts the rank's steps, so it is not watched."""
 
     step: int = -1  # optimizer steps done; -1: none reported yet
-    marks: int = 0  # beats since then
+    marks: int = 0  # beats since `step` last changed
     saved: int = -1  # step of the newest checkpoint on disk; -1: none
     time: float = 0.0  # of the newest beat, or the rank's start, on the machine's monotonic clock
     limit_s: float = limits.FIRST_SILENCE_S  # the longest silence before the rank counts as stuck
-    limit_by: int = 0  # of LIMITS
-    is_counted: bool = False  # the script reports no steps, so its optimizer's are counted
+    limit_by: int = 0  # what set the limit: an index in LIMITS
+    is_counted: bool = False  # the script reports no steps, so its optimizer's steps are counted
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -48,12 +48,19 @@ class Beat(NamedTuple):
 
     @property
     def ends_run(self) -> bool:
-        """Whether a silence ends the run: a slow start or a slow counted step may be healthy."""
+        """Whether silence ends the run.
+
+        The default limit does not end it before a step is reported, or if steps are counted: the
+        rank may be healthy but slow.
+        """
         return self.limit_by > 0 or not (self.is_counted or self.step < 0)
 
 
 class Heart:
-    """The rank's side. On the stack signal, every thread's stack is written to `stack_file`."""
+    """The rank's side of the heartbeat.
+
+    On the stack signal, every thread's stack is written to `stack_file`.
+    """
 
     def __init__(self, fd: int, number: int, stack_file: Path, is_counted: bool = False) -> None:
         self._record = memoryview(mmap.mmap(fd, 0))[RECORD.size * number :]
@@ -85,7 +92,7 @@ class Heart:
         saved = last.saved if saved is None else saved
         if hang_seconds:
             self._limit_s, self._limit_by = hang_seconds, 2
-        elif step is None and last.is_counted:  # the script reports no steps: go on counting them
+        elif step is None and last.is_counted:  # the script reports no steps: keep counting them
             self._write(last._replace(saved=saved, time=now))
             return
         silence_s = now - last.time
@@ -126,7 +133,7 @@ def beat(
         saved: the step of a checkpoint that has just reached the disk.
         hang_seconds: from now on, how long this rank may be silent before it counts as stuck.
             By default, $HANG_SECONDS; if that is not set, 10 times the longest silence so far, but
-            at least 60, and at least 600 until two steps are done.
+            at least 60 s, and at least 600 s until two steps are done.
     """
     if heart := _heart():
         heart.beat(step, saved, hang_seconds)

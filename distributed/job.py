@@ -54,7 +54,7 @@ def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
 
     A requeued job keeps its id and gets the next start count; SLURM gives it a new submit time.
     Another job can have the same id, on another cluster or after the scheduler was reset. In a PBS
-    job, the launcher asks PBS for all nodes, because PBS does not answer on nodes reached by ssh.
+    job, the launcher asks PBS on behalf of all nodes: on nodes reached by ssh, PBS does not answer.
     """
     if told := _told(environ):
         return told

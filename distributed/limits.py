@@ -12,6 +12,6 @@ SCHEDULER_S = 10  # for SLURM or PBS to answer
 SCHEDULER_SILENT_S = 2  # if it has not answered by then, we print a line
 
 # Unless HANG_SECONDS is set, a rank counts as stuck after a silence of 10 times the longest one
-# so far, and at least
+# so far, but of at least
 SILENCE_S = 60.0
 FIRST_SILENCE_S = 600.0  # before two steps are done (compilation, caches), or if a hook counts them

@@ -20,7 +20,7 @@ from .errors import Refused
 from .job import this_job
 
 _LIVE, _COMMIT = 0, 1  # bytes of the lock file
-# These lock the open file: copying the folder would release locks of the process (fcntl(2)).
+# Locks of the open file: a process that copied the folder would lose ordinary locks (fcntl(2)).
 _SET, _SET_WAITING = 37, 38  # F_OFD_SETLK, F_OFD_SETLKW; missing from fcntl in some Pythons
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, process
 
@@ -120,7 +120,10 @@ def refuse_locked(folder: Path, what: str) -> None:
 
 
 def _refuse_live(fd: int, what: str, me: Mapping[str, Any]) -> None:
-    """Take the lock unless this process follows its holder; raise Refused if the holder is live."""
+    """Take the lock, or raise Refused if its holder is live.
+
+    If this process is a restart of the holder, do neither.
+    """
     holder = _holder(fd)
     is_next = any(
         me.get(one) and me[one] == holder.get(one) and me[number] > holder[number]

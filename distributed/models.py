@@ -41,7 +41,7 @@ def grad_scaler(dtype: str | None, **options: Any) -> Scaler:
 
 
 class Scaler(torch.amp.GradScaler):
-    """Also counts the steps that it skips because a gradient is not finite."""
+    """A GradScaler that counts the steps that it skips because a gradient is not finite."""
 
     skipped: int | Tensor = 0  # since its creation; a tensor, so as not to wait for the GPU
 
@@ -128,7 +128,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Do not exchange gradients in the body; the first backward pass after it does."""
+    """Exchange no gradients in the body; the first backward pass after it exchanges them."""
     with contextlib.ExitStack() as stack:
         if enabled and isinstance(model, DistributedDataParallel):
             stack.enter_context(model.no_sync())
@@ -142,7 +142,7 @@ def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
 def clip_gradients(model: nn.Module, norm: float) -> Tensor:
     """Scale the gradients down to a total norm of at most `norm`; returns the norm before that.
 
-    Every rank calls it and gets the same value. If you use a scaler, call its `unscale_` first.
+    All ranks must call this; all get the same value. With a scaler, call its `unscale_` first.
     """
     before = nn.utils.clip_grad_norm_(model.parameters(), norm)
     whole: Tensor = getattr(before, "full_tensor", before.detach)()  # of a DTensor

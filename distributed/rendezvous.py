@@ -1,6 +1,7 @@
 """The rendezvous: all ranks meet at the master's store before they form a process group.
 
-A rank that finds a fault reports it to all ranks. The error names the ranks that did not join.
+A rank that finds a fault reports it to all ranks. If ranks do not join in time, the error names
+them.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: 
     """Wait until every rank has checked in; returns the store.
 
     All ranks wait for the key `gate`, which holds JSON. The last rank to check in sets it to an
-    empty list. A rank that finds a fault sets it to the fault's name and text instead, and every
-    rank raises it. Raises LauncherError, TimeoutError or ConnectionError, the same on all ranks.
+    empty list. A rank that finds a fault sets the key to the fault's name and text instead, and
+    every rank raises that fault. Raises LauncherError, TimeoutError or ConnectionError, the same on
+    all ranks.
     """
     # The prefix is needed because torchrun's store survives a restart.
     store = PrefixStore(f"launch/{env.restart_count}", _open_store(env, timeout_s))
@@ -93,7 +95,7 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
 
 
 def _is_served(address: str, port: int, timeout_s: float) -> bool:
-    """Return whether a port accepts connections in time; otherwise TCPStore would print a trace."""
+    """Return whether a port accepts connections in time; if not, TCPStore prints a stack trace."""
     end = time.monotonic() + timeout_s
     while (left := end - time.monotonic()) > 0:
         with contextlib.suppress(OSError), socket.create_connection((address, port), left):
@@ -105,7 +107,7 @@ def _is_served(address: str, port: int, timeout_s: float) -> bool:
 def _check_in(
     store: Store, env: Environment, device: torch.device, backend: str
 ) -> tuple[str, str] | None:
-    """Claim this rank and, for NCCL, its GPU; return fault and text if one is already claimed."""
+    """Claim this rank and, for NCCL, its GPU; return the fault and text if either is taken."""
     me = f"{socket.gethostname()} (rank {env.rank}, {device}, process {os.getpid()})"
     taken = {f"rank {env.rank} is used": ("duplicate-node-rank", "give each node its own rank")}
     if backend == "nccl":

@@ -40,7 +40,7 @@ class Stop:
         self._save_at = now + self._save_seconds
         self._folder = folder
         self._look_at = now
-        self._group: dist.ProcessGroup | None = None  # None: the default group, with gloo
+        self._group: dist.ProcessGroup | None = None  # None: the default group, which uses gloo
         self._work: dist.Work | None = None
         self._flags = torch.zeros(3)  # stop, save, end
         if dist.is_initialized() and dist.get_backend() != "gloo":
@@ -56,8 +56,8 @@ class Stop:
     def ask(self) -> None:
         """Start sending this rank's flags to the others, while the step computes.
 
-        Every rank calls it in every step, early enough for the flags to arrive before `agreed` is
-        called. A request made after this call takes effect one step later.
+        All ranks must call this in every step, early enough for the flags to arrive before `agreed`
+        is called. A request made after this call takes effect one step later.
         """
         now = time.monotonic()
         if now >= self._look_at:

@@ -15,7 +15,7 @@ With mixed precision, gradient accumulation, and a run that resumes after a stop
     progress = load(folder, model, optimizer)           # None in a new run
     finish()
 
-Needs only torch, and keeps no state: the process group is torch's.
+Needs only torch; the process group is torch's own.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def init_distributed(
         local_rank: the --local-rank argument of torch.distributed.launch.
         nodes, ranks_per_node: expected numbers; raises LauncherError if they differ.
 
-    Returns this process's environment, with rank 0's run id; later calls return the same again.
+    Returns this process's environment, with rank 0's run id; later calls return the same.
     Raises LauncherError if variables, ranks or GPUs contradict each other, TimeoutError naming the
     ranks that did not join, and ValueError for nccl without a GPU.
     """
@@ -225,11 +225,11 @@ def get_dataloader_for_distributed(
 ) -> DataLoader[Any]:
     """Return a loader over this rank's share of a dataset, with `batch_size` samples per process.
 
-    All ranks get the same number of samples: unless `drop_last`, the last sample of some ranks is
-    a repeated one. Each iteration over the loader is a new epoch in a new order: epochs 0, 1, 2 and
-    so on, or n, n + 1 and so on after `loader.sampler.set_epoch(n)`. World size and rank are the
-    process group's; `options` are DataLoader's own, such as `collate_fn`. Raises ValueError for any
-    other world size or rank, and for an IterableDataset, which cannot be sharded.
+    All ranks get the same number of samples: unless `drop_last`, some ranks repeat a sample at the
+    end. Each iteration over the loader is a new epoch in a new order: epochs 0, 1, 2 and so on, or
+    n, n + 1 and so on after `loader.sampler.set_epoch(n)`. World size and rank are the process
+    group's; `options` are DataLoader's own, such as `collate_fn`. Raises ValueError for any other
+    world size or rank, and for an IterableDataset, which cannot be sharded.
     """
     if isinstance(dataset, IterableDataset):
         cause = f"{type(dataset).__name__} is an IterableDataset, whose samples cannot be divided"
@@ -290,11 +290,11 @@ def cleanup_distributed() -> None:
 
 
 def finish(code: int = 0) -> NoReturn:
-    """Exit this process quickly. Every rank calls it as its last line, instead of sys.exit.
+    """Exit this process quickly. All ranks should call this last, instead of sys.exit.
 
     Waits for a `save` in progress (on all ranks if the code is 0 or STOPPED), then at most 30 s for
     threads and exit handlers. It does not tear down torch, which would take 0.6 s.
     """
-    atexit.unregister(finish)  # it may be an exit handler itself
+    atexit.unregister(finish)  # finish may itself be an exit handler
     complete(code)
     end_process(code)

@@ -1,7 +1,7 @@
 """Every undocumented torch name that we use, and what we do in a version that lacks it.
 
 No other file of ours may use such a name, so a torch that drops one breaks only this file. Unless a
-comment says otherwise, every torch from 2.4 to 2.15 has it.
+comment says otherwise, every torch from 2.4 to 2.15 has all of them.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def read_container(
 def config_texts(config: Path) -> list[str]:
     """Return the text of a config, and of the files beside it that it names, such as its defaults.
 
-    Any word may name one, because the config's parser may exist only inside the image.
+    Any word counts as a possible name: the config's parser may exist only inside the image.
     """
     if not config.is_file():
         return []
@@ -114,7 +114,7 @@ def _choose(here: Path, given: str, *, in_job: bool) -> tuple[str, str]:
         return "pyxis" if in_job else "enroot", str(path)
     if not in_job:
         raise PlanError(
-            f"CONTAINER is {given!r}, which only pyxis can load, in a SLURM job; "
+            f"CONTAINER is {given!r}, which only pyxis can load, and only in a SLURM job; "
             f"give an image file or folder, or podman:{given}"
         )
     return "pyxis", given
@@ -160,7 +160,7 @@ def _charliecloud(container: Container, command: Sequence[str]) -> list[str]:
     return [*words, *container.arguments, container.image, "--", *command]
 
 
-# ps shows only the names. The image sets its own values for the omitted variables.
+# ps shows only the variables' names. The image sets its own values for the omitted variables.
 _START_ENROOT = """\
 options=()
 for name in $(compgen -e); do

@@ -86,8 +86,8 @@ class RaisedError:
 def read_error(path: Path) -> RaisedError | None:
     """Return the content of a rank's error file; None if it is missing or incomplete.
 
-    The format is torch's (torch.distributed.elastic.multiprocessing.errors). It holds only whole
-    seconds, so the time is the file's modification time.
+    The format is torch's (torch.distributed.elastic.multiprocessing.errors). Its timestamp
+    has whole seconds only, so `time` is the file's modification time.
     """
     try:
         raised = path.stat().st_mtime

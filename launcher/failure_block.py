@@ -1,6 +1,6 @@
 """The failure block and the stopped line: what a user sees last, whichever program prints it.
 
-That program also keeps it in the run's folder, in case the terminal is closed.
+That program also keeps the text in the run's folder, in case the terminal is closed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ENDS = re.compile(
 def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:
     """Print what a user sees last: the failure block, the stopped line, or nothing.
 
-    It is also kept in the run's folder, if that is writable.
+    The text is also kept in the run's folder, if that is writable.
     """
     if not outcome.has_text:
         return

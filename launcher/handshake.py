@@ -2,7 +2,7 @@
 
     node rank 0 -> node     a nonce
     node -> node rank 0     a nonce, and the HMAC-SHA256 of both (RFC 2104), keyed with the secret
-    node rank 0 -> node     the same, for its own role; zeros if the node's proof is wrong
+    node rank 0 -> node     the HMAC of both, for its own role; zeros if the node's proof is wrong
 
 Before that, node rank 0 reads and sends nothing else. The secret is in RUN_SECRET, which the
 launcher sends to the nodes through ssh or srun. Nodes started by hand may have no secret: then any
@@ -53,7 +53,7 @@ def new_secret() -> str:
 
 
 def read_access(environ: Environ) -> Access:
-    """Return who may join, as RUN_SECRET says or, if it is unset, HOSTS.
+    """Return who may join, according to RUN_SECRET or, if that is unset, HOSTS.
 
     RUN_SECRET is the secret or the path of a file that holds it.
     Raises PlanError, with cause and cure in one line, if one of them cannot be used.

@@ -17,8 +17,8 @@ from launcher.wire.messages import Request
 def open_master_port(request: Request) -> tuple[int, socket.socket | None, int]:
     """Return the master's port, and on node rank 0 its listener, or the errno if listening fails.
 
-    The port is opened only once: a node that connected to a trial listener would be cut off. On
-    a single node without a given port, it is the first free one from the run id's port upwards.
+    The port is opened only once: a node that connected to a trial listener would be cut off. If
+    no port is given, a single node uses the first free port from the run id's port upwards.
     """
     port = request.port or port_from_id(request.run_id)
     while request.node_rank == 0:
@@ -70,6 +70,6 @@ def is_here(address: str, port: int = 0) -> bool:
 def is_first(address: str, port: int) -> bool:
     """Whether this process can be node rank 0 at that address. Only one process per machine can.
 
-    This process holds an abstract socket name until it ends, as does any program it executes.
+    This process, or a program that it executes, holds an abstract socket name until it ends.
     """
     return is_here(address, port) and processes.claim(str(port), is_inherited=True)

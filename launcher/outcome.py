@@ -95,7 +95,7 @@ class NodeEnd:
     codes: Sequence[int] = ()  # the exit codes of all its ranks, from first_rank on
     saved_step: int = -1  # of the newest checkpoint that one of its ranks reported; -1: none
     parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of snapshots: ranks by step
-    copies: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the same for another node
+    copies: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the same, from another node
 
     def __post_init__(self) -> None:
         if not all(0 <= code <= 255 for code in self.codes):
@@ -152,9 +152,9 @@ def has_saved(nodes: Iterable[NodeEnd]) -> bool:
 def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
     """Return the exit code of a run that did not fail.
 
-    It is 0 if the run completed. If the run was stopped, it is a rank's own exit code, otherwise
-    75 if ranks saved, otherwise the signal's code. A rank that has reported a save exits with 0
-    only on completion.
+    It is 0 if the run completed. If the run was stopped, it is the first of these that applies: a
+    rank's own exit code, 75 if ranks saved, the signal's code. A rank that has reported a save
+    exits with 0 only on completion.
     """
     codes = [code for node in nodes for code in node.left.values() if code != 0]
     if other := next((code for code in codes if code != STOPPED), 0):
@@ -251,7 +251,7 @@ class LaunchEnd:
 
     def _unreported(self) -> Iterator[Account]:
         """Yield accounts of the agents that reported nothing, judged by their exit codes."""
-        told = {part.told.code for part in self.parts if part.told}  # others end with it too
+        told = {part.told.code for part in self.parts if part.told}  # other agents exit with it too
         engine = self.plan.engine  # which reports nothing
         for node, part in enumerate(self.parts):
             code = part.code

@@ -30,7 +30,7 @@ class OwnTime:
         return self._newest - self._missed_s
 
     def since(self, moment: float) -> float:
-        """Return the seconds since a time on the underlying clock, or since a later suspension."""
+        """Return the seconds since a time on the underlying clock, or since a later resumption."""
         self.now()
         return self._newest - max(moment, self._resumed)
 
@@ -40,7 +40,7 @@ now, since = _OWN.now, _OWN.since
 
 
 class Deadline:
-    """The time by which an event loop must act. It can only move closer. It starts unset."""
+    """The time at which an event loop must act. It starts unset; once set, it only moves closer."""
 
     def __init__(self) -> None:
         self.at = math.inf

@@ -76,8 +76,8 @@ def outlive_parent() -> None:
 def read_stat(pid: int) -> list[bytes]:
     """Return the fields of /proc/PID/stat from the third on: state, parent, ... (proc(5)).
 
-    Empty if the process has ended, or is not visible. The second field, the name, can contain any
-    bytes; it is cut off after 15, even inside a character.
+    The list is empty if the process has ended or is not visible. The second field, the name, can
+    contain any bytes; it is cut off after 15 bytes, even inside a character.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -148,8 +148,8 @@ def await_signal(signals: Iterable[int], limit_s: float) -> int | None:
     """Return the first of these signals to arrive in time; None if none does, or if a child ends.
 
     These signals and WAKING must have been blocked before the first thread started. An alarm ends
-    the wait, because if a process is stopped for longer than the timeout of sigtimedwait(), Python
-    returns uninitialized memory (seen with 3.11).
+    the wait, instead of the timeout of sigtimedwait(): if a process is stopped for longer than
+    that, Python returns uninitialized memory (seen with 3.11).
     """
     signal.setitimer(signal.ITIMER_REAL, max(0.001, limit_s))  # 0 would set no alarm
     came = signal.sigwaitinfo({*signals, *WAKING}).si_signo

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from typing import IO, TextIO, cast
 
+from launcher.text import count
 from launcher.wire import limits
 
 BACKLOG_BYTES = 1 << 20  # not written yet; above this, writers wait briefly
@@ -106,7 +107,8 @@ class Terminal(io.RawIOBase):
 
     def _tell_dropped(self) -> None:
         if self._dropped:
-            notice = b"... %d lines not shown: the terminal is too slow\n" % self._dropped
+            lines = f"{count(self._dropped, 'line')} not shown"
+            notice = f"... {lines}: the terminal is too slow\n".encode()
             self._dropped = 0
             self._add(notice if self._last == b"\n" else b"\n" + notice)
 

@@ -78,7 +78,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def install_command(packages: str) -> str:
     """Return the command that installs packages for this Python."""
     words = f"{sys.executable} -m pip install"
-    # uv makes environments without pip. importlib.util.find_spec would ask setuptools' finder too,
+    # uv makes environments without pip. importlib.util.find_spec would also use setuptools' finder,
     # which mistakes this for a start of pip, and breaks torch.compile in processes forked later.
     if PathFinder.find_spec("pip") is None:
         words = f"uv pip install --python {sys.executable}"
@@ -86,13 +86,13 @@ def install_command(packages: str) -> str:
 
 
 def environment_cure(packages: str) -> str:
-    """Return what to do if this Python lacks packages; pip and make init copy no Makefile."""
+    """Return what to do if this Python lacks packages; pip and make init install no Makefile."""
     root = Path(__file__).resolve().parents[1]
     has_own = sys.prefix != sys.base_prefix or os.path.isdir(f"{sys.prefix}/conda-meta")
     command = install_command(packages)
     if not has_own and (root / "Makefile").exists():
         command = f"make -C {root} setup"
-    return f"set PYTHON to one that has it, or run {command}"
+    return f"set PYTHON to a Python that has it, or run {command}"
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:

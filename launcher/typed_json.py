@@ -49,8 +49,8 @@ def decode(kind: type[T], value: Any) -> T:
     """Return the dataclass that a JSON object describes, with every field checked.
 
     Fields may be of type str, int, float, bool, Path, another dataclass, a Sequence, a Mapping
-    from str, or a union of these with None. Missing fields take their defaults. Raises MessageError
-    if a field is missing, unknown or of the wrong type.
+    from str, or a union of these with None. Missing fields get their defaults. Raises MessageError
+    if a field without a default is missing, or if a field is unknown or of the wrong type.
     """
     result: T = _read(kind, value, kind.__name__)
     return result

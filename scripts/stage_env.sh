@@ -57,7 +57,7 @@ find_folders() { # <python>
 conda = filter(os.path.isdir, [sys.prefix + "/conda-meta"])
 print(sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *conda, sep="\n")')
   [[ $folders != /usr$'\n'* && $folders != /usr/local$'\n'* ]] ||
-    die 2 "$1 is the system's Python, which each node has; set PYTHON, VENV or CONDA_ENV to an environment [env-missing]"
+    die 2 "$1 is the system's Python, which is not copied; set PYTHON, VENV or CONDA_ENV to an environment [env-missing]"
   echo "$folders"
 }
 
@@ -83,12 +83,12 @@ pack_environment() { # <file with the folders> <archive> <beginning of the archi
   mv -- "$2.new" "$2"
 }
 
-WAIT_S=280 # for another process to pack or unpack it
+WAIT_S=280 # for another process to pack or unpack the environment
 READERS=8  # each reads a part of the archive: a file server with high latency serves several at once
 MIB=1048576
 
 run_staged() { # <archive> <folder> <python> <argument...>
-  # Only these commands, on the nodes, unpack it. A machine that only launches does not need it.
+  # Only these commands, on the nodes, unpack the archive. A machine that only launches need not.
   case "${*:4:2} " in
     */scripts/lib/agent.py\ * | */scripts/lib/start.py\ launcher.[fp]* | -u\ *) ;;
     *) [[ -d $2 ]] || exec "$3" "${@:4}" ;;
@@ -121,7 +121,7 @@ hold() { # <file> <--shared|--exclusive>
     fail env-missing "another process has held $1 for more than $WAIT_S s; find out why"
 }
 
-# Makes sure that nothing is run that another user could have put there.
+# Creates a folder that belongs to this user, so that no other user's programs are run from it.
 make_own_folder() { # <folder>
   (umask 077 && mkdir -p -- "$1") || fail env-missing "cannot create $1, see above; give another LOG_DIR or FOLDER"
   [[ -O $1 && ! -L $1 ]] || fail env-missing "$1 belongs to another user; give another LOG_DIR or FOLDER"
@@ -135,7 +135,7 @@ unpack_environment() { # <archive> <folder>
   remove_unused "${2%/*}"
   mapfile -t facts <"$1.facts"
   ((facts[1] + $(stat -L -c %s -- "$1") < $(df --output=avail -B1 -- "${2%/*}" | tail -n 1))) ||
-    fail disk-low "${2%/*} has no room for $((facts[1] / MIB)) MiB and the archive; give stage_env.sh a folder that has"
+    fail disk-low "${2%/*} has no room for $((facts[1] / MIB)) MiB and the archive; give stage_env.sh a folder with more space"
   echo "stage_env.sh: ${HOSTNAME%%.*}: unpacking $1" >&2
   rm -rf -- "$new"
   mkdir -- "$new"

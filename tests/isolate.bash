@@ -8,12 +8,12 @@ SCHEDULER_TOOLS=( # SLURM's, then those of PBS, LSF and Grid Engine
   qstat qsub qdel qalter qhost pbsnodes bsub bjobs lsid
 )
 
-# For bats, when it loads a helper: each file is isolated once, each test has its own HOME.
+# Called when bats loads a helper: isolates each file once, and gives each test its own HOME.
 isolate_test() {
   local root=${BASH_SOURCE[0]%/*}/..
   if [[ ${BATS_ISOLATED:-} != "${BATS_RUN_TMPDIR:?}" ]]; then
     isolate "$BATS_RUN_TMPDIR/path"
-    export BATS_ISOLATED=$BATS_RUN_TMPDIR # not that of an outer bats
+    export BATS_ISOLATED=$BATS_RUN_TMPDIR # an outer bats has another value
     export PYTHON=${PYTHON:-$(cd -- "$root" && pwd -P)/.venv/bin/python}
     type -P "$PYTHON" >/dev/null || PYTHON=$(type -P python3)
   fi
@@ -35,7 +35,7 @@ isolate() { # <folder for the links>
   hide_schedulers "$1"
 }
 
-# Replaces each folder of PATH that has a scheduler's tools with one of links to its other tools.
+# Replaces each folder of PATH that has a scheduler's tools with links to its other tools.
 hide_schedulers() { # <folder for the links>
   local folder tool folders path=
   IFS=: read -ra folders <<<"$PATH"

@@ -10,7 +10,7 @@ WORK=$(mktemp -d)
 trap 'rm -rf -- "$WORK"' EXIT
 
 main() {
-  ((EUID == 0)) || { echo "login_node.sh: takes root, to give root another home; run it as root" >&2 && exit 3; }
+  ((EUID == 0)) || { echo "login_node.sh: it gives root another home, which only root can do; run it as root" >&2 && exit 3; }
   make_scheduler
   make_home
   awk -F: -v OFS=: -v home="$WORK/home" '$3 == 0 { $6 = home } 1' /etc/passwd >"$WORK/passwd"
@@ -19,11 +19,11 @@ main() {
   export PATH=$WORK/bin:$PATH HOME=$WORK/home
   set_variables
   umask 077
-  # shellcheck disable=SC2016 # for the shell in the namespace
+  # shellcheck disable=SC2016 # expanded by the shell in the namespace
   unshare --mount bash -c 'mount --bind "$0" /etc/passwd && exec "$@"' "$WORK/passwd" "$@"
 }
 
-# Each command prints the same whatever its arguments, as scontrol prints all jobs of the machine.
+# Each command ignores its arguments, and prints a job, as scontrol prints all jobs of the machine.
 make_scheduler() {
   local tool
   mkdir "$WORK/bin"
@@ -49,7 +49,7 @@ set_variables() {
     NPROC_PER_NODE=8 MAX_RESTARTS=2 GRACE=1 SSH_OPTS='-F /nowhere' FORWARD_ENV=NONE SKIP_PREFLIGHT=1 TRAIN_SCRIPT=/nowhere \
     NCCL_SOCKET_IFNAME=ib9 GLOO_SOCKET_IFNAME=ib9 OMP_NUM_THREADS=64 CUDA_VISIBLE_DEVICES=5 LANG=tr_TR.ISO-8859-9 LC_ALL=POSIX \
     PYTHONPATH=/nowhere CONDA_ENV=theirs MODULES=theirs NO_COLOR=1
-  # shellcheck disable=SC2317 # for the shells that inherit it
+  # shellcheck disable=SC2317 # the shells that inherit it may call it
   module() { echo "their modules"; }
   export -f module
 }

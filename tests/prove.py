@@ -40,7 +40,7 @@ TIMES = 5
 OFTEN = {"kills": 2, "saves": 2, "snapshots": 2, "pbs": 4}  # this many times TIMES
 PROOFS = Path(__file__).parents[1] / "bench/proofs.md"
 TESTS = Path(__file__).parent
-WRITING = threading.Lock()  # of the page: two parts can end at the same time
+WRITING = threading.Lock()  # held while the page is written: two parts can end at the same time
 INTERRUPTED = threading.Event()  # once it is set, a part that has not ended proves nothing
 
 
@@ -50,7 +50,7 @@ class Part:
 
     title: str  # the title of its section
     covers: str
-    minutes: int  # about, on two cores
+    minutes: int  # approximate, on two cores
     prove: Callable[[int], tuple[str, bool]]  # TIMES -> its section, whether all promises held
     place: Literal["alone", "here", "beside"] = "here"  # here: one at a time, in this process
 
@@ -215,8 +215,8 @@ def prove_own_stops(times: int) -> tuple[str, bool]:
             ends.append(stop_at_random(Path(folder)))
     saved, told = (sum(one) for one in zip(*ends, strict=True))
     text = (
-        "One rank leaves by `sys.exit(1)`, one"
-        f" saves for 5 s: of {times} stops, {saved} saved and {told} told rightly."
+        "One rank exits by `sys.exit(1)`, one"
+        f" saves for 5 s: of {times} stops, {saved} saved and {told} were reported correctly."
     )
     return text, saved == told == times
 
@@ -286,14 +286,14 @@ def on_cluster(title: str, file: str, covers: str, minutes: int, *place: Any) ->
 PARTS = {
     "measures": Part(
         "Tests of Python that measure",
-        "speeds, each held against another",
+        "speeds, compared with each other",
         2,
         functools.partial(run_pytest, "alone", 0),
         "alone",
     ),
     "ranks": Part(
         "A slow rank",
-        "a rank of 1.3 times the step is named, no other",
+        "a rank that takes 1.3 times as long per step is named, and no other",
         2,
         prove_slow_ranks,
         "alone",
@@ -305,14 +305,14 @@ PARTS = {
     ),
     "kills": Part(
         "One dies, all stop",
-        "kill -9 of ranks, agents, launchers: all gone in 2 s",
+        "kill -9 of ranks, agents, launchers: all gone within 2 s",
         1,
         prove_one_dies,
         "alone",
     ),
     "clean-up": Part(
         "Clean-up",
-        "an agent or its supervisor killed where the machine has limits: all gone in 2 s",
+        "an agent or its supervisor killed, under tight limits: all gone within 2 s",
         2,
         prove_clean_up,
         "alone",
@@ -333,27 +333,27 @@ PARTS = {
     ),
     "stops": Part("Stopped and resumed", "1, 5 and TIMES stops a run, by size", 6, prove_stops),
     "own-stops": Part(
-        "A script of one's own, stopped at random moments",
-        "what it saves, and what is told of it",
+        "A user's script, stopped at random moments",
+        "what it saves, and whether the report is right",
         1,
         prove_own_stops,
     ),
     "hangs": Part(
         "Which rank hangs, in a script that reports no progress",
-        "the rank and its step are named, for loops of one's own, accelerate and Lightning",
+        "the rank and its step are named, for hand-written loops, accelerate and Lightning",
         12,
         prove_hangs,
     ),
     "long": Part(
         "Long tests of Python",
-        "pytest -m long, but for the scripts that shapes runs",
+        "pytest -m long, except the scripts of the part shapes",
         15,
         functools.partial(run_pytest, "long and not alone and not in_shapes", 2),
         "beside",
     ),
     "scripts": Part(
         "Long tests of the scripts",
-        "rarer ways to use them",
+        "less common ways to use the scripts",
         2,
         functools.partial(run_bats, "scripts", "long"),
         "beside",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run this checkout's checks and tests; make calls it.
+# Run this checkout's checks and tests; make calls this script.
 #
 # usage: tests/run.sh all|fast|lint|cluster
 #
@@ -21,7 +21,7 @@ trap clean_up EXIT
 trap 'exit 130' INT # even if a runner handled it and only ended its tests
 PASSED=0 FAILED=0
 SKIPPED=()  # one line each, with the reason
-FAILURES=() # one line each, to be searched for above
+FAILURES=() # one line each, to search for in the output above
 
 main() {
   case $1 in
@@ -80,14 +80,14 @@ end() { # <part>
     FAILURES+=("${line#failed  }")
   done < <(grep '^failed  ' "$OUTPUT.$1")
   tail -n 1 -- "$OUTPUT.$1" >"$OUTPUT"
-  if ((code == 124 || code == 137)); then # of timeout
+  if ((code == 124 || code == 137)); then # the exit codes of timeout
     add 0 1
-    FAILURES+=("$1: not done after $PART_LIMIT")
+    FAILURES+=("$1: did not finish within $PART_LIMIT")
   elif grep -qE '^[0-9]+ passed, ' "$OUTPUT"; then
     add "$(number passed)" "$(number failed)"
   else
     add 0 1
-    FAILURES+=("$1: ended before its count, with code $code")
+    FAILURES+=("$1: ended with code $code before it printed its counts")
   fi
 }
 
@@ -98,9 +98,9 @@ clean_up() {
   rm -f -- "$OUTPUT" "$OUTPUT".*
 }
 
-# Repeats the signal until the part ends, because bats loses one that arrives as a test starts.
+# Repeats the signal until the part ends, because bats loses a signal that comes as a test starts.
 interrupt() {                # <process of a part>
-  kill -INT "$1" || return 0 # timeout passes on only the first
+  kill -INT "$1" || return 0 # timeout forwards only the first
   until timeout "$AGAIN" tail --pid="$1" -s 0.1 -f /dev/null; do kill -INT -- "-$1" || true; done
 }
 
@@ -113,14 +113,14 @@ lint() {
   if provide shfmt shfmt pip shfmt-py==4.2.0; then check shfmt -i 2 -ci -d scripts "${tests[@]}"; fi
   check "$PYTHON" -m ruff check .
   check "$PYTHON" -m ruff format --check .
-  if [[ ${TORCH:-} ]]; then # .ci/run has replaced the pinned one with it
-    SKIPPED+=("mypy: knows the types of the pinned torch, not of $TORCH")
+  if [[ ${TORCH:-} ]]; then # .ci/run has replaced the pinned torch
+    SKIPPED+=("mypy: it checks the types of the pinned torch only, not of $TORCH")
   else
     check "$PYTHON" -m mypy
   fi
 }
 
-# Six at once, because the tests of make test often wait too.
+# Six workers, because the tests of make test spend much of their time waiting.
 test_python() { # <all|fast>
   local words="not long" workers=6
   [[ $1 == all ]] || words="not slow and not long" workers=2
@@ -159,7 +159,7 @@ provide_cluster() {
   ! may_install_packages || tests/cluster/cluster.sh deps >/dev/null 2>&1 || true
 }
 
-# On several hosts under a real SLURM, if that is possible.
+# Runs tests on several hosts under a real SLURM, if this machine can simulate them.
 test_cluster() { # <file or folder...>
   local why
   provide_cluster
@@ -181,14 +181,14 @@ check() { # <command...>
   fi
 }
 
-# Runs tests, and keeps their output for counting. A runner that fails without counts is a failure.
+# Runs tests, and keeps their output. A runner that fails without a count counts as one failure.
 show() { # <command...>
   "$@" 2>&1 | tee -- "$OUTPUT" || grep -qE '^not ok |[0-9]+ (failed|error)' "$OUTPUT" || add 0 1
 }
 
 # Records how many long tests were skipped.
 leave() { # <number> <runner>
-  (($1 == 0)) || SKIPPED+=("$2: $1 long tests, which make prove runs")
+  (($1 == 0)) || SKIPPED+=("$2: $1 long tests; make prove runs them")
 }
 
 add() { # <passed> <failed>
@@ -214,7 +214,7 @@ provide() { # <command> <system package> <pip|npm> <package>
   return 1
 }
 
-install_tool() { # as above
+install_tool() { # the arguments of provide
   if may_install_packages; then
     apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y "$2"
     type -P "$1" && return

@@ -76,7 +76,7 @@ def run_tests(python: Path, report: Path) -> int:
     """
     files = [one for one in TESTS.glob("test_*.py") if "mark.another_torch(" in one.read_text()]
     options = ["-q", "-n", "3", "--dist", "worksteal", "-m", "another_torch"]
-    options += [f"--junitxml={report}", "-o", "junit_family=xunit1"]  # the one with properties
+    options += [f"--junitxml={report}", "-o", "junit_family=xunit1"]  # a format with properties
     command = [str(python), "-m", "pytest", *options, *map(str, sorted(files))]
     own = {"PYTHON": str(python), "TMPDIR": str(report.parent)}
     return subprocess.call(command, cwd=ROOT, env={**os.environ, **own})

@@ -33,9 +33,9 @@ class _Parser(argparse.ArgumentParser):
 def refuse(cause: object) -> NoReturn:
     """Print one line with the mistake, and exit with 2. Of srun's tasks, only the first prints.
 
-    The other tasks exit after it, with the same code even if srun ends them first. But every task
-    prints a mistake that concerns only its host (a plain ValueError), and reports a task that is
-    missing (a TimeoutError), because that may be the first.
+    The other tasks exit after it, with the same code even if srun ends them first. Every task,
+    however, prints a mistake that concerns only its host (a plain ValueError), and reports missing
+    tasks (a TimeoutError), because the first task may be one of them.
     """
     fault, text = _read(cause)
     if is_first_task() or type(cause) in (ValueError, TimeoutError):
@@ -74,7 +74,7 @@ def refuse_together(environment: Environment) -> Iterator[None]:
         barrier()  # once one rank has exited, the launcher ends the others
         if not environment.is_main:
             with contextlib.suppress(RuntimeError):
-                barrier()  # rank 0 exits first, which ends this one
+                barrier()  # rank 0 exits first, which ends this wait
         # gloo's threads can abort an interpreter that is shutting down
         atexit.register(finish, BAD_INPUT)
         raise Leave(BAD_INPUT, *first)
@@ -83,11 +83,11 @@ def refuse_together(environment: Environment) -> Iterator[None]:
 def start(description: str) -> tuple[argparse.Namespace, Settings]:
     """Read the arguments and the config. With --check, or if they are invalid, exit here."""
     arguments = _parse(description)
-    for stream in (sys.stdout, sys.stderr):  # sampled text may not fit the locale
+    for stream in (sys.stdout, sys.stderr):  # the locale may lack characters of sampled text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     config = arguments.config
-    # The user's own task may be in this folder or in the config's, even behind a link.
+    # The user's own task may be in the working directory or beside the config, even behind a link.
     sys.path += map(str, (Path.cwd(), config.absolute().parent, config.resolve().parent))
     try:
         settings = load(config, arguments.overrides, os.environ)

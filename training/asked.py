@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class Asked(Tree):
-    """A section whose keys only the task knows; it records which keys are read."""
+    """A section whose keys are the task's own; it records which keys are read."""
 
     def __init__(self, tree: Tree) -> None:
         super().__init__(
@@ -76,7 +76,7 @@ def _unread(section: Tree, prefix: str) -> Iterator[tuple[str, str]]:
             yield f"{prefix}{key}", f"{prefix}{near[0]}" if near else ""
 
 
-# --- its methods --------------------------------------------------------------------------------
+# --- the task's methods -------------------------------------------------------------------------
 
 
 def make_task(kind: Any, base: Any, name: str, settings: Any) -> Any:
@@ -116,7 +116,7 @@ def _check_call(called: Any, plain: Any, place: Any, name: str) -> None:
         inspect.signature(called).bind(*in_order, **dict.fromkeys(by_name))
     except TypeError as error:
         names = ", ".join(["self", *in_order, *["*"] * bool(by_name), *by_name])
-        _refuse(place, f"{name}: {error}; it should take ({names})")
+        _refuse(place, f"{name}: {error}; it should accept ({names})")
 
 
 def _refuse(place: Any, cause: str) -> NoReturn:

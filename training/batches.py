@@ -33,13 +33,13 @@ _MOST = 16  # samples that a message lists
 class _Share(NamedTuple):
     """One rank's share of each batch, which is spread over all ranks."""
 
-    batch_size: int  # its samples
+    batch_size: int  # samples on one rank
     rank: int
     ranks: int
 
     @property
     def samples(self) -> int:
-        """Return the samples of all ranks."""
+        """Return the number of samples on all ranks together."""
         return self.batch_size * self.ranks
 
 
@@ -50,8 +50,8 @@ class Batches:
     """An endless stream of this rank's batches, epoch after epoch, each epoch in its own order.
 
     A stream that starts at another's `position()` returns the same batches, drawn with the same
-    random numbers, as an uninterrupted stream. Only data without a length must be read up to that
-    position. Creating a stream leaves this process's random generators unchanged. Raises
+    random numbers, as an uninterrupted stream. Only data without a length must be read again up to
+    that position. Creating a stream leaves this process's random generators unchanged. Raises
     SettingsError if the dataset is too small for one batch on each rank.
     """
 
@@ -81,7 +81,7 @@ class Batches:
             length, block = len(task.train), getattr(task.train, "block", 1)  # type: ignore[arg-type]
             self.per_epoch = length // self.samples
             if self.per_epoch == 0:
-                raise SettingsError(f"data: fewer than {share.ranks} batches of {batch_size}")
+                raise SettingsError(f"data: too small for one batch of {batch_size} per rank")
             done = self._epoch * self.per_epoch + self._batch
             self._numbers = functools.partial(_samples, length, block, settings.seed, share)
             self._rest = _load(task, self._numbers(done), done, self.per_epoch, settings)
@@ -93,7 +93,7 @@ class Batches:
 
     @contextlib.contextmanager
     def noted(self, back: int = 0) -> Iterator[None]:
-        """Add a note to an exception: the samples of the newest batch, or of one `back` earlier."""
+        """Add to an exception the samples of the newest batch, or of the one `back` earlier."""
         try:
             yield
         except Exception as error:
@@ -115,7 +115,7 @@ class Batches:
         return f"samples {', '.join(samples[:_MOST])}{', ...' if len(samples) > _MOST else ''}"
 
     def position(self) -> dict[str, int]:
-        """Return the epochs done, and the samples of the next one that all ranks have read."""
+        """Return the epochs done, and how many samples of the next epoch the ranks have read."""
         return {"epoch": self._epoch, "samples": self._batch * self.samples}
 
 
@@ -167,7 +167,7 @@ def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterat
         for number, batch in enumerate(load(epoch=epoch, skip=done), done + 1):
             yield epoch, number, batch
         if number == 0:
-            raise SettingsError(f"data: epoch {epoch} has too few samples for one batch per rank")
+            raise SettingsError(f"data: epoch {epoch} is too small for one batch per rank")
         epoch, done = epoch + 1, 0
 
 
@@ -190,8 +190,9 @@ def _read_all(
 def shuffled(length: int, block: int, key: str, skip: int = 0) -> Iterator[int]:
     """Yield the numbers below `length` in an order that `key` determines, without the first `skip`.
 
-    Each block of neighbours is read from one place. Blocks are shuffled first, then the samples in
-    each group of blocks (GROUP samples), so that only the list of blocks grows with the data.
+    Neighbouring samples form blocks, so that a group is read from few places. Blocks are shuffled
+    first, then the samples in each group of blocks (GROUP samples), so that only the list of blocks
+    grows with the data.
     """
     blocks = torch.randperm(math.ceil(length / block), generator=_generator(key))
     for number, group in enumerate(torch.split(blocks, GROUP // block)):
@@ -236,7 +237,8 @@ def fill_up(
 ) -> Iterator[tuple[Any, bool]]:
     """Yield the batches of a rank's share of a dataset, and whether each counts.
 
-    The first sample fills gaps, so all `in_step` ranks, which share a model, get the same number.
+    The first sample fills gaps, so that all `in_step` ranks, which share a model, get the same
+    number of batches.
     """
     yield from ((batch, True) for batch in loader)
     samples = in_step * (loader.batch_size or 1)

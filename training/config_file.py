@@ -62,7 +62,7 @@ def read_file(path: Path) -> Tree:
 
 
 def line_of(file: str, key: str) -> str:
-    """Return the line of a key in a file, as `:18`; "" if it is not there."""
+    """Return the line of a key in a file, as `:18`; "" if the key is not there."""
     with contextlib.suppress(OSError, StopIteration):
         node: Any = yaml.compose(Path(file).read_bytes(), Loader)
         for name in key.split("."):

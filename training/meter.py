@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from distributed import torch as helper
 from distributed.errors import with_fault
 
-SLOW = 1.2  # times the median rank's compute time; below 1.3, because no clock is exact
+SLOW = 1.2  # times the median rank's compute time; no clock is exact, and 1.3 must be reported
 SLOW_STEPS = 50  # a rank must be slow for this many steps to be reported
 LEAST_S = 0.01  # of compute time per step, for a rank to be reported
 WARM_UP = 2  # readings; in the second, DDP orders its buckets, and ranks wait while they compute
@@ -35,7 +35,7 @@ class Meter:
 
     def __init__(self, state: Mapping[str, float] | None = None) -> None:
         self._start = time.perf_counter()
-        self._paused_s, self._loaded_s = 0.0, 0.0  # the latter for batches, since the last reading
+        self._paused_s, self._loaded_s = 0.0, 0.0  # the latter: loading, since the last reading
         self._new: list[tuple[int, Tensor, int]] = []  # step, loss, terms
         self._sums = dict(state or {"loss": 0.0, "terms": 0})  # since the last reading
         self._terms = 0  # since the start of this process
@@ -51,7 +51,7 @@ class Meter:
         self._new.append((step, loss.detach(), terms))
 
     def state(self) -> dict[str, float]:
-        """Return the sums since the last reading: loss and terms. Another Meter can take over."""
+        """Return sums of loss and terms since the last reading, for another Meter to continue."""
         losses = [loss for _, loss, _ in self._new]
         values = torch.stack(losses).tolist() if losses else []  # waits for the device
         for (step, _, terms), value in zip(self._new, values, strict=True):
@@ -169,7 +169,7 @@ def peak_memory() -> int:
 
 
 class Pace:
-    """Compares the ranks, and reports one that computes far more slowly. All ranks call it."""
+    """Compares how fast the ranks compute, and reports a slow one. All ranks must use it."""
 
     def __init__(self, meter: Meter, stopwatch: Stopwatch) -> None:
         self.hosts: list[str] = helper.gather_json(os.uname().nodename)
@@ -216,8 +216,8 @@ class Pace:
         is_new = rank not in self._named and has_median
         if ratio > SLOW and steps >= SLOW_STEPS and is_long and is_new:
             self._named.add(rank)
-            than = "the median" if len(seconds) > 2 else "the other rank"
-            cause = f"rank {rank} on {self.hosts[rank]} computes {ratio:.2f}x as long as {than}"
+            of = "the median rank" if len(seconds) > 2 else "the other rank"
+            cause = f"rank {rank} on {self.hosts[rank]} takes {ratio:.2f}x the compute time of {of}"
             _log.warning(
                 f"warning: {cause}, over {steps} steps; "
                 "look at that node's clocks, temperature and other programs [slow-rank]"

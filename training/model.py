@@ -31,9 +31,10 @@ _log = logging.getLogger(__name__)
 
 
 def make_model(task: Task, saved: State | None, settings: Settings, cache: Path) -> nn.Module:
-    """Return the model on this rank's device, wrapped as the settings say. All ranks call it.
+    """Return the model on this rank's device, wrapped as the settings say.
 
-    The results of torch.compile are kept in `cache`, for all ranks and later starts of the run.
+    All ranks must call this. The results of torch.compile are kept in `cache`, for all ranks and
+    later starts of the run.
     """
     model = task.model()
     if isinstance(settings, OwnTaskSettings):
@@ -67,7 +68,7 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
 def state_of(
     model: nn.Module, optimizer: Optimizer, settings: Settings
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both state_dict()s, with full tensors for a full checkpoint. All ranks call it."""
+    """Return both state_dict()s, with full tensors for a full checkpoint. All ranks call this."""
     states = helper.unwrap(model).state_dict(), optimizer.state_dict()
     if settings.checkpoint.format == "sharded" or not helper.is_sharded(model):
         return states
@@ -95,11 +96,12 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
     module = helper.unwrap(model)
     trained = [one for one in module.parameters() if one.requires_grad]
     size = size_of(module.state_dict().values()) + 2 * size_of(trained)  # AdamW: two moments
-    buffers = 2 + is_copied * environment.is_main  # a copy is sent from a third one
+    buffers = 2 + is_copied * environment.is_main  # the copy is sent from a third one
     if is_sharded:
         buffers = (2 + 2 * is_copied) * environment.local_world_size  # also for another node
     needed = size * buffers
-    if needed > (free := free_memory()) and environment.restart_count == 0:  # later it is in use
+    # After a restart, the snapshots already occupy that memory.
+    if needed > (free := free_memory()) and environment.restart_count == 0:
         raise SettingsError(
             f"checkpoint.snapshot_every: snapshots take {needed / 1e9:.1f} GB of memory, "
             f"but only {free / 1e9:.1f} GB are free; set it to 0"
@@ -138,7 +140,7 @@ def choose_forward(model: nn.Module, settings: Train) -> None:
         for block in blocks[:: 1 if every == "full" else int(every)]:
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
     if settings.compile:
-        if blocks:  # small enough to overlap with the backward pass without splitting
+        if blocks:  # small graphs: DDP overlaps with the backward pass without splitting them
             compile_beside_ddp()
         for block in blocks or [model]:
             block.forward = torch.compile(block.forward)

@@ -70,7 +70,10 @@ class Schedule:
 
 
 def share_of_peak(step: int, settings: Train, last_step: int | None) -> float:
-    """Return a share: a linear warm-up to 1, then a cosine to 0 (without a last step, always 1)."""
+    """Return the learning rate divided by its peak: a linear warm-up, then a cosine to 0.
+
+    Without a last step, it stays at 1 after the warm-up.
+    """
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     if last_step is None:

@@ -2,7 +2,7 @@
 
 python -m training.plot RUN [RUN...] [--to FILE]       RUN: a run id, or its log folder
 
-The picture is runs.png in the run's log folder, or, for several runs, beside the first one's.
+The picture is runs.png in the run's log folder or, for several runs, beside the first run's folder.
 """
 
 from __future__ import annotations

@@ -44,7 +44,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
-    """Write both sides of a text as tokens; SettingsError if it or `to` already holds tokens."""
+    """Write the training and validation data of a text as tokens.
+
+    Raises SettingsError if `path` or `to` already holds tokens, or if `to` is a file.
+    """
     corpus = find_corpus(path)
     if not corpus.is_text:
         raise SettingsError(f"{path} already holds tokens; name it in data.path")

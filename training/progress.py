@@ -89,7 +89,7 @@ class Progress:
         self._start, self._shown = time.monotonic(), 0.0
         self._status = ""  # loss and speed
         self._details = ""  # the slowest rank, data, memory
-        self._validation = ""  # the metrics of the newest one
+        self._validation = ""  # the metrics of the newest validation
         self._bar: Bar | None = None
         self._file: TextIO | None = None
         self._enabled = enabled
@@ -165,7 +165,7 @@ class Progress:
                 os.fsync(self._file.fileno())
 
     def _remove_later(self, first_step: int) -> int:
-        """Remove the lines after a step; returns the last step recorded before."""
+        """Remove the lines after a step; returns the last step recorded, removed or not."""
         lines = [*plot.read_metrics(self._metrics)]
         kept = [line for line in lines if line["step"] <= first_step]
         temporary = self._folder / ".metrics.jsonl"

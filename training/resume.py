@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoint.State | None:
-    """Return the run's newest checkpoint, otherwise the one at `resume: PATH`, otherwise None.
+    """Return the run's newest checkpoint or, without one, that at `resume: PATH`, if set.
 
     `resume: never` applies to the first start of a run, not to its restarts after a failure.
     """
@@ -44,7 +44,7 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
     """Return the size of one process's micro-batch; log a global batch that had to be rounded.
 
     A run that is resumed with another number of processes uses the config's global batch or, if
-    there is none, its previous one. Raises SettingsError if that is not divisible.
+    there is none, its previous one. Raises SettingsError if that batch is not divisible.
     """
     each, shares = train.batch_size_on(world_size), world_size * train.grad_accumulation
     before = saved.progress["global_batch_size"] if saved and len(saved.ranks) != world_size else 0
@@ -101,7 +101,7 @@ def write_config(settings: Settings, folder: Path) -> None:
 def resume_line(environment: Environment, command: str | None) -> str:
     """Return the command that resumes this run, with its label.
 
-    `command` is the launcher's: None without a launcher, and "" if none resumes the run.
+    `command` is the launcher's: None without a launcher, and "" if no command resumes the run.
     """
     if command is None:
         dropped = "--local-rank", "--local_rank", "resume=never"

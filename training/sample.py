@@ -51,11 +51,11 @@ def main(arguments: Sequence[str]) -> int:
 def load(folder: Path) -> tuple[GPT, Tokenizer]:
     """Return the model of a checkpoint and its tokenizer.
 
-    Raises CheckpointError if none is intact, and SettingsError if it belongs to another task.
+    Raises CheckpointError if none is intact, and SettingsError if it is from another task.
     """
     state = checkpoint.load(folder)
     if state is None:
-        raise CheckpointError(f"{folder} holds no checkpoint")
+        raise CheckpointError(f"{folder} holds no checkpoint; give another run")
     settings = state.progress["settings"]  # only those used below must be valid
     if settings["task"] != BUILT_IN_TASK:
         raise SettingsError(f"{folder} was trained with the task {settings['task']}")

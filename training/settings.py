@@ -1,4 +1,4 @@
-"""The config: typed, composed of layers and, if invalid, rejected in one line. Needs no torch.
+"""The config: typed, composed of layers; if invalid, rejected with one line. Needs no torch.
 
 A config is YAML. `defaults: [distributed]` puts it on top of distributed.yaml in the same folder;
 `key=value` arguments (`train.batch_size=8`) override both. Times are in seconds, sizes in bytes,
@@ -82,7 +82,7 @@ class LanguageModel(Section):
     width: Count = 128  # of the residual stream; a multiple of heads
     context: Count = 128  # tokens that each prediction sees
     vocabulary: Count = 256  # at least that of the tokens; for text, 256 (bytes)
-    ngrams: Annotated[int, Field(ge=0, le=8)] = 0  # also embed the last 2 to this many tokens
+    ngrams: Annotated[int, Field(ge=0, le=8)] = 0  # N: also embed the last 2, 3, ... N tokens
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     @model_validator(mode="after")
@@ -94,7 +94,7 @@ class LanguageModel(Section):
 
 class Train(Section):
     max_steps: Count | None = None  # the run ends after max_steps or epochs, whichever comes first
-    max_seconds: Seconds | None = None  # then it saves and stops; resume it later
+    max_seconds: Seconds | None = None  # then the run saves and stops; resume it later
     epochs: Count | None = None
     batch_size: Count | None = None  # samples per process and micro-batch; or:
     global_batch_size: Count | None = None  # samples per optimizer step, over all processes
@@ -200,13 +200,13 @@ class Settings(Section):
 
 
 class OwnTaskSettings(Settings):
-    # Only the user's task knows its keys.
+    # Only the user's task defines its keys.
     model: Annotated[Tree, AfterValidator(Asked)] = Asked({})  # type: ignore[assignment]
 
 
 def data_path(path: str | None) -> Path | None:
     """Return the folder or file at data.path (built-in task); SettingsError if it is missing."""
-    found = Path(os.path.expanduser(path)) if path else None  # unlike Path's, accepts any ~name
+    found = Path(os.path.expanduser(path)) if path else None  # Path.expanduser rejects some ~names
     if found and not found.exists():
         raise SettingsError(f"data.path: there is no folder or file {found}; correct it")
     return found

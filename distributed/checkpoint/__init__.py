@@ -1,6 +1,6 @@
 """Checkpoints: complete or absent on disk, verified when read, the same on every rank.
 
-files.py describes the folder of a checkpoint, sharded.py what a sharded one adds.
+files.py describes the folder of a checkpoint; sharded.py describes what a sharded one adds to it.
 """
 
 from .files import CheckpointError

@@ -1,12 +1,12 @@
 """The command for checkpoints.
 
     python -m distributed.checkpoint ls DIR             list the checkpoints of a run
-    python -m distributed.checkpoint verify DIR         read them and compare with their manifests
-    python -m distributed.checkpoint export DIR FILE    write only the weights, for torch.load,
-                                                        or into FILE.safetensors for others
+    python -m distributed.checkpoint verify DIR         compare each checkpoint with its manifest
+    python -m distributed.checkpoint export DIR FILE    write only the weights, for torch.load;
+                                                        for other programs, FILE.safetensors
     python -m distributed.checkpoint hash DIR           print one SHA-256 over the weights
 
-DIR is a checkpoint, or the folder of a run; export and hash then take its newest intact checkpoint.
+DIR is a checkpoint or the folder of a run; for a run, export and hash use the newest intact one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns the exit code, 1 if verify finds damage."""
     try:
         if len(arguments) > 1 and not files.candidates(Path(arguments[1])):
-            raise CheckpointError(f"{arguments[1]} holds no checkpoint")
+            raise CheckpointError(f"{arguments[1]} holds no checkpoint; correct the path")
         match arguments:
             case ["-h" | "--help"]:
                 print(__doc__)
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
                 usage = "ls DIR | verify DIR | export DIR FILE | hash DIR"
                 print(f"usage: python -m distributed.checkpoint {usage}", file=sys.stderr)
                 return 2
-    except (OSError, RuntimeError) as error:  # CheckpointError, and torch.save's own
+    except (OSError, RuntimeError) as error:  # CheckpointError, or an error of torch.save
         print(f"checkpoint: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     return 0

@@ -24,18 +24,22 @@ from ..collectives import gather_json
 from .memory import BEGIN, Header, Memory, reused, whole_steps
 
 _PIECE = 1 << 22  # bytes
-_PATIENCE = timedelta(seconds=25)  # for one transfer: all ranks begin after the same step
+_PATIENCE = timedelta(seconds=25)  # for one transfer, which all ranks begin after the same step
 _log = logging.getLogger(__name__)
 
 
 class Neighbours:
     """The ranks with the same local rank on the next node and on the previous one.
 
-    A rank that cannot reach them continues without them. They wait for it once, then go on too.
+    A rank that cannot reach them stops exchanging snapshots. Its neighbours wait for it once, then
+    stop too.
     """
 
     def __init__(self) -> None:
-        """All ranks call it. With one node, or unequal numbers of ranks, there are none."""
+        """All ranks must call this.
+
+        With one node, or unequal numbers of ranks, there are no neighbours.
+        """
         self.moved = 0  # pieces
         step = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         everyone = gather_json(step)
@@ -78,10 +82,10 @@ class Neighbours:
 
 
 def agree(own: Sequence[Header], copies: Sequence[Header]) -> tuple[int, list[tuple[int, int]]]:
-    """Return the newest step of which every part exists, or -1. All ranks call it.
+    """Return the newest step for which every part exists, or -1. All ranks must call this.
 
     Also return the ranks that lack their part, each with a rank that holds a copy. `own` has the
-    headers of this rank's parts, `copies` those of the other rank's parts that it holds.
+    headers of this rank's parts, `copies` those of the parts that it holds for another rank.
     """
     mine = [[(one.step, one.rank, one.holders) for one in some] for some in (own, copies)]
     rows = gather_json(mine)
@@ -102,7 +106,7 @@ def agree(own: Sequence[Header], copies: Sequence[Header]) -> tuple[int, list[tu
 
 
 def deliver(lacking: Sequence[tuple[int, int]], copy: Memory | None, own: Memory) -> None:
-    """Send copies of lost parts to the ranks that need them. All ranks call it.
+    """Send copies of lost parts to the ranks that need them. All ranks must call this.
 
     `lacking` pairs each of these ranks with the rank whose `copy` holds the lost part.
     """

@@ -47,11 +47,11 @@ _PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 Content = Mapping[str, Any]
 _CHUNK = 1 << 22  # bytes
 _log = logging.getLogger(__name__)
-torch.serialization.add_safe_globals([codecs.encode])  # for bytes; torch 2.5 allows it already
+torch.serialization.add_safe_globals([codecs.encode])  # for bytes; torch 2.5 and newer allow it
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read or saved; the message is one line that names the damage."""
+    """A checkpoint cannot be read or saved; the message is one line that names the cause."""
 
     fault = ""
 
@@ -60,12 +60,12 @@ class CheckpointError(RuntimeError):
 
 
 def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> None:
-    """Write `<name>.pt` files and progress.json into a folder, and flush it to the disk.
+    """Write `<name>.pt` files, progress.json and the manifest into a folder, and flush them.
 
     `parts` has the manifest's entries for files that the ranks have written and flushed there.
     """
     for name, content in tensors.items():
-        torch.save(getattr(content, "data", content), folder / f"{name}.pt")  # Ranks are packed
+        torch.save(getattr(content, "data", content), folder / f"{name}.pt")  # Ranks: still packed
     (folder / "progress.json").write_text(json.dumps(progress))
     files = sorted(file for file in folder.iterdir() if file.name not in parts)
     entries = {**{file.name: entry_of(file) for file in files}, **parts}
@@ -108,7 +108,7 @@ def unpack(data: bytes) -> Any:
 
 
 class Ranks(UserList[Any]):
-    """Each rank's own state, by rank. Unpacked only on access, because there may be many."""
+    """Each rank's own state, by rank. Unpacked only on access, because there may be many ranks."""
 
     def __getitem__(self, rank: Any) -> Any:
         one = self.data[rank]
@@ -123,7 +123,7 @@ def _hash_manifest(manifest: Mapping[str, Any]) -> str:
 
 def commit(temporary: Path, final: Path) -> None:
     """Rename a written checkpoint to its final name, durably, and point `latest` at it."""
-    if final.exists():  # damaged: the run would have resumed an intact one
+    if final.exists():  # damaged: the run would have resumed from an intact one
         _delete(final)
     temporary.rename(final)
     sync(final.parent)
@@ -140,7 +140,7 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
         try:
             scores[folder] = score(folder)
         except CheckpointError as error:
-            _log.warning("%s; this checkpoint is left as it is", error)
+            _log.warning("%s; this checkpoint is not deleted", error)
     kept = [folder for folder in scores if step_of(folder) <= step][-keep_last:]
     best = min(scores, key=scores.__getitem__, default=None)
     if best is not None and math.isfinite(scores[best]):
@@ -214,7 +214,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def read_newest(folder: Path) -> tuple[dict[str, bytes], Path, str]:
-    """Return the files and folder of the newest intact checkpoint; if none is intact, the damage.
+    """Return the newest intact checkpoint's files and folder or, if none is intact, the damage.
 
     Damaged ones that are newer are set aside if this process holds the run's lock.
     """

@@ -24,11 +24,12 @@ from .snapshots import newest_snapshot
 def load(folder: Path | str, *, whole: bool = True) -> State | None:
     """Load one checkpoint, or a run's newest intact one, on every rank.
 
-    Only rank 0 reads; the other ranks receive its bytes, so the folder need not be shared. Every
-    rank reads parts of a sharded one: now or, if not `whole`, later with `State.fetch`. After a
-    restart, a snapshot in memory counts too. Tensors are on the CPU. Returns None if there is no
-    checkpoint yet. Raises CheckpointError if all are damaged, or if this node cannot read a sharded
-    one. Damaged ones are set aside if rank 0 has already created its Saver.
+    Rank 0 reads the files and sends them to the other ranks, so the folder need not be shared. Only
+    the parts of a sharded checkpoint are read by every rank: now or, if not `whole`, later with
+    `State.fetch`. After a restart, a newer snapshot in memory is loaded instead. Tensors are on the
+    CPU. Returns None if there is no checkpoint yet. Raises CheckpointError if all are damaged, or
+    if this node cannot read a sharded one. Damaged ones are set aside if rank 0 has already created
+    its Saver.
     """
     folder = Path(folder)
     taken = newest_snapshot(folder)

@@ -59,7 +59,7 @@ class Memory:
 
 
 def reused(buffers: Sequence[AnyMemory], step: int) -> AnyMemory:
-    """Return the older buffer, or one that holds a later step, which the run repeats."""
+    """Return the older buffer, or one that holds this or a later step, which the run repeats."""
     held = {one.header().step: one for one in buffers}
     return held[min(held, key=lambda one: (one < step, one))]
 
@@ -67,7 +67,7 @@ def reused(buffers: Sequence[AnyMemory], step: int) -> AnyMemory:
 def whole_steps(held: Sequence[Mapping[int, int]]) -> list[int]:
     """Return the steps for which no rank lacks its part.
 
-    `held` maps each rank's steps to the number of ranks that hold a part of each: 1, or all.
+    For each rank, `held` maps its steps to the number of ranks that hold a part: 1, or all.
     """
     return [
         step

@@ -35,13 +35,13 @@ def save(
     keep_last: int = 2,
     **progress: Any,
 ) -> None:
-    """Copy what this loop needs to continue, and save it in the background. All ranks call it.
+    """Copy what this loop needs to continue, and save it in the background.
 
-    Only rank 0 writes, unless fsdp has sharded the model: then each rank writes its part, to a disk
-    that all nodes share. Each rank's random state is saved too, and so is `progress`: any values
-    that JSON can hold. Keeps the newest `keep_last` checkpoints and, if `progress` has a `score`,
-    the one with the lowest. Call `finish` at the end. Raises the errors of Saver, TypeError if
-    `progress` is not JSON, and CheckpointError if the previous save failed.
+    All ranks must call this. Only rank 0 writes, unless fsdp has sharded the model: then each rank
+    writes its part, to a disk that all nodes share. Each rank's random state is saved too, and so
+    is `progress`: any values that JSON can hold. Keeps the newest `keep_last` checkpoints and, if
+    `progress` has a `score`, the one with the lowest. Call `finish` at the end. Raises the errors
+    of Saver, TypeError if `progress` is not JSON, and CheckpointError if the previous save failed.
     """
     told = {"step": step, **progress, "scaler": scaler.state_dict() if scaler else {}}
     json.dumps(told)
@@ -58,9 +58,9 @@ def save(
 def load(
     folder: Path | str, model: nn.Module, optimizer: Optimizer, *, scaler: GradScaler | None = None
 ) -> dict[str, Any] | None:
-    """Load into the given objects what `save` saved last. All ranks call it.
+    """Load into the given objects what `save` saved last. All ranks must call this.
 
-    It may have been saved with another number of ranks, or another strategy; a rank that did not
+    The number of ranks and the strategy may differ from those of the save; a rank that did not
     exist then keeps its random state. Returns the progress, with the step, or None if the folder
     holds no checkpoint yet. Raises CheckpointError if all are damaged.
     """
@@ -78,7 +78,7 @@ def load(
     optimizer.load_state_dict(found["optimizer"])
     progress = dict(state.progress)
     scale = progress.pop("scaler", {})
-    if scaler and scale:  # none, if it was saved without a scaler
+    if scaler and scale:  # empty if saved without a scaler
         scaler.load_state_dict(scale)
     if own_rank() < len(state.ranks):
         loader.set_rng_state(state.ranks[own_rank()]["rng"])
@@ -86,7 +86,7 @@ def load(
 
 
 def complete(code: int) -> None:
-    """Wait until this rank's saves are on the disk; if the run ends well, all ranks' saves."""
+    """Wait until this rank's saves are on disk or, if the run ends well, until all ranks' are."""
     for saver in _savers().values():
         saver.wait()
         if code in (0, STOPPED):

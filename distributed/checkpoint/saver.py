@@ -1,4 +1,4 @@
-"""Save checkpoints in the background: rank 0 saves everything, or each rank its part."""
+"""Save checkpoints in the background: rank 0 saves everything, or each rank saves its part."""
 
 from __future__ import annotations
 
@@ -58,10 +58,11 @@ class Saver:
     With `format` "full", rank 0 writes everything, and the other ranks' savers do nothing. With
     "sharded", every rank calls `save`, with tensors that may be DTensors, and writes its own part.
 
-    Keeps the newest `keep_last`, and the one with the lowest `progress["score"]` or, without a
-    score, `progress["validation_loss"]`. Call `wait` before the process exits. Raises Refused if
-    another live process saves in the folder or it belongs to another job, CheckpointError if the
-    folder is not writable, and ValueError for `keep_last` below 1 or an unknown format.
+    Keeps the newest `keep_last` checkpoints, and the one with the lowest `progress["score"]` or,
+    without a score, `progress["validation_loss"]`. Call `wait` before the process exits. Raises
+    Refused if another live process saves in the folder or the folder belongs to another job,
+    CheckpointError if it is not writable, and ValueError for `keep_last` below 1 or an unknown
+    format.
     """
 
     def __init__(
@@ -118,8 +119,8 @@ class Saver:
     def snapshot(self, step: int, state: State) -> None:
         """Copy the state into the node agent's memory; a restart continues from the newest copy.
 
-        If a run fails or is stopped, the agent writes it as a checkpoint; a run that exits with
-        code 0 must `save` its last state itself. Without an agent, this does nothing.
+        If a run fails or is stopped, the agent writes that copy as a checkpoint; a run that exits
+        with code 0 must `save` its last state itself. Without an agent, this does nothing.
         """
         if self.enabled or self._parts is not None:
             holders = count_ranks() if self._parts else 1

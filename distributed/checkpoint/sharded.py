@@ -6,8 +6,8 @@
       index.pt                          where each tensor is in the parts
       .metadata                         the same, pickled, for torch's own tools; not read here
 
-Any number of ranks, with any strategy, can read what they need from the parts. The import is slow,
-so import this module only to read or write a sharded checkpoint.
+Any number of ranks, with any strategy, can read what they need from the parts. This module is slow
+to import: do so only to read or write a sharded checkpoint.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class Parts:
         return bare, [one.to_local() if hasattr(one, "to_local") else one for one in chosen]
 
     def _plan(self, tensors: dict[str, Tensor]) -> None:
-        """Plan who writes what. Each rank plans for all, because torch's rank 0 sends pickles."""
+        """Plan who writes what. Each rank plans for all, because torch would send pickled plans."""
         self._planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(tensors, is_coordinator=self._rank == 0)
         own = files.pack(self._planner.create_local_plan())
         plans = [files.unpack(plan) for plan in gather_bytes(own, self._group)]
         plans, self._metadata = self._planner.create_global_plan(plans)
-        plans = FileSystemWriter("").prepare_global_plan(plans)  # names the parts, in any folder
+        plans = FileSystemWriter("").prepare_global_plan(plans)  # names the parts; needs no folder
         self._planner.finish_plan(plans[self._rank])
         self._planner.state_dict = {}  # otherwise it would keep these tensors alive
 
@@ -94,7 +94,7 @@ class Parts:
         """Write copies of the chosen tensors into the folder that `begin` returns on rank 0.
 
         Once the parts are on the disk, returns the manifest's entries for all of them on rank 0,
-        and {} on the others. Raises CheckpointError on every rank if one fails.
+        and {} on the other ranks. Raises CheckpointError on every rank if one fails.
         """
         named = self._tell(lambda: str(begin()).encode() if self._rank == 0 else b"")
         writer = FileSystemWriter(named[0].decode(), sync_files=False, per_thread_copy_ahead=0)
@@ -102,7 +102,7 @@ class Parts:
         if self._rank != 0:
             return {}
         if self._packed != (packed := [results for _, results in told]):
-            self._packed, self._results = packed, [*map(files.unpack, packed)]  # 0.1 ms a tensor
+            self._packed, self._results = packed, [*map(files.unpack, packed)]  # 0.1 ms per tensor
         writer.finish(self._metadata, self._results)  # for torch's own tools
         places = {one.index: one.storage_data for results in self._results for one in results}
         index = files.pack(replace(self._metadata, storage_data=places, storage_meta=None))

@@ -37,8 +37,8 @@ class Snapshot:
     holders: int
     folder: str  # the run's
     keep_last: int
-    trees: dict[str, Any]  # "model" and "optimizer", their tensors on the meta device
-    contents: dict[str, Tensor]  # by name, such as optimizer.state.0.step; of a DTensor, a part
+    trees: dict[str, Any]  # "model" and "optimizer", with tensors on the meta device
+    contents: dict[str, Tensor]  # by name (optimizer.state.0.step); of a DTensor, this rank's part
     shared: set[str]  # names of the tensors of which each rank holds a part
     progress: dict[str, Any]
     ranks: list[Any]  # each rank's own state, as gathered
@@ -51,7 +51,7 @@ class Snapshot:
         return {**packed, "progress.json": json.dumps(self.progress).encode()}
 
     def fetch(self, trees: dict[str, Any]) -> dict[str, Any]:
-        """Fill trees of meta tensors and DTensors with their content. All holders call it."""
+        """Fill trees of meta tensors and DTensors with their content. All holders call this."""
         names = iter([name for name, _ in named_tensors(trees)])
         return dict(tree_map_only(Tensor, lambda one: self._content(next(names), one), trees))
 
@@ -94,7 +94,7 @@ class Buffer(Memory):
     def write(
         self, step: int, holders: int, tensors: Sequence[Tensor], rest: bytes, rank: int = 0
     ) -> None:
-        """Fill the buffer; it counts as empty until it is full. `seal` completes it."""
+        """Fill the buffer, which counts as empty until it is full. `seal` adds the checksum."""
         self.set_header(None)
         end = _offsets(tensors)[-1]
         if kinds_of(tensors) != kinds_of(self._views):
@@ -196,14 +196,14 @@ class Snapshots:
         self._sealing.start()
 
     def _complete(self, taken: Buffer) -> None:
-        if self._neighbours is None:  # no rank waits for it: the next step's compute goes first
+        if self._neighbours is None:  # no rank waits for this thread: training goes first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         taken.seal()
         if self._neighbours is not None:
             self._neighbours.exchange(taken, self._copies)
 
     def finish(self) -> None:
-        """Wait for the last snapshot's checksum and copy; report progress as parts arrive."""
+        """Wait for the last snapshot's checksum and copy; report progress as pieces arrive."""
         while self._sealing.is_alive():
             moved = self._neighbours.moved if self._neighbours else 0
             self._sealing.join(1.0)
@@ -215,7 +215,7 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
     """Return this rank's part of a run's newest complete snapshot.
 
     A part that was lost with its node comes from the node that holds a copy. If rank 0 holds
-    everything, the other ranks get None. All ranks call it.
+    everything, the other ranks get None. All ranks must call this.
     """
     if FILES not in os.environ:
         return None

@@ -1,1 +1,1 @@
-"""The node agent: forks and watches one node's ranks, and agrees on the outcome with the others."""
+"""The node agent: forks and watches a node's ranks; all agents agree on the outcome."""

@@ -55,8 +55,9 @@ TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 
 
 def run_agent(arguments: list[str], environ: OwnEnviron, supervisor: SupervisorLink) -> int:
-    """Run as the agent, and exit. Returns an exit code only if this agent does not join a run.
+    """Run as the agent, and exit.
 
+    Returns an exit code only if the arguments are invalid, or after torch's own agent has finished.
     Each forked rank raises SystemExit through this function (launcher/agent/rank/program.py).
     `environ` is this process's own environment, which the ranks inherit.
     """
@@ -118,7 +119,7 @@ class NodeAgent:
             self.network = nccl_network.prepare(
                 self.folder, own.node_rank, len(own.hosts), args.environ
             )
-        self.store: TCPStore | None = None  # a new one: keys of the old one would mislead ranks
+        self.store: TCPStore | None = None  # a new store per attempt: old keys would mislead ranks
         args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # read by RunLock
         if own.node_rank == 0 and len(own.hosts) > 1:
             self.snapshots.outgoing.begin()
@@ -184,7 +185,7 @@ class NodeAgent:
         host = "" if self.is_spare else hosts[own.node_rank]
         here = NodeRanks(ranks, self.heartbeats, own.node_rank, host)
         for peer in meeting.everyone():
-            # The peer may have waited for others, and may first save the lost node's snapshot.
+            # The peer was silent while it waited, and may first save the lost node's snapshot.
             peer.heard = time.monotonic() + (args.grace_s if meeting.took_over else 0)
         return Attempt(
             here,
@@ -249,7 +250,7 @@ class NodeAgent:
         return followed is not None
 
     def _restart(self, team: Team, facts: Facts, first: Failure) -> Mapping[int, Assignment]:
-        """On node rank 0, begin another attempt. Returns all assignments; none if it cannot."""
+        """On node rank 0, begin another attempt. Returns all assignments; none if the run ends."""
         busy = team.peers.keys() - facts.nodes.keys()  # nodes whose ranks are still running
         for node_rank in busy if team.min_nodes else ():
             team.peers.pop(node_rank).close()

@@ -184,7 +184,7 @@ class Attempt:
             self.send_all(self.facts.end_of_node(saved_step, *self.snapshots.parts()))
 
     def _fail(self, first: Failure) -> None:
-        """Record a failure, and end the ranks of all nodes; after a stop request, they may save."""
+        """Record a failure, and end the ranks of all nodes; after a stop request, let them save."""
         self._record_failure(first)
         if self.facts.asked:
             self.kill.set_within(self.grace_s)
@@ -201,7 +201,7 @@ class Attempt:
     # --- stop requests --------------------------------------------------------------------------
 
     def _on_signal(self, signum: int, _frame: object) -> None:
-        """Forward a stop signal, so that the ranks can save first; a second Ctrl-C kills them."""
+        """Forward a stop signal, so that the ranks can save; a second Ctrl-C kills them."""
         if signum == signal.SIGINT and self.interrupts.is_second():
             self.facts.signals.append(signum)
             self.kill.set_within(0.0)

@@ -6,7 +6,7 @@ describes its messages. The program that starts a supervisor sets two variables:
     LAUNCH_START=local|step the local launcher became the supervisor, or srun started it. The
                             supervisor removes this variable, so that nested runs do not inherit it.
     LAUNCH_TOKEN=<token>    marks every process of the run, and begins each message to the launcher.
-                            One message is the outcome: the launcher prints the failure block.
+                            The launcher prints the failure block from one of them, the outcome.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def take_stdin(mark: str) -> Control:
 def report_outcome(
     outcome: Outcome, control: Control | None, *, is_line_open: bool, folder: Path | None = None
 ) -> None:
-    """Print how the run ended and keep it in `folder`, or send it to a remote launcher.
+    """Print how the run ended and keep the text in `folder`, or report to a remote launcher.
 
     `is_line_open` means that the last line shown may have no newline; the block begins a new one.
     """

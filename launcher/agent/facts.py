@@ -66,7 +66,7 @@ class Facts:
         return NodeEnd(sorted(self.stopped), first_rank, codes, saved_step, *snapshots)
 
     def reach_verdict(self, saved_step: int, left: int) -> Verdict:
-        """Return how the attempt ended: node rank 0's verdict, or one from what is known here.
+        """Return how the attempt ended: node rank 0's verdict, or one based on what is known here.
 
         `left` is the number of processes here that could not be ended.
         """

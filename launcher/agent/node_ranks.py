@@ -86,7 +86,7 @@ class Heartbeats:
         return any(beat.is_counted and beat.step >= 0 for beat in beats)
 
     def reached(self) -> tuple[int, int]:
-        """Return the newest checkpoint and the highest step so far; -1 if there is none."""
+        """Return the newest checkpoint's step and the highest step so far; -1 if there is none."""
         now = max(self.saved(), self._reached[0]), self.step()
         self._reached = max(self._reached, now)
         return self._reached
@@ -131,8 +131,8 @@ class NodeRanks:
     def tick(self, now: float, *, is_ending: bool) -> bool:
         """Show output that has been held back long enough. Returns whether any is still held back.
 
-        A rank that is still running long after its traceback has caught the exception. While the
-        run is ending, this cannot be known.
+        If a rank is still running long after it printed a traceback, it has caught the exception.
+        While the run is ending, this cannot be known.
         """
         is_waiting = False
         for each in self.all:
@@ -159,7 +159,7 @@ class NodeRanks:
         )
 
     def describe_end(self, each: Rank) -> Failure:
-        """Return why a rank exited or is about to, from its error file, or else its exit code."""
+        """Return why a rank has exited or is exiting, from its error file, output or exit code."""
         out, err = each.streams
         line = err.traceback_line or err.last_line or out.last_line
         log = failure.short_path(str(out.log.path)) if out.log.path else ""
@@ -178,15 +178,15 @@ class NodeRanks:
     def describe_stuck(self, suspect: int) -> Failure | None:
         """Return the failure of a run that `suspect` holds up, with the stacks of all ranks here.
 
-        If the suspect is on another node, the first rank here is reported as failing as a
-        consequence. Returns None if no rank is alive. Blocks while the ranks write their stacks.
+        If the suspect is on another node, the failure is that of the first rank here, and counts as
+        a consequence. Returns None if no rank is alive. Blocks while the ranks write their stacks.
         """
         living = self.living()
         if not living:
             return None
         named = next((each for each in living if each.rank == suspect), living[0])
         beat = self.heartbeats.read(named.local_rank)
-        cause = f"no sign of life for {self.heartbeats.silence_s(named.local_rank):.0f} s"
+        cause = f"no progress reported for {self.heartbeats.silence_s(named.local_rank):.0f} s"
         if beat.step < 0:
             cause += ", before its first step"
         if processes.is_stopped(named.pid):
@@ -211,9 +211,9 @@ class NodeRanks:
     def stacks(self, *, are_ending: bool = False) -> dict[int, list[str]]:
         """Have the living ranks write their stacks. Returns each rank's stack, by rank.
 
-        Blocks for up to STACKS_WRITE_S, or twice that if `are_ending` and some ranks are stopped:
-        these are resumed, because they cannot write while stopped. A rank that the signal would
-        kill is skipped: one that imports torch itself, and whose script sends no heartbeats.
+        Blocks for up to STACKS_WRITE_S. With `are_ending`, stopped ranks are resumed, because they
+        cannot write while stopped, and the call may take twice as long. A rank that the signal
+        would kill is skipped: one that imports torch itself, and whose script sends no heartbeats.
         """
         living = self.living()
         stopped = [each for each in living if processes.is_stopped(each.pid)]

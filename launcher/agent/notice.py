@@ -13,8 +13,8 @@ from launcher.agent.node_ranks import NodeRanks
 from launcher.wire import limits
 
 UNHANDLED = (
-    "warning: the script does not handle SIGUSR1, which announces the time limit: "
-    "the script continues, and the job ends at the limit without saving [time-limit]"
+    "warning: the script does not handle SIGUSR1, which announces the time limit; "
+    "it continues without saving until the job ends at the limit [time-limit]"
 )
 
 

@@ -57,7 +57,7 @@ class Query:
         return min(self._look.at, self._start.at, self._end.at)
 
     def ask(self) -> None:
-        """Request all stacks soon; a signal handler may call this."""
+        """Schedule a request for all stacks; a signal handler may call this."""
         self._start.set_within(0.0)
 
     def ask_about(self, suspect: RankState) -> None:
@@ -120,7 +120,7 @@ class Query:
             if step >= 0:
                 when = f"more than 10 times the longest gap between steps, after step {step}"
             who = "all ranks are at the same point" if odd is None else f"rank {odd} is behind"
-            again = f"kill -QUIT {os.getppid()} repeats this; HANG_SECONDS=N ends the run after N s"
+            again = f"kill -QUIT {os.getppid()} repeats this; HANG_SECONDS=N ends a hung run"
             head = f"no step for {silent.silence_s:.0f} s, {when}: {who}; {again}; {head}"
         lines = [head, *stuck.group_stacks(places), *(f"{host}: no answer" for host in unheard)]
         lines += find_mismatches(calls)

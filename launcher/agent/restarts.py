@@ -74,7 +74,7 @@ class Restarts:
         `held_step` is the step of the newest snapshot in memory, or -1 if there is none.
         """
         saved_step, step = self.beats.reached()
-        is_known = first.rank < 0 <= max(saved_step, held_step)  # lost a node other than the first
+        is_known = first.rank < 0 <= max(saved_step, held_step)  # another node was lost
         last = self.all[-1] if self.all else None
         if last is not None and not last.lost_s:  # later losses count towards the next restart
             self.all[-1] = replace(last, lost_s=first.time - last.failed)
@@ -96,7 +96,7 @@ class Restarts:
         return restart.describe(self.most)
 
     def look(self) -> None:
-        """Record the ranks' progress, and the time when the lost steps have been repeated."""
+        """Record the ranks' progress and, once the lost steps are repeated, the time lost."""
         step = self.beats.step()
         if self.record is not None:
             self.record.note_progress(*self.beats.reached())

@@ -3,9 +3,10 @@
     python -m distributed.run --nproc-per-node 4 train.py --config config/local3.yaml
 
 Two processes do the work. The supervisor, this one, does not import torch. It forwards signals and,
-when the agent exits for any reason, ends the processes that it leaves. The agent (agent.py) imports
-torch once and forks the ranks; it ends them if the supervisor exits. A third process, the reaper,
-waits for either to exit, and ends what is left if the other is killed or stopped at the same time.
+when the agent exits for any reason, ends the processes that the agent leaves. The agent (agent.py)
+imports torch once and forks the ranks; it ends them if the supervisor exits. In a run on one
+machine, a third process, the reaper, waits for either of them to exit, and ends the remaining
+processes if the other one is killed or stopped at the same time.
 """
 
 from __future__ import annotations
@@ -278,7 +279,7 @@ def _await_end(agent: Agent) -> int:
 def _report_death(
     agent: Agent, code: int, why: tuple[str, str] | None, words: Sequence[str], *, left: int
 ) -> None:
-    """Report how the run ended, because the agent was killed, failed or exited early.
+    """Report how the run ended, in place of an agent that was killed, failed or exited early.
 
     `why` is the fault and the cause; None if this process ended the agent.
     """
@@ -314,7 +315,7 @@ def _explain_death(
 ) -> tuple[str, str]:
     """Return the fault and the cause of an agent's exit that the agent did not report itself.
 
-    `words` are the last lines it wrote. `is_out_of_memory` means that the kernel killed a process.
+    `words` are the agent's last lines. `is_out_of_memory` means that the kernel killed a process.
     """
     if is_out_of_memory and code == KILLED:
         fault, cause = explain(code, out_of_memory=True)

@@ -98,10 +98,10 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
         raise ValueError(f"--nproc-per-node {nproc}: no ranks; give at least 1")
     least = -1 if high + spares > 1 else 0  # -1 requests the next free node rank
     if not least <= args.node_rank < high + spares:
-        cure = f"give 0 to {high + spares - 1} (--nnodes)"
+        cure = f"give a number from 0 to {high + spares - 1} (--nnodes)"
         raise ValueError(f"--node-rank {args.node_rank}: out of range; {cure}")
     if not 0 <= port < 65536:
-        raise ValueError(f"--master-port {port}: not a port; give 1 to 65535")
+        raise ValueError(f"--master-port {port}: not a port; give a number from 1 to 65535")
     beyond_static = _beyond_static(args, low, high)
     if is_placed and beyond_static:
         cure = "omit it, or also give --nnodes, --node-rank and --master-addr"

@@ -31,12 +31,12 @@ class Call(NamedTuple):
     directory: str  # where the command was typed
     python: str  # for the nodes; inside the container, if there is one
     site: str
-    activated: str  # names, separated by spaces
+    activated: str  # names of variables, separated by spaces
     script: str  # as it was typed
 
 
 def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
-    """Return what was typed, by name.
+    """Return what was typed, as named fields.
 
     In a task of a job array, the task's number replaces {task} in settings. Raises PlanError.
     """

@@ -50,7 +50,7 @@ def _options(names: str, target: str = "", *, has_value: bool = True) -> dict[st
 
 
 def _complete_launch(values: Values, environ: Environ) -> None:
-    """For options that were not typed, read PET_NNODES and the like, as torchrun does."""
+    """For options that were not typed, read PET_NNODES and similar variables, as torchrun does."""
     for name, option in _TORCHRUN.items():
         value = environ.get(f"PET_{name[2:].replace('-', '_').upper()}")
         if value and option.has_value and option.field != "passed":
@@ -64,7 +64,7 @@ def _need_master(values: Values, _environ: Environ) -> None:
 
 
 def _join_config(values: Values, environ: Environ) -> None:
-    """Combine --config-path and --config-name into one config, or pass both to a Hydra script."""
+    """Combine --config-path and --config-name into one config, or pass them to a Hydra script."""
     folder, name = values.pop("config_path", ""), values.pop("config_name", "")
     if not folder and not name:
         return

@@ -1,4 +1,4 @@
-"""The scripts that start no run: read their command lines, and execute them.
+"""The scripts that start no run: read and execute their command lines.
 
 python scripts/lib/start.py launcher.cli.tools SCRIPT WORDS      (run_tool in scripts/lib/launch.sh)
 """
@@ -42,5 +42,5 @@ def refuse(words: Sequence[str]) -> str:
     if name not in CHECKPOINT:
         return f"unknown command {name!r}; {did_you_mean(name, CHECKPOINT)}choose from {commands}"
     if len(given) != len(CHECKPOINT[name].split()):
-        return f"{name} takes {CHECKPOINT[name]}, but got {' '.join(given) or 'nothing'}"
+        return f"{name} needs {CHECKPOINT[name]}, but got {' '.join(given) or 'nothing'}"
     return ""

@@ -5,10 +5,10 @@
     scripts/explain.sh LOG...      log files, of any launcher
     scripts/explain.sh FAULT       a fault's section of TROUBLESHOOTING.md
 
-Prints the fault's name, the rank, the line and the section of TROUBLESHOOTING.md. If the log or the
-run ends with this project's own block, prints that block; if this project refused the start, prints
-its lines and their sections. Exits with 0 if it found a cause, with 1 if there is none, and with 2
-if a file cannot be read.
+Prints the fault's name, the rank, the line and which section of TROUBLESHOOTING.md to read. If the
+log or the run ends with this project's own failure block, prints that block; if this project
+refused the start, prints the refusals and their sections. Exits with 0 if it finds a cause, with 1
+if there is none, and with 2 if a file cannot be read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     names = arguments or [str(log_dir / "latest")]
     try:
-        # An earlier start of the same run may have failed.
+        # Its logs may contain the failure of an earlier start.
         if all(has_ended_well(name, log_dir) for name in names):
             print(f"no failure: {', '.join(names)} ended with code 0")
             return 1
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
         refusals = {line: name for file in files for line, name in find_refusals(file).items()}
         seen = [sighting for file in files for sighting in read(file)]
     except OSError as error:
-        if error.filename is None:  # it is about the output
+        if error.filename is None:  # the error concerns the output
             raise
         runs = find_all(log_dir)
         if starting := [run for run in runs if run.id == str(error.filename)]:

@@ -1,4 +1,4 @@
-"""The rules of explain, and how much the lines that a rule matches say about the cause."""
+"""The rules of explain, and how much a matching line says about the cause."""
 
 from __future__ import annotations
 

@@ -48,12 +48,12 @@ _EXCEPTION = re.compile(
 _RANK = re.compile(r"(?<!local_)(?<!local )\b[Rr]ank ?:? ?(\d+)|: task (\d+): Exited")
 _NAMED = re.compile(r" \[([a-z-]+)\]$")  # how our own lines name a fault
 _PROGRAM = re.compile(r"(?:node agent|[\w.-]+): ")  # begins a line that refuses a start
-# In a log of several starts: the row that begins a start, or the row that ends it.
+# In a log of several starts, a row that begins or ends a start.
 _BEFORE = re.compile(
     f"{FIRST_ROW}|see {{6}}TROUBLESHOOTING|stopped  .*; nothing is left running".encode()
 )
-# Where launchers report which process failed first: torch's two tables and its single line, its
-# spawn, DeepSpeed, DDP's message about parameters, and srun.
+# Where launchers report which process failed first: torch's two tables and its single line,
+# torch.multiprocessing.spawn, DeepSpeed, DDP's message about parameters, and srun.
 _FIRST = re.compile(
     r"Root Cause(?s:.{0,300}?)(?:host *: (?P<host>\S+)\s+)?\brank *: (?P<rank>\d+)"
     r"|failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)"
@@ -73,7 +73,7 @@ def sections() -> Mapping[str, str]:
 
 
 def own_fault(line: str) -> str:
-    """Return the fault that one of our lines names at its end; "" for a warning or other line."""
+    """Return the fault that one of our lines names at its end; "" for warnings and other lines."""
     named = _NAMED.search(line.rstrip())
     return named[1] if named and named[1] in sections() and "warning: " not in line else ""
 
@@ -93,7 +93,7 @@ class Sighting:
 
 
 def read(file: Path) -> list[Sighting]:
-    """Return a log's lines about a failure; of those that differ only in numbers, the first.
+    """Return a log's lines about a failure; of lines that differ only in numbers, only the first.
 
     Raises OSError.
     """

@@ -16,6 +16,6 @@ def match(line: str) -> Rule | None:
 
 
 def find_rule(message: str) -> Rule | None:
-    """Of the rules that match a line of an error, return the one that says most about the cause."""
+    """Return the rule that says most about the cause, of those that match a line of an error."""
     known = [rule for line in message.splitlines() if (rule := match(line))]
     return min(known, key=lambda rule: rule.kind, default=None)

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Connection(Child):
-    """An ssh connection to one node. In process lists, only paths are visible."""
+    """An ssh connection to one node. ps does not show the variables that it sends."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Connection(Child):
 
     @property
     def is_dropped(self) -> bool:
-        """Whether an sshd on the way has dropped the connection, as sshd does if there are many."""
+        """Whether an sshd on the way has dropped the connection, as sshd does when overloaded."""
         is_silent = self.answer(Hello) is None and not self.may_come
         return is_silent and self.code == SSH_FAILED and self._fault == "ssh-refused"
 
@@ -210,7 +210,7 @@ def find_fault(node: str, environ: Environ) -> str:
 def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
     """Return the names of the variables to send to the nodes, except those for this node only.
 
-    Raises PlanError if FORWARD_ENV names one that is not set.
+    Raises PlanError if FORWARD_ENV names a variable that is not set.
     """
     environ = plan.environ
     asked = asked_names(environ)

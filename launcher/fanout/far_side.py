@@ -4,9 +4,9 @@
     python scripts/lib/start.py launcher.fanout.far_side --pdsh SOCKET
 
 The first form gets requests on stdin: it checks the node, and starts the agent, whose supervisor it
-becomes, with its stdin as the control stream. At the end, it kills processes that the run has left.
-RUN_ID and SCRIPT are for readers of ps. pdsh starts the second form: when that connects, the first
-form starts the agent; when pdsh's connection ends, the agent ends too.
+becomes, with its stdin as the control stream. At the end, it kills leftover processes of the run.
+RUN_ID and SCRIPT are for readers of ps. pdsh starts the second form: when the second form connects,
+the first starts the agent; when pdsh's connection ends, the agent ends too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(arguments: list[str], environ: OwnEnviron) -> int:
                 code = run_agent(request, environ, token, pdsh) if has_come else CANNOT_START
                 tell(token, Exit(code, processes.end_marked(token, limits.SWEEP_S)))
                 if pdsh is not None:
-                    with contextlib.suppress(OSError):  # it is gone
+                    with contextlib.suppress(OSError):  # pdsh's process is gone
                         os.write(pdsh, bytes([code]))
                 return 0
     return 0
@@ -75,7 +75,7 @@ def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -
     def await_cut(fd: int) -> None:
         while os.read(fd, 4096):
             pass
-        if processes.start_ticks(agent.pid) is not None:  # otherwise it has ended
+        if processes.start_ticks(agent.pid) is not None:  # otherwise the agent has ended
             tell(token, Cut())
 
     threading.Thread(target=beat, daemon=True).start()  # only after the fork
@@ -88,10 +88,10 @@ def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -
 
 
 def await_pdsh(name: str, token: str) -> int | None:
-    """Wait for pdsh's process at a socket. Returns the connection, or None if it does not connect.
+    """Wait for pdsh's process at a socket. Returns the connection, or None if none is made.
 
-    Only this user's processes are accepted. No one can take the name first: the launcher made it
-    up, and pdsh's command shows it only once every node is listening.
+    Only this user's processes are accepted. No one can take the name first: the launcher chose it
+    at random, and pdsh's command shows it only once every node is listening.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{name}")

@@ -1,6 +1,6 @@
 """Fan-out to this machine only: check it, and become its node agent.
 
-If the nodes are started separately, by hand or by srun, each of them runs this.
+If the nodes are started separately, by hand or by srun, the launcher on each uses this fan-out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from launcher.wire.messages import Report
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec does not return
-    """Start this node's ranks. Returns, with the exit code, only if nothing was started."""
+    """Start this node's ranks. Returns only if nothing was started; the value is the exit code."""
     if plan.has_transcript and not plan.is_dry_run and not plan.is_detached:
         transcript.keep(transcript.new_file(plan))
     report = check_here(plan)

@@ -56,7 +56,7 @@ class Loop:
     def wait(self, seconds: float) -> list[signal.Signals]:
         """Handle events, up to a time limit. Returns the signals that arrived, except SIGCHLD."""
         for key, _ in self.selector.select(max(0.0, seconds)):
-            if self.selector.get_map().get(key.fd) is key:  # no other event has closed it
+            if self.selector.get_map().get(key.fd) is key:  # no earlier event has closed it
                 key.data()
         came, self._signals = self._signals, []
         return came
@@ -130,7 +130,7 @@ class Child:
         loop.children.append(self)
 
     def send(self, data: bytes) -> None:
-        """Write to the program's stdin, as soon as possible; do nothing if that is closed."""
+        """Write to the program's stdin, as soon as possible; do nothing if stdin is closed."""
         if self._stdin >= 0:
             self._unsent += data
             self._write()
@@ -153,7 +153,7 @@ class Child:
         for fd in list(self._open):
             while self._read(fd):
                 pass
-            if fd in self._open:  # one of its children keeps it open
+            if fd in self._open:  # one of the program's children keeps it open
                 self._end(fd)
         self.close_input()
         self.code = code
@@ -163,7 +163,7 @@ class Child:
             del self._unsent[: os.write(self._stdin, self._unsent[:_CHUNK])]
         except BlockingIOError:
             pass
-        except OSError:  # it has closed its stdin
+        except OSError:  # the program has closed its stdin
             self.close_input()
             return
         self._want_write(bool(self._unsent))

@@ -28,7 +28,7 @@ class Nodes:
     def __init__(
         self, connections: Sequence[Connection], connect: Connect, *, can_change: bool
     ) -> None:
-        self.connections = connections  # by the node rank that each started with
+        self.connections = connections  # by the node rank that each node started with
         self.can_change = can_change
         self._connect = connect
         self._membership: Membership | None = None  # the newest
@@ -57,7 +57,7 @@ class Nodes:
         return [self.connections[place] for place in places if 0 <= place < len(self.connections)]
 
     def is_overdue(self, rest_s: float) -> bool:
-        """Whether a node has ended, and the run should have ended or continued by now."""
+        """Whether a node has ended, and the run has neither ended nor continued in time."""
         ended = any(node.lost or node.answer(Exit) is not None for node in self.current)
         until = time.monotonic() + limits.DECIDE_S + rest_s
         self._until = min(self._until, until) if ended else math.inf
@@ -83,7 +83,7 @@ class Nodes:
             for look in looks:
                 if look.answer(Exit) is not None:
                     look.close_input()
-            loop.wait(until - time.monotonic())  # signals have no effect any more
+            loop.wait(until - time.monotonic())  # from here on, signals have no effect
         return {
             node: look.last_words for node, look in self._looks.items() if not look.answer(Exit)
         }
@@ -118,7 +118,7 @@ class Silence:
         return [node for node in there if node.answer(Exit) is None]
 
     def note_turn(self, *, is_ending: bool) -> None:
-        """Detect that this process was stopped, or the machine asleep; no node was silent then."""
+        """Detect that this process or the machine was suspended; that does not count as silence."""
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         slept_s, self._turned_at = now - (self._turned_at or now), now
         if slept_s > limits.SILENCE_S / 2:
@@ -136,7 +136,7 @@ class Silence:
         return [node for node in awaited if now - node.heard > limits.SILENCE_S / 2]
 
     def recall(self) -> list[Connection]:
-        """When the first node ends, return those that are or were silent: they may have left us."""
+        """When the first node ends, return recently silent ones, which may have caused the end."""
         now, blamed = time.monotonic(), []
         for node in self.connections:
             lasts_s = now - node.heard

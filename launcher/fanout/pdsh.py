@@ -1,8 +1,8 @@
 """Fan-out through pdsh, which only triggers the start of the agents.
 
 pdsh does not forward stdin, and ps shows its command. So the launcher's own ssh connections carry
-everything else: on each node, far_side.py waits for pdsh's process, and starts the agent when
-that connects.
+everything else: on each node, far_side.py waits for pdsh's process, and starts the agent when that
+process connects.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PdshFanout(Fanout):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self.socket = os.urandom(16).hex()  # the name of each node's socket, before the node rank
+        self.socket = os.urandom(16).hex()  # begins each socket's name; a node rank follows
         self.pdsh: Child | None = None
 
     def require_tools(self) -> None:
@@ -50,9 +50,9 @@ class PdshFanout(Fanout):
         options = " ".join([*given, *(f"-o {option}" for option in FIXED)])
         names = [node.name for node in self.plan.nodes]
         words = self.plan.inside(self.plan.module_command(FAR_SIDE))
-        if "LD_LIBRARY_PATH" in self.plan.forwarded:  # may contain Python's own library
+        if "LD_LIBRARY_PATH" in self.plan.forwarded:  # may lead to Python's own library
             words = ["env", f"LD_LIBRARY_PATH={environ['LD_LIBRARY_PATH']}", *words]
-        # On every node, pdsh replaces %n with the node's rank.
+        # On every node, pdsh replaces %n with the node rank.
         remote = f"exec {shlex.join(words).replace('%', '%%')} --pdsh {self.socket}.%n"
         command = ["pdsh", "-R", "ssh", "-S", "-f", str(len(names)), "-w", ",".join(names)]
         self.pdsh = Child(

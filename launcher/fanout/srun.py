@@ -1,7 +1,7 @@
 """Fan-out through srun, from a job's batch script or from salloc's shell.
 
-It starts one agent on each node, which takes its node rank from the step's variables; with
-LAUNCHER=srun it starts one task for each rank instead.
+It starts one agent on each node; each agent takes its node rank from the step's variables. With
+LAUNCHER=srun, it starts one task for each rank instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CANNOT_START = (REFUSED, *range(125, 128))  # the exit codes of a broken Python
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
-    """Start all nodes of the job. Returns the run's exit code."""
+    """Start the run on all nodes of the job. Returns the run's exit code."""
     if not plan.is_dry_run:  # a notice that arrives during the preflight stays pending
         signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
         for signum in {*handled_signals()} - {NOTICE}:
@@ -97,7 +97,7 @@ def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
     """Check every node; replace faulty ones and repeat, while there are spares.
 
     Returns the plan, node rank 0's report, and the comparison of all reports; None if the start
-    is refused. Raises Refused if a node does not answer.
+    is refused. Raises Refused if a node does not answer, and no spare can replace it.
     """
     reports = ask_nodes(plan)
     outcome = compare.judge(reports)
@@ -199,7 +199,7 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
     step = ["srun", KILL_ALL, f"--chdir={plan.directory}", f"--job-name={plan.run_id}"]
     if cpus := environ.get("SLURM_CPUS_PER_TASK"):  # srun does not inherit it
         step.append(f"--cpus-per-task={cpus}")
-    if environ.get("SLURM_GPUS_PER_NODE"):  # the script's value; sbatch's options may differ
+    if environ.get("SLURM_GPUS_PER_NODE"):  # from the script; sbatch's options may differ
         step = ["env", f"SLURM_GPUS_PER_NODE={environ.get('SLURM_GPUS_ON_NODE', '')}", *step]
     if not environ.get("SLURM_GPUS_ON_NODE"):  # the script's --cpus-per-gpu has no meaning then
         step = ["env", "--unset=SLURM_CPUS_PER_GPU", *step]

@@ -51,7 +51,7 @@ class Fanout:
         self.own = find_own(plan, read_begun())
         self.plan = replace(plan, forwarded=forwarded_names(plan, self.own.names))
         self.token = os.urandom(16).hex()
-        self.saving_s = 0 if plan.engine else plan.grace_s  # for agents whose ranks have ended
+        self.saving_s = 0 if plan.engine else plan.grace_s  # for agents to save a snapshot
         self.secret = handshake.new_secret()
         self.slack_s = len(plan.nodes) // 10  # each key exchange takes time here
         self.connections: list[Connection] = []
@@ -93,7 +93,7 @@ class Fanout:
     # --- the preflight ------------------------------------------------------------------------
 
     def check_nodes(self) -> list[Report] | None:
-        """Connect to all nodes, check them and print the plan. Returns None if refused."""
+        """Connect to all nodes, check them and print the plan. Returns None on a refusal."""
         began, plan = time.monotonic(), self.plan
         within_s = self.slack_s + plan.preflight_s
         if not plan.has_checks:  # the user wants to start anyway, and a login may be slow
@@ -107,9 +107,9 @@ class Fanout:
         hellos = [node.answer(Hello) for node in self.connections]
         left_s = answer_by - time.monotonic()
         self.plan = choose_master(self.plan, hellos)
-        request = self.plan.request(  # if one is missing, no node waits for the others
+        request = self.plan.request(  # if a hello is missing, no node waits for the others
             meeting_size=self.plan.num_agents if all(hellos) else 0,
-            within_s=max(1.0, min(left_s - 2, 0.75 * left_s)),  # the rest: to start, and to answer
+            within_s=max(1.0, min(left_s - 2, 0.75 * left_s)),  # the rest is to start and to answer
         )
         for number, node in enumerate(self.plan.nodes):
             self.connections[number].ask(replace(request, node_rank=number, nproc=node.nproc))
@@ -210,7 +210,7 @@ class Fanout:
     def lose(self, node: Connection, why: str) -> None:
         """Record that a node's part of the run has ended early.
 
-        That ends the run, unless others continue. If the node is silent, the others may save first.
+        This ends a run that cannot lose a node. If the node is silent, the others may save first.
         """
         if node.lost:
             return
@@ -297,7 +297,7 @@ class Fanout:
 
 
 class Terminals:
-    """The launcher's stdout and stderr, and the streams of all nodes on them."""
+    """The launcher's stdout and stderr, which show the streams of all nodes."""
 
     def __init__(self) -> None:
         self.out = Terminal(1)

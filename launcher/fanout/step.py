@@ -1,6 +1,6 @@
 """The step of a SLURM job that runs the agents: start srun, handle signals, end the step.
 
-The agents report how the run ended through srun's stdout, in lines that begin with a token; the
+Through srun's stdout, the agents report how the run ended, in lines that begin with a token; the
 launcher prints the failure block once srun has ended. srun waits without limit for a lost node, so
 the launcher ends srun.
 """
@@ -36,7 +36,7 @@ from launcher.wire import limits
 from launcher.wire.launcher_link import Answers
 from launcher.wire.messages import Exit, Membership
 
-LIMIT = "TimeLimit"  # squeue's reason
+LIMIT = "TimeLimit"  # squeue's reason for a job that SLURM ends at its time limit
 MOST_RESTARTS = 3  # in a row without a new checkpoint
 Srun = subprocess.Popen[bytes]
 
@@ -67,7 +67,7 @@ class Output:
     """Reads srun's stdout, and separates the agents' messages from the ranks' output."""
 
     def __init__(self, srun: Srun, token: str) -> None:
-        self.outcomes: dict[int, Outcome] = {}  # by the node rank that each started with
+        self.outcomes: dict[int, Outcome] = {}  # by the node rank that each node started with
         self.exits: dict[int, int] = {}
         self.membership: Membership | None = None  # the nodes that the run still has; None: all
         self.begun: set[int] = set()
@@ -146,11 +146,11 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     if outcome is not None:
         outcome = as_slurm_ended(outcome, plan)
         code = outcome.code
-        asked.append(outcome.signum)  # scancel may have sent it directly to the ranks
+        asked.append(outcome.signum)  # scancel may have sent the signal directly to the ranks
     # 128 + SIGUSR1: the notice came before there was anything to save.
     has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
     comes_back = NOTICE in asked and has_saved
-    if outcome is not None:  # before the requeue, with which SLURM ends this job
+    if outcome is not None:  # before the requeue, which ends this job
         shown = replace(outcome, command="") if comes_back else outcome
         print_outcome(shown, sys.stderr, plan.folder)
     if comes_back and not requeue(plan) and outcome is not None:
@@ -194,7 +194,7 @@ def find_outcome(
 ) -> Outcome | None:
     """Return the outcome of a step; None if no agent has reported anything about its end.
 
-    `code` is srun's, the highest of its tasks' codes; one without a report may have been killed.
+    `code` is srun's, the highest code of a task; a task without a report may have been killed.
     """
     is_killed = code >= KILLED and not asked
     parts = output.parts(plan.hosts, KILLED if is_killed else 0)
@@ -206,7 +206,7 @@ def find_outcome(
 def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
     """Return the outcome with SIGTERM's code, if SLURM ended the run and no rank saved.
 
-    A time limit is reported as a failure because, unlike with scancel, nobody asked to stop.
+    A time limit is reported as a failure because, unlike with scancel, nobody asked for a stop.
     """
     is_stopped = outcome.failure is None and outcome.code not in (0, STOPPED)
     if not is_stopped or outcome.signum == signal.SIGINT:
@@ -221,7 +221,7 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
 
 
 def pass_on(signum: int, plan: Plan, srun: Srun) -> None:
-    """Send SIGTERM or a notice to every task of the step; sending it again has no effect.
+    """Send SIGTERM or a notice to every task of the step; sending either again has no effect.
 
     SLURM signals all processes of a task, and a notice would kill ranks that do not handle it. So
     the agents, which know these ranks, get it through a file.
@@ -233,7 +233,7 @@ def pass_on(signum: int, plan: Plan, srun: Srun) -> None:
         with contextlib.suppress(OSError):  # a full disk
             (plan.folder / NOTICED).touch()
             return
-    srun.send_signal(NOTICE)  # srun forwards it to the tasks that it knows have started
+    srun.send_signal(NOTICE)  # srun forwards the notice to the tasks that it knows have started
 
 
 def stop_step(plan: Plan, srun: Srun) -> None:
@@ -270,7 +270,7 @@ def requeue(plan: Plan) -> bool:
             print(f"{plan.program}: {cause}", file=sys.stderr)
             return True
     # SLURM ends the requeued job with SIGTERM, which is blocked here and in scontrol, and sends
-    # SIGKILL only KillWait later, so there is time to print the line below.
+    # SIGKILL only after KillWait, so there is time to print the line below.
     job = job_id(plan.environ)
     is_back = subprocess.run(["scontrol", "requeue", job]).returncode == 0
     if is_back:

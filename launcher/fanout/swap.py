@@ -17,7 +17,7 @@ TWICE = 2  # losses of one node in a run, after which it is not used again
 
 
 def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
-    """Return the ranks of the nodes that do not answer, have a fault, or were lost twice.
+    """Return the node ranks of the nodes that do not answer, have a fault, or were lost twice.
 
     Empty if the run has no spares.
     """
@@ -38,7 +38,7 @@ def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
 def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
     """Return the plan with these nodes replaced by spares, and the changes in words.
 
-    None if there are no such nodes, if spares are too few, or if MASTER_ADDR names a faulty one.
+    None if `ill` is empty, spares are too few, or node rank 0 is ill and MASTER_ADDR is set.
     """
     if not ill or (0 in ill and plan.environ.get("MASTER_ADDR")):
         return None
@@ -50,7 +50,7 @@ def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
         spare = next((node for node in spares if node.nproc == nodes[place].nproc), None)
         if spare is None:
             return None
-        changes.append(f"{spare.name} takes {nodes[place].name}'s place")
+        changes.append(f"{spare.name} replaces {nodes[place].name}")
         spares.remove(spare)
         nodes[place] = spare
     master = nodes[0].name.rpartition("@")[2] if 0 in ill else plan.master_addr
@@ -60,7 +60,7 @@ def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
 
 
 def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
-    """Do what swap() does for the plan of a SLURM job, which does not list its nodes one by one.
+    """Do the same as swap() for a SLURM job's plan, which does not list its nodes one by one.
 
     All nodes of a step are alike, and keep the order of SLURM's list.
     """

@@ -53,7 +53,7 @@ def check_config(plan: Plan) -> Plan:
     facts = replace(
         facts,
         backend=plan.backend.replace("auto", facts.backend),
-        task_file=facts.task_file.removeprefix(f"{Path.cwd()}/"),  # the path may differ on nodes
+        task_file=facts.task_file.removeprefix(f"{Path.cwd()}/"),  # it may differ on other nodes
     )
     container = plan.container and plan.container.with_folder(folder)
     return replace(plan, **vars(facts), container=container)

@@ -15,7 +15,7 @@ _SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d
 
 
 def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
-    """Return the nodes that words such as `node1`, `me@node2:4` and `gpu[01-08]` name.
+    """Return the nodes named by words such as `node1`, `me@node2:4` and `gpu[01-08]`.
 
     Raises PlanError if a word names no node, or two words name the same one.
     """
@@ -48,7 +48,7 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
 def read_hostfile(file: Path) -> list[str]:
     """Return the words of a host file: one node per line, or Open MPI's form (`node1 slots=4`).
 
-    Lines that repeat a name are counted: LSF and OAR write one for each processor.
+    Lines that repeat a name are counted: LSF and OAR write one line for each processor.
     Raises PlanError if there is no such file, or a line cannot be read.
     """
     if not file.is_file():

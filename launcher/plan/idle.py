@@ -1,4 +1,4 @@
-"""The part of its job that a run leaves idle."""
+"""The part of a job that a run leaves idle."""
 
 from __future__ import annotations
 

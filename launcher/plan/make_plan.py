@@ -28,7 +28,7 @@ from launcher.text import Environ, PlanError, did_you_mean, warn
 from launcher.wire import limits
 
 MARK = b"# launch-kit: answers --check"  # the line by which we recognize our train.py
-BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another before they meet
+BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another port before they meet
 _WORDS = {  # variables with a fixed set of values
     "LOG_LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
     "BACKEND": ("nccl", "gloo"),
@@ -112,13 +112,13 @@ def make_plan(typed: Typed) -> Plan:
 def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> dict[str, str]:
     """Return the variables that every node gets."""
     chosen = {name: as_set[name] for name in _PASSED_ON if environ.get(name)}
-    if is_ours and environ.get("LOG_LEVEL") == "DEBUG":  # torch reads them when it is imported
+    if is_ours and environ.get("LOG_LEVEL") == "DEBUG":  # torch reads _DEBUG when imported
         chosen |= {name: environ.get(name) or "INFO" for name in _DEBUG}
     return chosen
 
 
 def _read_words(typed: Typed) -> dict[str, str]:
-    """Return the environment with the values of _WORDS in our spelling, without foreign ones."""
+    """Return the environment with the values of _WORDS in our spelling, without unknown ones."""
     read = {**typed.environ}
     if typed.log_level:
         read["LOG_LEVEL"] = typed.log_level
@@ -141,7 +141,7 @@ def _read_words(typed: Typed) -> dict[str, str]:
 
 
 def _find_hosts(typed: Typed) -> Typed:
-    """Return what was typed for launch.sh, with --hosts turned into the fields that others use."""
+    """Return what was typed for launch.sh, with --hosts turned into other commands' fields."""
     nodes, via = typed.hosts, typed.via or "ssh"
     if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
         raise PlanError(f"--via is {via!r}; use ssh or pdsh, with --hosts")
@@ -279,7 +279,7 @@ def _read_port(typed: Typed, *, is_by_hand: bool) -> int | None:
 
 
 def choose_run_id(typed: Typed, log_dir: Path, *, is_namer: bool) -> str:
-    """Return RUN_ID; otherwise, on node rank 0, an id from --rdzv-id or the job, or a new one."""
+    """Return RUN_ID. If unset, node rank 0 gets an id from --rdzv-id or the job, or a new one."""
     run_id = typed.environ.get("RUN_ID", "")
     if not run_id and is_namer:
         if name := plain_run_id(typed.run_id):

@@ -17,6 +17,6 @@ def refuse_copies(environ: Environ) -> None:
     size = "FLUX_JOB_SIZE" if mark == "FLUX_TASK_RANK" else size
     if mark != "SLURM_STEP_ID" and environ.get(size, "1") != "1":
         raise PlanError(
-            f"mpiexec started this {environ[size]} times ({size}), each as a separate run; "
+            f"mpiexec started the launcher {environ[size]} times ({size}), each as a separate run; "
             f"start it once, without mpiexec; for separate runs, unset {size} [wrong-world]"
         )

@@ -1,7 +1,7 @@
 """Variables that a scheduler sets for only one node, which must not be sent to the others.
 
 A value that the user chose goes to all nodes: one that was typed for this launch or exported in the
-job's script, given to qsub, named in FORWARD_ENV, or set by VENV, CONDA_ENV and MODULES.
+job's script, given to qsub, named in FORWARD_ENV, or set by SITE, VENV, CONDA_ENV or MODULES.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Own:
             say(
                 f"warning: {names}: the scheduler's values for this node are not sent to the "
                 f"others, whose values are unknown ({', '.join(missing)}); "
-                f"to send this node's, set FORWARD_ENV='{names}'"
+                f"to send this node's values, set FORWARD_ENV='{names}'"
             )
 
     def of_node(self, node: str, nproc: int = 0) -> dict[str, str]:

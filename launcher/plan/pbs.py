@@ -51,7 +51,7 @@ def asked_ranks(environ: Environ) -> int | None:
 
 
 def read_lines(environ: Environ, name: str = "PBS_NODEFILE") -> list[str]:
-    """Return the lines of one of the job's files; the node file has one for each MPI process."""
+    """Return the lines of one of the job's files; the node file has a line for each MPI process."""
     file = Path(environ.get(name) or "/nonexistent")
     return file.read_text().split() if file.is_file() else []
 
@@ -120,7 +120,7 @@ def note_job(environ: OwnEnviron) -> list[str]:
     environ.pop("LAUNCH_JOB", None)
     job = environ.get("PBS_JOBID", "")
     attributes = ask_qstat(job)
-    # The second is the name in Torque.
+    # Torque calls it start_count.
     starts = attributes.get("run_count") or attributes.get("start_count") or ""
     if starts.isdecimal() and "ctime" in attributes:
         start, cluster = max(int(starts) - 1, 0), job.partition(".")[2]
@@ -147,7 +147,7 @@ def is_torque(environ: Environ) -> bool:
     if environ.get("PBS_JOBID"):
         return environ.get("PBS_VERSION", "").startswith("TORQUE")
     version = ask_scheduler("sh", "-c", "qsub --version 2>&1") or ""
-    # The others print pbs_version = 23.06.06.
+    # OpenPBS and PBS Pro print a line such as pbs_version = 23.06.06.
     return bool(re.match("version:", version, re.IGNORECASE))
 
 
@@ -193,6 +193,6 @@ def _this_job(environ: Environ) -> dict[str, str]:
     }
     if folder := os.path.dirname(attributes.get("Output_Path", "").partition(":")[2]):
         options["-o"] = f"{folder}/".removeprefix(f"{os.getcwd()}/")
-    if queue := environ.get("PBS_O_QUEUE"):  # the one it was submitted to, which may route jobs
+    if queue := environ.get("PBS_O_QUEUE"):  # the queue of the submission; it may route jobs
         options["-q"] = queue
     return {"Resource_List.walltime": "", **attributes, **options}

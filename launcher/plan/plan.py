@@ -58,7 +58,7 @@ class World:
     nproc: int | None = None  # ranks per node; None: one per GPU
     nodes: Sequence[NodePlan] = ()  # by node rank, if this launcher starts them all by name
     num_spares: int = 0  # additional nodes, which wait: the last of `nodes`
-    min_nodes: int = 0  # the fewest that the run can continue with; 0: it replaces no node
+    min_nodes: int = 0  # the fewest that the run can continue with; 0: a lost node ends the run
     hosts: str = ""  # SLURM's list of the nodes
     job: str = ""  # SLURM's id of the job
     left_out: Sequence[str] = ()  # faulty nodes of the job
@@ -66,7 +66,7 @@ class World:
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples per step: in one process's micro-batch, or in all of them; the other is 0."""
+    """The samples in one rank's micro-batch, or in a whole step; the other number is 0."""
 
     samples: int
     samples_in_all: int
@@ -101,7 +101,7 @@ class Plan(World, Choices, ConfigFacts):
     fanout: str  # local, srun, ssh or pdsh
     command: str  # the resume line: all that was typed, quoted for a shell
     root: Path  # the project
-    directory: Path  # where it was typed; relative paths begin here
+    directory: Path  # where the launch was typed; relative paths begin here
     log_dir: Path
     run_id: str  # empty: node rank 0 names the run
     words: Sequence[str]  # the training script and its arguments, as the node agent takes them
@@ -111,7 +111,7 @@ class Plan(World, Choices, ConfigFacts):
     engine: str = ""  # what starts the ranks instead of the node agent
     max_restarts: int = 0
     grace_s: int = limits.GRACE_S
-    variables: Environ = field(default_factory=dict)  # sent with the run
+    variables: Environ = field(default_factory=dict)  # for every node
     container: Container | None = None  # in which the preflight, the agents and the ranks run
     forwarded: Sequence[str] = ()  # names of the variables sent to nodes over ssh
     has_checks: bool = True
@@ -242,7 +242,7 @@ def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], p
 
 
 def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
-    """Print the plan and each node's command; "one rank per GPU" means this machine's GPUs."""
+    """Print the plan and each node's command; "one rank per GPU" counts this machine's GPUs."""
     here = check_node(plan.request(), plan.environ)
     counts = plan.rank_counts(here.nproc)
     print_plan(plan, here, None, counts)
@@ -255,7 +255,7 @@ def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
 
 def print_plan(
     plan: Plan,
-    node: Report | None,  # the report of node 0, or of this one if each is started separately
+    node: Report | None,  # node rank 0's report, or this node's if each is started separately
     preflight: Preflight | None,  # what the preflight found; None if it has not run
     counts: Sequence[int],  # ranks of each node; empty if they are not known yet
     out: TextIO | None = None,  # None: stderr
@@ -293,8 +293,8 @@ def _print_ranks(
     print_row("ranks", f"{sum(counts)} = {count(plan.num_nodes, 'node')} x {each}, {backend}", out)
     for first in plan.nodes[:1]:
         if first.is_by_lines and node and node.gpus not in (0, first.nproc):
-            lines = f"{first.name} has {count(node.gpus, 'GPU')} but {first.nproc} node-file lines"
-            print_row("warning", f"{lines}; NPROC_PER_NODE sets the ranks of each node", out)
+            lines = f"{first.name} has {count(node.gpus, 'GPU')}, but {first.nproc} lines"
+            print_row("warning", f"{lines} in the node file; NPROC_PER_NODE overrides them", out)
     if node and node.cpus and not plan.is_dry_run:
         print_row("cpus", f"{node.cpus / counts[0]:g} per rank of {node.host}", out)
     if plan.batch:
@@ -306,7 +306,7 @@ def _spares(plan: Plan) -> str:
     names = "  ".join(everyone[plan.num_nodes :]) or "none"
     if plan.min_nodes == plan.num_nodes:
         return names
-    return f"{names}   (without one, {count(plan.min_nodes, 'node')} will do)"
+    return f"{names}   (if none is left: {count(plan.min_nodes, 'node')} or more)"
 
 
 def _hosts(plan: Plan, node: Report | None) -> str:

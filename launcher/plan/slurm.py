@@ -23,7 +23,7 @@ def in_batch_script(environ: Environ) -> bool:
 
 
 def read_job(environ: Environ, script: str, asked: int | None) -> World:
-    """Return the nodes of a job, with the first as master, and the ranks per node.
+    """Return a job's nodes and ranks per node. Without MASTER_ADDR, the first node is the master.
 
     `script` is the entry script as it was typed, `asked` the ranks per node that the user asked
     for. Raises PlanError if this is not a job, or the scripts cannot use it.
@@ -61,7 +61,7 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
 
 
 def tasks_per_node(environ: Environ) -> int | None:
-    """Return the tasks per node that the user asked for, if there is more than one.
+    """Return the number of tasks per node that the user asked for, if it is more than one.
 
     Raises PlanError if the nodes have different numbers of tasks.
     """
@@ -78,7 +78,7 @@ def tasks_per_node(environ: Environ) -> int | None:
 
 
 def read_step(environ: Environ, typed: Mapping[str, str | None]) -> World | None:
-    """Return the nodes and this node's rank from a step with one task per node; None outside one.
+    """Return the nodes of a step with one task per node, and this node's rank; None outside a step.
 
     `typed` has the arguments NUM_NODES, NODE_RANK and MASTER_ADDR; each may be None. Raises
     PlanError if one contradicts the step, and LauncherError if the step has several tasks per
@@ -151,7 +151,7 @@ def _on_all_nodes(environ: Environ) -> str:
 
 
 def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> list[str]:
-    """Return the command that runs what was typed in a job of the same size, from any shell.
+    """Return the command that repeats what was typed, in a job of the same size, from any shell.
 
     `script` is a batch script of this project; None if another script was typed.
     """
@@ -175,7 +175,7 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
 
 
 def step_command(environ: Environ, typed: Sequence[str]) -> list[str]:
-    """Return the command that runs what was typed in a step of the same size."""
+    """Return the command that repeats what was typed, in a step of the same size."""
     sizes = {
         "nodes": "SLURM_STEP_NUM_NODES",
         "ntasks": "SLURM_STEP_NUM_TASKS",

@@ -133,7 +133,7 @@ def choose_size(gpus: int, nodes: Sequence[int]) -> Size:
 def gpus_of_nodes(partition: str) -> list[int]:
     """Return the GPU count of each node in one or several partitions; "" means the default one.
 
-    Raises Refused if there are none, or sinfo fails.
+    Raises Refused if there are no GPUs, or sinfo fails.
     """
     if shutil.which("sinfo") is None:
         raise Refused("env-missing", "sinfo is not installed here; submit from a login node")

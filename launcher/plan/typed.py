@@ -1,4 +1,4 @@
-"""What was typed, by name; launcher/cli/arguments.py parses it."""
+"""What was typed, as named fields; launcher/cli/arguments.py parses it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Typed(Choices):
     show: str | None = None  # the ranks whose output is shown
     hostfile: str = ""
     hosts: str | None = None  # of launch.sh: node names, a file that lists them, or job
-    via: str = ""  # how launch.sh reaches them
+    via: str = ""  # how launch.sh reaches these nodes
     run_id: str = ""
     log_dir: str | None = None
     max_restarts: str | None = None
@@ -67,7 +67,7 @@ class Typed(Choices):
     like_torchrun: bool = False  # `rest` is a script with its arguments
     as_module: bool = False  # the script is a module
     as_command: bool = False  # the script is any program
-    default_config: bool = False  # this project's train.py does not need `config`
+    default_config: bool = False  # `config` may be omitted
     nodefile: bool = False  # the nodes are those of the PBS job
     wait: bool = False  # submit: wait for the job's end
     usage: str = ""  # of the script, in one line

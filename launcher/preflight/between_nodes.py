@@ -1,4 +1,4 @@
-"""During the checks, the nodes meet at the master's port to test clocks, folder and links."""
+"""During the checks, the nodes meet at the master's port to test clocks, links and a folder."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _compare(test: PairTest) -> Iterator[Fault]:
         yield Fault("clock-skew", cause, "synchronize both clocks", warns=True)
     if test.file and not os.path.exists(test.file):
         cause = f"{os.path.dirname(test.file)!r} is not the same folder as on node rank 0"
-        advice = "choose a checkpoint.dir that all nodes share: the job may move"
+        advice = "choose a checkpoint.dir that all nodes share: the job may restart elsewhere"
         yield Fault("dir-not-shared", cause, advice)
 
 

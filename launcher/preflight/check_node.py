@@ -78,7 +78,8 @@ def _meet(
     if listener is None:
         me = NodeReport(request.node_rank, request.num_nodes, 1, host, request.run_id)
         return between_nodes.visit_master(address, port, me, access.secret, wait)
-    # A SLURM job may restart on other nodes. Otherwise only node rank 0 needs the checkpoints.
+    # A SLURM job may restart on other nodes. Outside SLURM, full checkpoints are only for node
+    # rank 0, and saving sharded ones checks the folder.
     folder = None
     if request.checkpoint_dir and "SLURM_JOB_ID" in environ:
         folder = request.directory / request.checkpoint_dir

@@ -46,9 +46,9 @@ class Machine(Request):
 
     nproc: int
     port: int
-    port_error: int  # errno if it cannot be opened, otherwise 0
+    port_error: int  # errno if the port cannot be opened, otherwise 0
     gpus: tuple[Gpu, ...]
-    gpu_error: str  # why they could not be examined
+    gpu_error: str  # why the GPUs could not be examined
     environ: Environ
     cpus: int = 0  # that this process may use
     ports: tuple[infiniband.Port, ...] = ()
@@ -105,8 +105,8 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
             "too-few-gpus", "backend nccl needs a GPU, but there is none", "set BACKEND=gloo"
         )
     if 0 < len(machine.gpus) < machine.nproc and machine.backend != "gloo":
-        cause = f"{machine.nproc} processes but {count(len(machine.gpus), 'visible GPU')}"
-        yield Fault("too-few-gpus", cause, "ask for fewer, or see CUDA_VISIBLE_DEVICES")
+        cause = f"{machine.nproc} processes, but only {count(len(machine.gpus), 'visible GPU')}"
+        yield Fault("too-few-gpus", cause, "start fewer, or check CUDA_VISIBLE_DEVICES")
     cure = "have the GPU reset or replaced, or exclude it with CUDA_VISIBLE_DEVICES"
     if machine.gpu_error:
         yield Fault("gpu-unhealthy", machine.gpu_error, cure)
@@ -116,15 +116,15 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
             yield Fault("gpu-unhealthy", cause, cure)
         if gpu.processes:
             cause = f"GPU {gpu.index} is in use by {', '.join(gpu.processes)}"
-            yield warning("gpu-unhealthy", cause, "wait for it, or choose another GPU")
+            yield warning("gpu-unhealthy", cause, "wait until it is free, or choose another GPU")
         elif gpu.is_taken:
             used = f"{gpu.used_mib} of {gpu.total_mib} MiB of its memory"
             cause = f"GPU {gpu.index} has {used} in use, but no process that uses it is visible"
-            yield warning("gpu-unhealthy", cause, "wait for it, or choose another GPU")
+            yield warning("gpu-unhealthy", cause, "wait until it is free, or choose another GPU")
 
 
 def check_gpu_speed(machine: Machine) -> Iterator[Fault]:
-    """No GPU is slower than it should be, because every step would wait for it."""
+    """No GPU is slower than it should be; every step would wait for a slow one."""
     for cause in find_slow(machine.gpus):
         cure = "have it inspected, or exclude it with CUDA_VISIBLE_DEVICES"
         yield warning("gpu-slow", cause, cure)
@@ -174,7 +174,7 @@ def check_cpus(machine: Machine) -> Iterator[Fault]:
         workers = f", each with {count(machine.num_workers, 'data worker')}"
         cause = f"{count(machine.cpus, 'CPU')} for {count(machine.nproc, 'rank')}"
         cause += workers if machine.num_workers else ""
-        cure = f"ask for {wanted} (SLURM: --cpus-per-gpu), or start fewer"
+        cure = f"request {wanted} CPUs per node (SLURM: --cpus-per-gpu, per GPU), or start fewer"
         yield warning("few-cpus", cause, cure)
 
 
@@ -192,8 +192,8 @@ def check_master(machine: Machine) -> Iterator[Fault]:
         yield Fault("name-unresolved", cause, cure, warns=is_awaited)
     loopback = [address for address in addresses if is_loopback(address)]
     if machine.num_nodes > 1 and loopback:
-        means = "a loopback address" if name == loopback[0] else loopback[0]
-        cause = f"the master {name} is {means}, which no other machine can reach"
+        means = "is a loopback address" if name == loopback[0] else f"resolves to {loopback[0]}"
+        cause = f"the master {name} {means}, which no other machine can reach"
         literal = name in ("localhost", "127.0.0.1", "::1")  # maybe all nodes are this machine
         if not literal and (line := _hosts_line(name)):
             cause += f" (/etc/hosts line {line})"
@@ -276,7 +276,8 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
 
 def check_folders(machine: Machine) -> Iterator[Fault]:
     """There is space for logs and checkpoints, and a real write succeeds."""
-    saved = machine.checkpoint_dir if machine.node_rank == 0 else None  # only rank 0 saves
+    # Other nodes save only sharded checkpoints, in a folder that they share with node rank 0.
+    saved = machine.checkpoint_dir if machine.node_rank == 0 else None
     for directory in (machine.directory / folder for folder in (machine.log_dir, saved) if folder):
         place = existing(directory)
         free = shutil.disk_usage(place).free

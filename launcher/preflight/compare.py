@@ -53,7 +53,7 @@ def differences(reports: Sequence[Report]) -> Iterator[Finding]:
     for report in others:
         for name, cause in mismatches(first, report):
             yield Finding(report.host, Fault(name, cause, "make them the same"))
-        # If the master's name means that node itself, the node has tested its own ports.
+        # If the master's name resolves to that node itself, the node has tested its own ports.
         is_own = any(
             fault.name == "loopback-address" and not fault.warns for fault in report.faults
         )

@@ -1,8 +1,8 @@
 """The GPUs of this machine as nvidia-smi or rocm-smi reports them, and what makes one slow.
 
-The reasons are throttled clocks, too few PCIe lanes and missing NVLinks. A GPU is compared only
-with others of its model; values that nvidia-smi does not report are not judged. Neither torch nor
-CUDA is used.
+The reasons are throttled or low clocks, too few PCIe lanes and missing NVLinks. A GPU is compared
+only with others of its model; values that nvidia-smi does not report are not judged. Neither torch
+nor CUDA is used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SLOWDOWNS = {
     0x80: "hw_power_brake_slowdown",
 }
 LEAST_TAKEN_MIB = 1024  # a desktop uses less, and so does the driver of an idle GPU
-LEAST_TAKEN = 0.05  # a fraction of the memory: a CPU that shares it keeps some
+LEAST_TAKEN = 0.05  # a fraction of the memory; a CPU that shares the memory uses some
 TOLERANCE = 0.05  # cards of one model from two vendors differ a little in their clocks
 
 
@@ -137,7 +137,7 @@ def _number(text: str) -> int | None:
 def _nvlinks(until: float) -> dict[str, int]:
     """Return how many NVLinks of each GPU are active, by UUID."""
     active: dict[str, int] = {}
-    with contextlib.suppress(GpuError):  # the other query reports it
+    with contextlib.suppress(GpuError):  # the other query reports the error
         for line in _run("nvidia-smi", ["nvlink", "--status"], until).stdout.splitlines():
             if gpu := re.search(r"\(UUID: (\S+)\)", line):
                 uuid = gpu[1]
@@ -216,14 +216,14 @@ def find_slow(gpus: Sequence[Gpu]) -> Iterator[str]:
     for model in dict.fromkeys(gpu.model for gpu in gpus):
         alike = [gpu for gpu in gpus if gpu.model == model]
         full = [gpu for gpu in alike if gpu.lanes == gpu.max_lanes]
-        yield from _odd({gpu.index: gpu.clock_mhz for gpu in alike}, "{} MHz for applications")
-        yield from _odd({gpu.index: gpu.max_clock_mhz for gpu in alike}, "at most {} MHz")
+        yield from _odd({gpu.index: gpu.clock_mhz for gpu in alike}, "a {} MHz application clock")
+        yield from _odd({gpu.index: gpu.max_clock_mhz for gpu in alike}, "a {} MHz maximum clock")
         yield from _odd({gpu.index: gpu.lanes for gpu in full}, "{} PCIe lanes")
         yield from _odd(_linked({gpu.index: gpu.nvlinks for gpu in alike}), "{} active NVLinks")
 
 
 def _odd(values: Mapping[str, int | None], what: str) -> Iterator[str]:
-    """Yield which GPUs differ from most others; of two equally frequent values, the lower."""
+    """Yield which GPUs differ from most others; of equally common values, the lower ones differ."""
     counts = Counter(value for value in values.values() if value is not None)
     usual = max(counts, key=lambda value: (counts[value], value), default=0)
     for value in counts:
@@ -233,7 +233,7 @@ def _odd(values: Mapping[str, int | None], what: str) -> Iterator[str]:
 
 
 def _linked(nvlinks: Mapping[str, int | None]) -> Mapping[str, int | None]:
-    """Leave out GPUs without NVLinks (bridges join only some), unless few: those may be faulty."""
+    """Omit GPUs without NVLinks (bridges join only some), unless they are few and may be faulty."""
     bare = [index for index, links in nvlinks.items() if links == 0]
     if 3 * len(bare) < len(nvlinks):
         return nvlinks

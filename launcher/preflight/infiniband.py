@@ -34,7 +34,7 @@ class Port:
 
     @property
     def is_down(self) -> bool:
-        """Whether it should be active but is not; a disabled port should not be active."""
+        """Whether the port should be active but is not; a disabled port should not be active."""
         return self.state != "" and not self.is_active and self.physical != "Disabled"
 
 

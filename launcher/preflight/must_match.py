@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
 
 
 def read_torch() -> dict[str, Any]:
-    """Return the values in torch's version file, such as the `cuda` or `hip` it is built for."""
+    """Return the values in torch's version file, such as `cuda` and `hip` (a version or None)."""
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin is not None:
         with contextlib.suppress(OSError):  # a folder that merely has this name
@@ -63,7 +63,7 @@ def _hash(*files: Path) -> str:
 def mismatches(me: NodeReport, node: NodeReport) -> Iterator[tuple[str, str]]:
     """Yield the fault and the cause for each version and file that differs between the nodes.
 
-    A value of "" means that it is missing, which its node has already reported.
+    A value of "" means that a version or file is missing, which its node has already reported.
     """
     for fault, mine, theirs in (
         ("version-mismatch", me.versions, node.versions),

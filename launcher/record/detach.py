@@ -2,7 +2,7 @@
 
 It runs from the beginning in a child process with its own session, so that nothing it starts
 belongs to the terminal. Until the run starts, the child prints to the terminal while its parent
-waits, and dies with its parent.
+waits, and ends if its parent ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
-    """Continue in a child. Returns a function that redirects its output to the run's log.
+    """Continue in a child. Returns a function that redirects the child's output to the run's log.
 
     Until the child calls it, this process stays on the terminal and forwards signals to the
     child. It exits with the child's code if the child exits first, otherwise with 0. `script` is as

@@ -79,7 +79,7 @@ def _take(folder: Path, start: int) -> bool:
     """Reserve a run's name on this machine. Returns False if another launch has reserved it.
 
     The reservation lasts until this process exits or becomes the agent; then the run's record
-    decides. The next start of a job ignores those of a start that was cut off.
+    decides. The next start of a job ignores reservations by a start that was cut off.
     """
     key = f"{folder.absolute()} {start}"
     return processes.claim(hashlib.sha256(key.encode()).hexdigest())

@@ -49,7 +49,7 @@ class LauncherProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is still running on this machine."""
+        """Whether the process is still running on this machine."""
         return self.process > 1 and start_ticks(self.process) == self.birth
 
 
@@ -117,7 +117,7 @@ def _change(folder: Path, changes: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _one_writer(folder: Path) -> Iterator[None]:
-    """Lock out other writers. Waits at most 2 s; does nothing if files cannot be locked."""
+    """Lock out other writers. After 2 s, or if locking fails, continue without the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / ".run.json.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -152,7 +152,7 @@ def writing_to(folder: Path) -> Iterator[None]:
 def this_start(environ: Environ) -> str:
     """Return an identifier of this start of the job; empty if it is unknown.
 
-    In a PBS job, where qstat may not answer, it ends with the session of this start.
+    In a PBS job, where qstat may not answer, the identifier includes the session of this start.
     """
     job = this_job(environ)
     start = " ".join(str(job[name]) for name in ("cluster", "run_id", "start", "submitted") if job)

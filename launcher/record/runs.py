@@ -89,7 +89,7 @@ def find(log_dir: Path, run_id: str) -> Run:
     if run_id in runs:
         return runs[run_id]
     near = did_you_mean(run_id, runs)
-    raise ValueError(f"there is no run {run_id!r} in {log_dir}; {near}--status lists all")
+    raise ValueError(f"there is no run {run_id!r} in {log_dir}; {near}--status lists all runs")
 
 
 def describe(runs: Sequence[Run]) -> str:
@@ -121,7 +121,7 @@ def progress(run: Run) -> str:
         ]
         return "  ".join(newest)
     logs = [run.folder / "node_0.log"]
-    if run.record.state == "running":  # node 0's log may be only on its own disk
+    if run.record.state == "running":  # node rank 0's log may be only on that node's own disk
         logs += sorted(run.folder.glob("launcher_*.log"))
     for log in logs:
         with contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ def goodput(record: Record, now: float) -> str:
 
 
 def _last_line(file: Path) -> str:
-    """Return the last line that is not blank in the last TAIL_BYTES of a file; empty if none is."""
+    """Return the last non-blank line in the last TAIL_BYTES of a file; empty if there is none."""
     lines = reversed(read_tail(file, TAIL_BYTES).splitlines())
     return next(filter(None, map(str.strip, lines)), "")
 
@@ -163,7 +163,7 @@ def main(typed: Typed) -> int:
         if typed.fanout == "status":
             return print_status(log_dir, typed.rest, typed.program)
         if len(typed.rest) != 1:
-            raise ValueError(f"--{typed.fanout} takes one run; --status lists all")
+            raise ValueError(f"--{typed.fanout} needs one run id; --status lists all runs")
         run = find(log_dir, typed.rest[0])
         if typed.fanout == "stacks":
             return show_stacks(run, typed.program)
@@ -174,7 +174,7 @@ def main(typed: Typed) -> int:
 
 
 def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
-    """Print all runs or, with their failure blocks or process ids, the runs that are named."""
+    """Print all runs or, if some are named, only those, with failure blocks or process ids."""
     runs = [find(log_dir, run_id) for run_id in run_ids] or find_all(log_dir)
     if runs:
         print(describe(runs))

@@ -58,7 +58,7 @@ def _share(ranks: int) -> float:
 
 
 Call = Callable[[Tensor, Tensor], object]  # takes the whole array and this rank's part of it
-COLLECTIVES: dict[str, tuple[Call, Callable[[int], float]]] = {  # and busbw / algbw for n ranks
+COLLECTIVES: dict[str, tuple[Call, Callable[[int], float]]] = {  # with busbw / algbw for n ranks
     # A sum: NCCL's fastest algorithm is only for sums.
     "all-reduce": (lambda whole, part: dist.all_reduce(whole), lambda n: 2 * _share(n)),
     "all-gather": (lambda whole, part: dist.all_gather_into_tensor(whole, part), _share),

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from launcher.text import count
 from launcher.wire import limits
 
 _STUCK = "selftest/stuck"
@@ -19,7 +20,7 @@ class StuckError(RuntimeError):
 
 
 class Barrier:
-    """A barrier for some of the ranks, all of which must reach it in the same order."""
+    """A barrier for some of the ranks, which must all make the same calls in the same order."""
 
     def __init__(self, store: Store, name: str, size: int) -> None:
         self._store = store
@@ -41,7 +42,7 @@ class Barrier:
                 raise StuckError(self._store.get(_STUCK).decode())
             if time.monotonic() > deadline:
                 left = self._size - self._store.add(here, 0)
-                raise StuckError(f"{left} ranks have not finished {what} [rank-stuck]")
+                raise StuckError(f"{count(left, 'rank')} did not finish {what} [rank-stuck]")
 
     def give_up(self, fault: str) -> StuckError:
         """Report a fault to all waiting ranks. Returns the error to raise."""

@@ -9,7 +9,7 @@ SLOW_RANK = 1.3  # times the others' time
 SUSPECT = 1.1  # times; such a rank is measured again
 RANK_LOOKS, LINK_LOOKS = 12, 6  # of what seems slow: other programs may interfere for seconds
 SLOW_LINK = 2.0  # times
-MOST_AGAIN = 9  # pairs that are measured again at once
+MOST_AGAIN = 9  # pairs that are measured again in one look
 REFERENCES = 3  # healthy pairs that are measured along with those that seem slow
 Pair = tuple[int, int]  # numbers of nodes
 Links = Mapping[Pair, float]  # bytes/s from the first to the second
@@ -90,7 +90,7 @@ def best_of(node: int, links: Links) -> float:
 
 
 def slow_nodes(links: Links) -> dict[int, float]:
-    """Return the nodes whose best link is slow compared with the others' best, and their median.
+    """Return the nodes whose best link is slow, with the median of the other nodes' best links.
 
     Two nodes have only one link, so neither can be singled out.
     """

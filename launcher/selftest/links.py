@@ -1,7 +1,7 @@
 """Latency and bandwidth between each pair of nodes, measured in rounds of disjoint pairs.
 
 Each transfer is as large as the link allows in the time available, so that a link a thousand times
-slower than the others takes no longer.
+slower than the others takes no longer to measure.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def measure(
 def _measure_pair(
     nodes: Sequence[Node], pair: Pair, me: int, barrier: Barrier, seconds: float
 ) -> Iterator[Link]:
-    """Measure both directions, one after the other. Yields the one from this node."""
+    """Measure both directions, one after the other. Yields the link from this node."""
     for source, target in (pair, pair[::-1]):
         peer = nodes[target if me == source else source]
         try:
@@ -91,12 +91,12 @@ def _measure_pair(
                 _receive(peer.rank)
         except RuntimeError as error:
             names = f"{nodes[source].host} to {nodes[target].host}"
-            fault = f"nothing came from {names} within {limits.TRANSFER_S:g} s [slow-link]"
+            fault = f"no data from {names} within {limits.TRANSFER_S:g} s [slow-link]"
             raise barrier.give_up(fault) from error
 
 
 def _send(peer: int, seconds: float) -> tuple[float, float]:
-    """Send ever larger transfers for `seconds`. Returns bytes/s of the largest, and the latency.
+    """Make ever larger transfers for `seconds`. Returns bytes/s of the largest, and the latency.
 
     Only the largest count, because a rate limit on a link lets short bursts pass.
     """

@@ -37,7 +37,7 @@ class Findings:
     links: Links = field(default_factory=dict)
     slow_ranks: Mapping[int, float] = field(default_factory=dict)  # how many times slower
     slow_nodes: Mapping[int, float] = field(default_factory=dict)  # the usual bandwidth
-    slow_pairs: Mapping[Pair, float] = field(default_factory=dict)  # the same
+    slow_pairs: Mapping[Pair, float] = field(default_factory=dict)  # the usual bandwidth
     collectives: Sequence[Measured] = ()
     links_s: float = 0.0  # how long it took to measure the links
     latencies: dict[Pair, float] = field(default_factory=dict)  # of the links, in s
@@ -66,7 +66,7 @@ class Findings:
     def _links(self) -> Iterator[tuple[str, str]]:
         for node, usual in self.slow_nodes.items():
             cause = f"{self.hosts[node]} has a slow link: {rate(best_of(node, self.links))} at best"
-            yield f"{cause}, other nodes {rate(usual)} [slow-link]", self.hosts[node]
+            yield f"{cause}; other nodes have {rate(usual)} [slow-link]", self.hosts[node]
         slow = {self.members[rank].host for rank in self.slow_ranks}
         for (source, target), usual in self.slow_pairs.items():
             if slow & {self.hosts[source], self.hosts[target]}:
@@ -74,7 +74,7 @@ class Findings:
             names = f"{self.hosts[source]} to {self.hosts[target]}"
             speed = rate(self.links[source, target])
             yield (
-                f"the link from {names} is slow: {speed}, others {rate(usual)} [slow-link]",
+                f"the link from {names} is slow: {speed}; others have {rate(usual)} [slow-link]",
                 self.hosts[max(source, target)],
             )
 

@@ -33,7 +33,7 @@ _PIECE = 900  # characters; srun mixes lines that are longer than 1024
 
 
 def read_request(fd: int) -> Any | None:
-    """Return the launcher's next message, skipping beats; None at the end, or after silence.
+    """Return the launcher's next message, skipping signs of life; None at the end or after silence.
 
     Not a byte more is read, because what follows may be meant for another process.
     """
@@ -99,7 +99,7 @@ class Answers:
         return b"".join([*output, text[:at]]), told
 
     def _take(self, line: bytes) -> tuple[int, Any]:
-        """Return the node, and its message or None if that is incomplete. Raises MessageError."""
+        """Return the node, and its message, or None if that is incomplete. Raises MessageError."""
         number, _, piece = line.partition(b" ")
         if not number.isdigit():
             raise MessageError("no node")

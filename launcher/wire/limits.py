@@ -1,7 +1,7 @@
 """Every time limit and interval of the launcher, in seconds, each with its reason.
 
-`tests/unit/test_limits.py` checks which must be longer than others: a process that waits for
-another must wait longer than the other does. The helper has its own limits (distributed/limits.py).
+`tests/unit/test_limits.py` checks which limits must be longer than others: a process must wait
+longer than any process that it waits for. The helper has its own limits (distributed/limits.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NVIDIA_SMI_S = 8.0  # in total; a GPU that has fallen off the bus can make it ha
 PBSDSH_S = 5.0  # for all nodes to answer
 GREETING_S = 3.0  # a connection to the master's port that is silent for this long is dropped
 PAIR_AGAIN_S = 0.3  # between two tries to reach another node
-PAIR_PASS_S = 1.0  # the minimum for packets of any size to arrive
+PAIR_PASS_S = 1.0  # the shortest limit for packets of any size to arrive
 SKEW_S = 5.0  # a larger difference between clocks is reported
 PROOF_S = 3.0  # for a new connection to prove that it knows the secret
 
@@ -51,7 +51,7 @@ SUCCESSOR_S = 20.0  # to find the node that replaces node rank 0
 SETTLE_S = 0.3  # after an exit that looks like a consequence, for its cause to appear
 RANK_TERM_S = 1.0  # from SIGTERM to SIGKILL
 VERDICT_S = 1.5  # for the other nodes to report their ends, if no restart follows
-# A rank that is still running this long after a traceback has caught the exception. On a busy
+# If a rank is still running this long after a traceback, it has caught the exception. On a busy
 # machine, a rank that has not caught it can take more than a second to exit.
 TRACEBACK_S = 3.0
 RAISED_S = 10.0  # the same, for a rank that has written an error file: it is about to exit
@@ -83,7 +83,7 @@ KILL_S = 1.0  # for killed processes to disappear
 # Output and records.
 PARTIAL_S = 0.2  # after this, an unfinished line of one of several streams is shown
 PARTIAL_LOOK_S = PARTIAL_S / 2  # between two checks of such lines
-DRAIN_S = 2.0  # at the end, for a slow terminal or pipe to take the last output
+DRAIN_S = 2.0  # at the end, for a slow terminal or pipe to accept the last output
 TRICKLE_S = 0.001  # a pause, so that many small writes of a rank become one write
 TERMINAL_STUCK_S = 0.5  # the agent stops waiting for a terminal that accepts nothing for this long
 REDRAW_S = 5.0  # between two log entries of a line that redraws itself
@@ -92,7 +92,7 @@ STEP_RECORD_S = 5.0  # between two updates of a run's step in run.json
 RECORD_LOCK_S = 2.0  # the longest wait for another writer of run.json
 
 # Snapshots in memory.
-SNAPSHOT_PIECE_S = 0.002  # between two pieces: 64 MB/s at most
+SNAPSHOT_PIECE_S = 0.002  # between two pieces of 128 KiB: at most 65 MB/s
 SNAPSHOT_LOOK_S = 0.1  # between two checks for a newer one
 
 # The self-test.

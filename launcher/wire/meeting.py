@@ -26,7 +26,7 @@ from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTe
 from launcher.wire.node_link import Link
 
 AT_ONCE = 128  # members tried at the same time
-PASSED = 1 << 16  # bytes sent to each: packets as large as any interface allows
+PASSED = 1 << 16  # bytes sent to each member; they fill the largest packets of any interface
 SHOWN = 3  # nodes named in one line
 CURES = {
     "port-blocked": "open all ports between the nodes, for gloo and NCCL",

@@ -71,7 +71,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Sweep:
-    """End the leftover processes of a run whose connection was lost."""
+    """End a run's leftover processes on this node, to which the connection was lost."""
 
     token: str
 
@@ -140,7 +140,7 @@ class PairResult:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The run does not start."""
+    """The run will not start, or will continue without the receiver."""
 
     fault: str
     message: str
@@ -208,7 +208,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Assignment:
-    """An agent's node rank and ranks in an attempt; the ranks can start."""
+    """An agent's node rank and ranks in an attempt. Once it arrives, the ranks can start."""
 
     run_id: str
     first_rank: int
@@ -252,7 +252,7 @@ class Verdict:
     """What node rank 0 sends to all nodes when an attempt has ended."""
 
     outcome: Outcome  # each agent adds its own start time, the run id and the command
-    next: Assignment | None = None  # the agent's part in the next attempt, if any
+    next: Assignment | None = None  # the receiver's, if another attempt follows
     parts: Parts | None = None  # of the newest snapshot, if it is on several nodes
 
 
@@ -272,7 +272,7 @@ class RankStack:
 
 @dataclass(frozen=True)
 class NodeStacks:
-    """The stacks of a node's live ranks."""
+    """The stacks of a node's living ranks."""
 
     ranks: Sequence[RankStack]
 

@@ -2,8 +2,8 @@
 
 Each agent holds one TCP connection to the master address and port, where the torch store is later
 served on the same listening socket. The kernel closes the connection when an agent dies, so the
-others know at once; missed heartbeats reveal a broken connection. The preflight also uses such
-connections.
+agent at the other end notices at once; missed heartbeats reveal a broken connection. The preflight
+also uses such connections.
 
 Each message is one line (messages.py). The bytes of a snapshot follow the line that announces them.
 """

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Every entry script sources this. bash finds the Python, and passes it all that was typed, unparsed:
-# launcher/cli/ has the grammar.
+# Every entry script sources this file. bash only finds the Python, and passes all arguments to it
+# unparsed: launcher/cli/ has the grammar.
 
 set +o posix # if sh is bash
 
@@ -77,7 +77,7 @@ run_tool() { # <argument...>
   exec "$PYTHON" "$ROOT/scripts/lib/start.py" launcher.cli.tools "${LAUNCH_AS:-$PROGRAM}" "$@"
 }
 
-# Answers options that need no Python. Above each entry, help.txt names the commands that read it.
+# Answers options that need no Python. Above each entry, help.txt names the commands it is for.
 answer() { # <first word> <command, or '' if the header of the script is the whole help>
   case $1 in
     -h | --help) { print_help "$@" | cat 2>/dev/null || (($? == 141)) || die 1 "cannot write the help; free some disk space [disk-full]"; } && exit ;;

@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # of launch.sh
 # Finds the Python that runs the job: environment modules, conda, virtual environments.
 
-# Sets PYTHON to an absolute path, and sets ACTIVATED. PYTHON is the first of: PYTHON, VENV, CONDA_ENV,
-# the active environment, the project's .venv, the environment in which pip installed us, python3.
+# Sets ACTIVATED, and PYTHON to an absolute path: the first of PYTHON, VENV, CONDA_ENV,
+# LAUNCH_PYTHON, the active environment, .venv, the environment in which pip installed us, python3.
 choose_python() {
   local name
   [[ -z ${PYTHON:-} ]] || type -P -- "$PYTHON" >/dev/null ||

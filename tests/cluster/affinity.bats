@@ -56,7 +56,7 @@ masks_are() { # <CPUs of each of two ranks>
   masks_are 1
 }
 
-@test "ssh: those of the machine" {
+@test "ssh: the CPUs of the machine" {
   on login "$ROOT/scripts/ssh/launch_torchrun_auto.sh" - 1 node1 node2 >out 2>&1
   masks_are "$(nproc)"
 }

@@ -7,7 +7,7 @@ load helper
 
 setup_file() {
   cluster_up 3
-  export TIMED # for the last test: limits are whole minutes
+  export TIMED # for the last test, because a time limit takes at least a minute
   TIMED=$(submit --time=1 --nodelist=node1 sleep 600)
 }
 
@@ -23,20 +23,20 @@ teardown_file() {
   [[ $output == $'batch* 3\nurgent 3' ]]
 }
 
-@test "srun: each node says its own name" {
+@test "srun: each node reports its own name" {
   run on login srun -N3 hostname
   [[ $(sort <<<"$output") == $'node1\nnode2\nnode3' ]]
 }
 
 @test "sbatch: a job runs, from SLURM's own copy of the script" {
-  # shellcheck disable=SC2016 # for the job
+  # shellcheck disable=SC2016 # expanded in the job
   printf '#!/bin/bash\necho "$SLURM_JOB_NUM_NODES $(hostname) $0"\n' >job.sh
   on login sbatch --wait -N2 --output=job.out job.sh
   [[ $(<job.out) == "2 node1 /run/slurmd/"* ]]
 }
 
 @test "fake GPUs: as many as asked for, and no more than there are" {
-  # shellcheck disable=SC2016 # for the far end
+  # shellcheck disable=SC2016 # expanded in the step
   run on login srun -N2 --gres=gpu:2 bash -c 'echo "$SLURM_GPUS_ON_NODE $CUDA_VISIBLE_DEVICES"'
   [[ $output == $'2 0,1\n2 0,1' ]]
   run on login srun --ntasks=2 --gpus-per-task=1 printenv CUDA_VISIBLE_DEVICES
@@ -46,7 +46,7 @@ teardown_file() {
 }
 
 @test "salloc: its shell is an interactive step on the first node" {
-  # shellcheck disable=SC2016 # for the shell on the node
+  # shellcheck disable=SC2016 # expanded by the shell on the node
   printf '#!/bin/bash\necho "$(hostname):$SLURM_STEP_ID"\n' >shell.sh
   chmod +x shell.sh
   run on login script -qc 'SHELL=./shell.sh salloc -N2' /dev/null </dev/null
@@ -61,7 +61,7 @@ teardown_file() {
   on login scancel "$job"
 }
 
-@test "a job in urgent takes the place of one in batch, which starts again" {
+@test "a job in the partition urgent pre-empts one in batch, which starts again" {
   local job
   job=$(submit --nodelist='node[2-3]' --exclusive sleep 600)
   timeout 40 "$CLUSTER" run login srun --partition=urgent --nodelist='node[2-3]' --exclusive true
@@ -102,11 +102,11 @@ teardown_file() {
   [[ $status == 255 && $output == *"Host key verification failed"* ]]
 }
 
-@test "a host's home is the cluster's, whose ssh reads none of the user's settings" {
+@test "a host's home is the cluster's own, and its ssh ignores the user's settings" {
   local home=$CLUSTER_DIR/home
-  # shellcheck disable=SC2016,SC2088 # for the host
+  # shellcheck disable=SC2016,SC2088 # expanded on login
   [[ $(on login bash -c 'echo "$HOME" ~root') == "$home $home" ]]
-  # shellcheck disable=SC2016 # for the far end
+  # shellcheck disable=SC2016 # expanded on node1
   [[ $(on login ssh node1 'echo "$HOME $PWD"') == "$home $home" ]]
 }
 
@@ -115,8 +115,8 @@ teardown_file() {
   [[ $(sort <<<"$output") == $'node1: node1\nnode2: node2\nnode3: node3' ]]
 }
 
-@test "run: arguments, folder, standard input and exit code come through" {
-  # shellcheck disable=SC2016 # for the far end
+@test "run: arguments, folder, standard input and exit code are passed on" {
+  # shellcheck disable=SC2016 # must not be expanded
   [[ $(on node2 printf '<%s>' 'a b' '$HOME' '' $'\n"') == '<a b><$HOME><><'$'\n"''>' ]]
   [[ $(on node2 pwd) == "$PWD" ]]
   [[ $(echo text | on node2 cat) == text ]]
@@ -128,13 +128,13 @@ teardown_file() {
   [[ $status == 3 && $output == *"no host 'node9' is up; start it with make cluster-up" ]]
 }
 
-@test "run: the caller's variables come through, whatever their names" {
+@test "run: the caller's variables are passed on, whatever their names" {
   export HERE=1 DIR=2 HOST=3 INIT=4 signal=5
   local ours='^(SLURM_CONF|SSH_OPTS|PDSH_[A-Z_]+|PATH|HOME|SHLVL|_)='
   diff <(env | grep -vE "$ours" | sort) <(on node1 env | grep -vE "$ours" | sort)
 }
 
-@test "run: signals come through; killed, it takes its command along" {
+@test "run: signals are passed on; when it is killed, its command ends" {
   local signal code
   set -m # otherwise bash makes the next command ignore SIGINT
   for signal in INT TERM HUP USR1; do
@@ -162,7 +162,7 @@ teardown_file() {
 
 # --- faults -------------------------------------------------------------------------------------
 
-@test "a cut link is noticed, by ssh and by SLURM, and heals" {
+@test "ssh and SLURM notice a cut link, and the link can be restored" {
   "$CLUSTER" cut node3
   run on login ssh -o ConnectTimeout=2 node3 true
   [[ $status == 255 ]]
@@ -172,7 +172,7 @@ teardown_file() {
   on login ssh node3 true
 }
 
-@test "a slow link is slow, a dropped port silent, and both heal" {
+@test "a link is slowed, a port is dropped, and both are restored" {
   "$CLUSTER" slow node2 10mbit
   run timeout 0.8 "$CLUSTER" run login ssh node2 head -c 2000000 /dev/zero
   [[ $status == 124 ]]
@@ -186,7 +186,7 @@ teardown_file() {
 
 # --- up and down --------------------------------------------------------------------------------
 
-# From here on, the test has its own folder for clusters, and knows what they must not change.
+# Gives the test its own folder for clusters, and records what those clusters must not change.
 set_apart() {
   export CLUSTER_DIR=$PWD/other
   : >namespaces
@@ -206,9 +206,9 @@ traces() {
   cat /proc/self/mounts /etc/hosts
 }
 
-# The processes of the clusters that were in CLUSTER_DIR, found by their folders and their parents.
+# The processes of clusters in CLUSTER_DIR, found by PID namespace or by this variable.
 processes() (
-  export -n CLUSTER_DIR # otherwise these commands would be found
+  export -n CLUSTER_DIR # otherwise these commands would be found too
   {
     find /proc/[0-9]*/ns/pid -printf '%l %p\n' 2>/dev/null | grep -F -f namespaces
     grep -lsz "^CLUSTER_DIR=$CLUSTER_DIR\$" /proc/[0-9]*/environ
@@ -246,14 +246,14 @@ assert_nothing_left() {
     up_and_remember 1
     mapfile -t pids < <(processes)
     ((${#pids[@]} > 10))                        # two hosts, their daemons and parents
-    kill -KILL "${pids[@]}" 2>/dev/null || true # some die with the first
+    kill -KILL "${pids[@]}" 2>/dev/null || true # some die with a host's first process
     "$CLUSTER" "$again"
     [[ $again == down || $(on login srun hostname) == node1 ]]
   done
   assert_nothing_left
 }
 
-@test "an up that fails says why and leaves nothing" {
+@test "an up that fails reports why and leaves nothing behind" {
   set_apart
   mkdir fake
   printf '#!/bin/sh\necho "no controller today" >&2\nexit 1\n' >fake/slurmctld
@@ -263,11 +263,11 @@ assert_nothing_left() {
   assert_nothing_left
 }
 
-@test "a folder with files of others is neither used nor removed" {
+@test "a folder with other files in it is neither used nor removed" {
   mkdir other
   touch other/precious
   CLUSTER_DIR=$PWD/other run "$CLUSTER" up 1 <<<'what somebody types'
-  [[ $status == 2 && $output == *"$PWD/other holds files of others; set CLUSTER_DIR" ]]
+  [[ $status == 2 && $output == *"$PWD/other contains other files; set CLUSTER_DIR to another folder" ]]
   CLUSTER_DIR=$PWD/other "$CLUSTER" down
   [[ -e other/precious ]]
 }

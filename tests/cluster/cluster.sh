@@ -31,7 +31,7 @@ shopt -s nullglob
 BOX_HERE=$(dirname -- "$(readlink -f -- "$0")")
 BOX=${CLUSTER_DIR:-/var/lib/launch-kit-cluster}
 BOX_MARK=$BOX/.cluster-in-a-box # a folder that holds it may be removed
-# With the packages' own folders, even if the caller's PATH omits the scheduler.
+# Adds the packages' own folders, because the caller's PATH may omit the scheduler.
 PATH=${PATH//"$BOX/bin:"/}:/usr/bin:/usr/sbin:/sbin
 BOX_TOOLS=( # <package>:<its command>
   slurmctld:slurmctld slurmd:slurmd slurm-client:sbatch munge:munged
@@ -42,7 +42,7 @@ BOX_WAIT_S=30                                          # the limit of every wait
 
 main() {
   [[ $BOX =~ ^/[A-Za-z0-9/._-]+$ && $BOX/ != /run/* ]] ||
-    die 2 "CLUSTER_DIR=$BOX cannot be used; give an absolute path of plain letters, not in /run"
+    die 2 "CLUSTER_DIR=$BOX cannot be used; give an absolute path outside /run, with only letters, digits and . _ -"
   case ${1:-} in
     deps | check | up | down) "$@" ;;
     env) print_variables ;;
@@ -51,7 +51,7 @@ main() {
     cut | slow | drop | restore) "$1_link" "${@:2}" ;;
     become) become_host "$2" ;; # for start_host
     "" | -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" ;;
-    *) die 2 "no command is called '$1'; --help lists them" ;;
+    *) die 2 "unknown command '$1'; --help lists the commands" ;;
   esac
 }
 
@@ -73,9 +73,9 @@ check() {
   local missing
   mapfile -t missing < <(packages_missing "${BOX_TOOLS[@]}")
   ((${#missing[@]} == 0)) || die 3 "not installed: ${missing[*]}; run make cluster-deps as root"
-  ((EUID == 0)) || die 3 "it takes root to make hosts; run it as root"
+  ((EUID == 0)) || die 3 "only root can create the hosts; run this as root"
   unshare --net --uts --mount --pid --fork ip link add probe type bridge 2>/dev/null ||
-    die 3 "no namespaces or bridges can be made here; use a virtual machine or a privileged container"
+    die 3 "this machine allows no network namespaces or bridges; use a virtual machine or a privileged container"
 }
 
 deps() {
@@ -89,7 +89,7 @@ deps() {
 install_packages() ( # <package...>
   local policy=/usr/sbin/policy-rc.d
   (($# > 0)) || return 0
-  ((EUID == 0)) || die 3 "installing takes root; run make cluster-deps as root"
+  ((EUID == 0)) || die 3 "only root can install packages; run make cluster-deps as root"
   echo "installing $* with apt-get; none of their services is started or enabled"
   # If this file exits with 101, a package's script starts no service.
   if [[ ! -e $policy ]]; then
@@ -118,7 +118,7 @@ disable_services() { # <package...>
 
 up() { # [<nodes>]
   local nodes=${1:-4} host
-  [[ $nodes =~ ^[1-9][0-9]?$ ]] || die 2 "cannot make '$nodes' nodes; give a number of 1..99"
+  [[ $nodes =~ ^[1-9][0-9]?$ ]] || die 2 "cannot create '$nodes' nodes; give a number from 1 to 99"
   BOX_WAIT_S=$((BOX_WAIT_S + nodes))
   check
   down
@@ -132,11 +132,11 @@ up() { # [<nodes>]
   for host in $(hosts); do start_daemons "$host"; done
   wait_until "$nodes nodes are idle" nodes_are_idle "$nodes"
   trap - EXIT
-  echo "up: login and node1 to node$nodes; make cluster-shell opens a shell, make cluster-down ends it"
+  echo "up: login and node1 to node$nodes; make cluster-shell opens a shell, make cluster-down stops the cluster"
 }
 
-# The hosts share this machine's table of neighbour addresses. In a container, we may not be able to
-# raise its limits, which a cluster of few hosts does not need.
+# The hosts share this machine's table of neighbour addresses. In a container, its limits may be
+# read-only; a cluster of few hosts does not need higher ones.
 raise_neighbours() { # <entries>
   local limit
   for limit in /proc/sys/net/ipv4/neigh/default/gc_thresh{2,3}; do
@@ -169,10 +169,10 @@ hosts() {
 make_files() { # <nodes>
   local host i file hosts=(login) address=10.0.0.254 tasks=none
   [[ -z ${CLUSTER_CPUS:-} ]] || tasks=affinity
-  rmdir -- "$BOX" 2>/dev/null || [[ ! -e $BOX ]] || die 2 "$BOX holds files of others; set CLUSTER_DIR"
+  rmdir -- "$BOX" 2>/dev/null || [[ ! -e $BOX ]] || die 2 "$BOX contains other files; set CLUSTER_DIR to another folder"
   mkdir -p -- "$BOX"/{bin,etc,gpus,home,hosts,keys,logs,state}
   touch "$BOX_MARK"
-  for ((i = 0; i < 8; i++)); do ln -s /dev/null "$BOX/gpus/gpu$i"; done # SLURM wants devices
+  for ((i = 0; i < 8; i++)); do ln -s /dev/null "$BOX/gpus/gpu$i"; done # SLURM needs device files
   chmod 700 "$BOX/keys" "$BOX/state"
   (umask 077 && head -c 1024 /dev/urandom >"$BOX/keys/munge")
   ssh-keygen -q -t ed25519 -N '' -C cluster-in-a-box -f "$BOX/keys/user"
@@ -213,8 +213,8 @@ start_host() { # <host>
     </dev/null &>"$BOX/logs/$1.log" &
 }
 
-# The first process of a host. When it dies, the kernel ends all others, and removes the namespaces
-# and mounts. It also exits if the cluster's folder is removed.
+# The first process of a host. When it dies, the kernel ends all other processes of the host, and
+# removes its namespaces and mounts. It also exits if the cluster's folder is removed.
 become_host() { # <host>
   local pid
   read -r pid _ </proc/self/stat # its process id on the machine: /proc is still the machine's
@@ -222,7 +222,7 @@ become_host() { # <host>
   ip link set lo up
   mount --bind "$BOX/etc/hosts" /etc/hosts
   mount --bind "$BOX/etc/passwd" /etc/passwd
-  mount --bind "$BOX/etc/ssh_config" /etc/ssh/ssh_config # a bare ssh works, and reads no one's keys
+  mount --bind "$BOX/etc/ssh_config" /etc/ssh/ssh_config # ssh needs no options, reads no user keys
   mount -t tmpfs -o mode=755 run /run                    # hides the machine's munge, resolver, sshd
   mkdir /run/munge /run/sshd
   mount -t tmpfs shm /dev/shm
@@ -262,7 +262,7 @@ nodes_are_idle() { # <number>
   [[ $(on login sinfo -h -p batch -t idle -o %D 2>/dev/null) == "$1" ]]
 }
 
-# On login, a node's cable has the node's name; on the node, it is eth0.
+# A node's link has an interface on login, with the node's name, and one on the node, eth0.
 connect_hosts() {
   local address host login
   on login ip link add switch type bridge
@@ -318,7 +318,7 @@ open_shell() { # <host>
 # that we receive, and if we are killed, the command is killed too.
 run_on() { # <host> <command...>
   find_way "$1"
-  [[ ! -t 0 ]] || exec "${BOX_ENTER[@]}" "${@:2}" # a terminal sends its signals to all
+  [[ ! -t 0 ]] || exec "${BOX_ENTER[@]}" "${@:2}" # a terminal signals the command itself
   set -m                                          # without job control the command would ignore SIGINT
   setpriv --pdeathsig KILL "${BOX_ENTER[@]}" "${@:2}" <&0 &
   set +m
@@ -334,7 +334,7 @@ run_on() { # <host> <command...>
   done
 }
 
-pass_on() { # <signal> <process whose child is meant>
+pass_on() { # <signal> <parent of the process to signal>
   kill "-$1" "$(<"/proc/$2/task/$2/children")"
 }
 
@@ -372,13 +372,13 @@ restore_link() { # <host>
     lift_limit "$1" eth0
   fi
   ! type -P iptables >/dev/null || on "$1" iptables --flush
-  on login scontrol reconfigure # asks every slurmd now; it would ask a lost one only minutes later
+  on login scontrol reconfigure # contacts lost slurmds now, not minutes later
 }
 
 wait_until() { # <what is waited for> <command...>
   local end=$((SECONDS + BOX_WAIT_S))
   until "${@:2}"; do
-    ((SECONDS < end)) || die 3 "$1: not so within $BOX_WAIT_S s; see $BOX/logs"
+    ((SECONDS < end)) || die 3 "not within $BOX_WAIT_S s: $1; see $BOX/logs"
     sleep 0.05
   done
 }

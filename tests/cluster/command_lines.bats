@@ -38,15 +38,15 @@ YAML
 }
 
 # Types a command on a host, and prints its row.
-row() { # <exit code expected> <pattern of a line that comes> <host> <command line>
+row() { # <exit code expected> <pattern of an output line> <host> <command line>
   local code=0 line
   timeout 600 "$CLUSTER" run "$3" bash -c "$4" >out 2>&1 || code=$?
-  line=$(grep -E -m 1 -- "$2" out) || line="nothing like $2"
+  line=$(grep -E -m 1 -- "$2" out) || line="no line matches $2"
   echo "# | \`$4\` | $code | \`${line:0:120}\` |" >&3
-  if ((code != $1)) || [[ $line == "nothing like"* ]]; then cat out && false; fi
+  if ((code != $1)) || [[ $line == "no line matches"* ]]; then cat out && false; fi
 }
 
-# The same for a command that submits jobs; also checks how they end.
+# Does the same for a command that submits jobs, and also checks how they end.
 job_row() { # <state expected> <pattern of a line of its log> <command line>
   local job state line logs
   on login bash -c "$3" >out 2>&1 || { cat out && false; }
@@ -56,16 +56,16 @@ job_row() { # <state expected> <pattern of a line of its log> <command line>
   done < <(grep -oE '^(Submitted batch job|job) +[0-9]+' out | grep -oE '[0-9]+')
   state=$(on login scontrol show job "$job" | grep -oE '\bExitCode=[0-9]+' | head -n 1)
   # shellcheck disable=SC2086 # names without spaces
-  line=$(cat out $logs | grep -E -m 1 -- "$2") || line="nothing like $2"
+  line=$(cat out $logs | grep -E -m 1 -- "$2") || line="no line matches $2"
   echo "# | \`$3\` | ${state#*=} | \`${line:0:120}\` |" >&3
   # shellcheck disable=SC2086
-  [[ ${state#*=} == "$1" && $line != "nothing like"* ]] || { cat out $logs && false; }
+  [[ ${state#*=} == "$1" && $line != "no line matches"* ]] || { cat out $logs && false; }
 }
 
 DONE='done       step 4 '
 
 @test "command lines for one machine" {
-  # Without speeds, because these tests run beside others; make prove measures speeds separately.
+  # No speed is measured here, because other tests run at the same time; make prove measures speeds.
   row 0 '^PASS  2 ranks' node1 'scripts/test_distributed.sh 2 --test basic'
   row 0 '^PASS  4 ranks' node1 'scripts/test_distributed.sh 4 --test basic'
   row 0 "$DONE" node1 'scripts/ssh/launch_singlenode.sh config/local3.yaml 4'
@@ -103,7 +103,7 @@ DONE='done       step 4 '
   row 0 "$DONE" node1 "scripts/cluster_train.sh config/train_config.yaml 2 0 $address 29500"
   wait $!
   printf '%s\n' node1 node2 >nodefile
-  # shellcheck disable=SC2016 # for the hosts
+  # shellcheck disable=SC2016 # expanded on the hosts
   local line='NODE_RANK=$(grep -n $(hostname) $PBS_NODEFILE | head -n 1 | cut -d: -f1); scripts/cluster_train.sh config/train_config.yaml 2 $((NODE_RANK - 1)) $(head -n 1 $PBS_NODEFILE) 29500'
   export PBS_NODEFILE=$PWD/nodefile PBS_JOBID=1.pbs PBS_O_WORKDIR=$PWD
   on node2 bash -c "$line" >worker.out 2>&1 3>&- &
@@ -121,8 +121,8 @@ DONE='done       step 4 '
   job_row 0 "$DONE" 'scripts/submit_with_config.sh config=conf/gpt2_frozen.yaml num_gpus_train=4 nodelist=node1'
   job_row 0 'nodelist=node1,node2 is ignored' 'scripts/submit_with_config.sh config=conf/gpt2_frozen.yaml num_gpus_train=8 nodelist=node1,node2'
   row 0 '^PASS       the nodes work together' login 'scripts/test_distributed_integration.sh'
-  # shellcheck disable=SC2016 # for the job
+  # shellcheck disable=SC2016 # expanded in the job
   row 2 'srun --nodes=2 --ntasks=2' login 'salloc --nodes=2 bash -c '\''scripts/cluster_train.sh config/train_config.yaml $SLURM_NNODES $SLURM_NODEID node1 29500'\'
-  # shellcheck disable=SC2016 # for the job
+  # shellcheck disable=SC2016 # expanded in the job
   row 0 "$DONE" login 'salloc --nodes=2 srun --ntasks=2 bash -c '\''torchrun --nnodes=2 --nproc_per_node=2 --node_rank=$SLURM_NODEID --master_addr=node1 --master_port=29500 main.py --config_path configs/Repurpose.yaml'\'
 }

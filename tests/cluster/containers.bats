@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# Runs inside containers, with Charliecloud and podman, and from copies of their environment: on this
+# Runs in containers (Charliecloud, podman), and runs from copies of a Python environment: on this
 # machine, over ssh and under SLURM.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, and is meant to be one
 bats_require_minimum_version 1.5.0
@@ -25,13 +25,13 @@ setup() {
   export OMP_NUM_THREADS=1 USER=${USER:-root} LOG_DIR=$PWD/logs
 }
 
-# Folders that the image lacks: those of this machine's Python and its libraries.
+# Prints the folders that the image lacks: those of this machine's Python and its libraries.
 folders() {
   echo /usr
   "$PYTHON" -c 'import os, sys; print(*(os.path.realpath(p) for p in {sys.prefix, sys.base_prefix} if p != "/usr"), sep="\n")'
 }
 
-# An image with its own root and /etc.
+# Makes an image with its own root and /etc.
 make_image() { # <folder>
   local folder
   mkdir -p "$1"/{etc,proc,sys,dev,tmp,run,home,root}
@@ -49,7 +49,7 @@ use_charliecloud() {
   CONTAINER_ARGS=$(folders | sed 's/^/--bind=/' | tr '\n' ' ')
 }
 
-# A podman whose store is in the test's folder. Processes here may not raise their own limits.
+# Sets up podman with a store in the test's folder, and with limits that need no extra permission.
 use_podman() {
   type -P podman >/dev/null || skip "there is no podman; sudo apt install podman runc"
   printf '[storage]\ndriver = "vfs"\ngraphroot = "%s"\nrunroot = "%s"\n' "$PWD/store" "$PWD/run" >storage.conf
@@ -58,7 +58,7 @@ use_podman() {
   export CONTAINERS_STORAGE_CONF=$PWD/storage.conf CONTAINERS_CONF=$PWD/containers.conf
   tar -C "$IMAGE" -c . | podman import --quiet - launch-kit-test >/dev/null
   podman run --rm launch-kit-test /none 2>why || true
-  grep -q '"/none"' why || skip "podman runs nothing here: $(tail -n 1 why)"
+  grep -q '"/none"' why || skip "podman cannot run containers here: $(tail -n 1 why)"
   export CONTAINER=podman:localhost/launch-kit-test CONTAINER_ARGS
   CONTAINER_ARGS=$(folders | sed 's/.*/--volume=&:&/' | tr '\n' ' ')
 }
@@ -67,7 +67,7 @@ weights_of() { # <run id>
   (cd -- "$ROOT" && "$PYTHON" -m distributed.checkpoint hash "$OLDPWD/checkpoints/$1")
 }
 
-# The weights equal those of a run without a container, with which each test compares its own.
+# Checks that a run ended with the weights of a run without a container.
 assert_same_weights() { # <run id>
   RUN_ID=bare CONTAINER='' scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}"
   [[ $(weights_of "$1") == "$(weights_of bare)" ]]
@@ -78,7 +78,7 @@ assert_inside() {
   [[ $(TRAIN_SCRIPT=where.py scripts/ssh/launch_singlenode.sh - 1) == *'"launch kit"'* ]]
 }
 
-# Starts a long run here; its ranks have taken a step when this returns.
+# Starts a long run on this machine, and returns once its ranks have taken a step.
 start_long() { # <run id>
   RUN_ID=$1 setsid scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${LONG[@]}" >"$1.out" 2>&1 3>&- &
   PID=$!
@@ -100,7 +100,7 @@ assert_trains_and_stops() {
   eventually no_ranks box-stopped
 }
 
-# No other test on this machine may use this run id, because both may run at the same time.
+# No other test may use this run id, because other tests may run on this machine at the same time.
 ranks_of() { # <run id>
   pgrep -f "agent.py .*--rdzv-id $1 "
 }
@@ -121,7 +121,7 @@ no_ranks() { # <run id>
 }
 
 # bats test_tags=prove,long
-@test "Charliecloud over ssh and pdsh: each node's part is inside" {
+@test "Charliecloud over ssh and pdsh: each node runs inside the container" {
   use_charliecloud
   local script
   for script in torchrun_auto pdsh_multinode; do
@@ -154,10 +154,10 @@ no_ranks() { # <run id>
   eventually no_ranks box-killed
 }
 
-# An environment whose Python is a script around the real one.
+# Makes an environment whose Python is a script that runs the real one.
 make_environment() {
   mkdir -p env/bin env/packages
-  # shellcheck disable=SC2016 # for the script
+  # shellcheck disable=SC2016 # expanded by the script
   printf '#!/bin/bash\n[[ $1 != -I ]] || exec printf "%%s\\n" %q /usr %q %q\nPYTHON_IS=$0 exec %q "$@"\n' \
     "$PWD/env" "$PWD/env/packages" "$PWD/env/packages" "$PYTHON" >env/bin/python
   chmod +x env/bin/python
@@ -174,7 +174,7 @@ assert_from_copies() { # <ranks>
   for node in node1 node2; do
     [[ $(on "$node" find /dev/shm/launch-kit-"$UID" -mindepth 1 -maxdepth 1 -type d | wc -l) == 1 ]]
   done
-  on login test ! -e /dev/shm/launch-kit-"$UID" # it has no ranks
+  on login test ! -e /dev/shm/launch-kit-"$UID" # login has no ranks
 }
 
 # bats test_tags=prove,long

@@ -3,7 +3,7 @@
 # working directory, which every host sees.
 
 CLUSTER=${BATS_TEST_DIRNAME:?}/cluster.sh
-PATIENCE_S=600 # only there to end a test that hangs: an idle machine needs less than a tenth
+PATIENCE_S=600 # only ends a test that hangs: an idle machine needs less than a tenth of it
 
 # shellcheck source=tests/isolate.bash
 source "$BATS_TEST_DIRNAME/../isolate.bash"
@@ -55,7 +55,7 @@ is_gone_from() { # <host> <pattern of a command line>
   ! on "$1" pgrep -f "$2"
 }
 
-# shellcheck disable=SC2034 # for the tests
+# shellcheck disable=SC2034 # the tests read CODE
 end_of() { # <process> sets CODE
   CODE=0
   wait "$1" || CODE=$?

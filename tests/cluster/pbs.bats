@@ -25,8 +25,8 @@ setup() {
   echo '{}' >"$CLUSTER_DIR/pbs/queue"
 }
 
-# Starts a job on some nodes: a script that reads long.yaml or, with --, the session's leader.
-start() { # <nodes> [--]; sets JOB, once it has taken a step
+# Starts a job that reads long.yaml: a batch script or, with --, a command that leads its session.
+start() { # <nodes> [--]; sets JOB, and returns once the job has taken a step
   local options=(-l "select=$1:ncpus=1" -l place=scatter) given=PYTHON=$PYTHON,PREFLIGHT_SECONDS=20
   if [[ ${2:-} == -- ]]; then
     options+=(-j oe -o logs/ -v "$given" -- "$PWD/scripts/pbs/pbs_train.sh" long.yaml seed=2)
@@ -63,7 +63,7 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   (cd -- "$ROOT" && "$PYTHON" -m distributed.checkpoint verify "$BATS_TEST_TMPDIR/checkpoints/$JOB")
 }
 
-@test "qrerun saves, and the job resumes; qdel saves, and says how soon PBS kills" {
+@test "qrerun saves, and the job resumes; qdel saves, and the job says how soon PBS will kill it" {
   start 2
   on login qrerun "$JOB"
   eventually has_lines 1 '^\[0\] resumed    after step'
@@ -72,7 +72,7 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   has_lines 2 ': warning: a stop can take 40 s (GRACE + 10), but PBS kills this job 10 s after qdel or the walltime (kill_delay of queue workq); '
 }
 
-@test "at its walltime a job saves" {
+@test "a job saves when its walltime ends" {
   echo '{"kill_delay": 40}' >"$CLUSTER_DIR/pbs/queue"
   start 1
   on login qalter -l walltime=0:0:1 "$JOB"
@@ -104,7 +104,7 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
 }
 
 # bats test_tags=prove,long
-@test "the guide's own batch file trains on both nodes, and qdel saves" {
+@test "the guide's batch file trains on both nodes, and qdel saves" {
   sed -n '/^### Your own batch file for PBS$/,/^~/p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^#!/,$p' |
     sed -E -e '/^source |^#PBS -[qA] /d; s/select=.*/select=2:ncpus=1/' \
       -e "s|~/launch-kit|$ROOT|; s|train.py .*|$ROOT/train.py --config long.yaml|" >own.sh
@@ -120,7 +120,7 @@ has_trained() {
   is_over || has_lines 1 'step 1/'
 }
 
-# Stops jobs in one way, each at a random moment. It runs in the background, once for each way.
+# Stops jobs in one way, each at a random moment. Runs in the background, once for each way.
 stop_jobs() { # <qdel|walltime|qsig> <times>
   local number
   for ((number = 0; number < $2; number++)); do
@@ -141,11 +141,11 @@ stop_jobs() { # <qdel|walltime|qsig> <times>
         ;;
     esac
   done
-  echo "# $1: $number of $2 saved, none told as failed, nothing left" >&3
+  echo "# $1: $number of $2 saved, none reported as a failure, no process left" >&3
 }
 
 # bats test_tags=prove,long
-@test "qdel, walltime, qrerun and qsig at random moments save, and leave nothing" {
+@test "after qdel, walltime, qrerun and qsig at random moments a job saves and leaves nothing behind" {
   local number times=${TIMES:-1} what shells=()
   echo '{"kill_delay": 35}' >"$CLUSTER_DIR/pbs/queue" # GRACE + 5: enough if the nodes answer
   for what in qdel walltime qsig; do
@@ -160,7 +160,7 @@ stop_jobs() { # <qdel|walltime|qsig> <times>
   done
   on login qdel "$JOB"
   has_saved SIGTERM 271 $((times + 1))
-  echo "# qrerun: $times of $times saved and resumed, none told as failed, nothing left" >&3
+  echo "# qrerun: $times of $times saved and resumed, none reported as a failure, no process left" >&3
   for number in "${!shells[@]}"; do
     wait "${shells[number]}" || { tail -n 60 ./*.out && false; }
   done

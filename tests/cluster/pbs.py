@@ -4,7 +4,7 @@
     tests/cluster/pbs.py FOLDER     create FOLDER/bin: PBS's commands, and pbs_mom for each node
 
 All hosts see FOLDER. Commands leave requests in a job's folder; the mom of the job's first node
-acts on them. All do what OpenPBS 23.06 was observed to do; tests/README.md lists what they omit.
+acts on them. Both do what OpenPBS 23.06 was observed to do; tests/README.md lists what they omit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from pbs_mom import HOST, LOOK_S, PBS, QUEUE, lines_of, pbs_mom, read, write
 
-NAME = Path(sys.argv[0]).name  # of the link
+NAME = Path(sys.argv[0]).name  # the name of the link
 LETTERS = "a:A:c:C:e:fhIj:J:k:l:m:M:N:o:p:P:q:r:R:S:u:v:VW:Xz"
 USAGE = "usage: qsub [-l resource_list] [-o path] [-v variable_list] ... [script | -- command]"
 
@@ -47,7 +47,7 @@ def find(name: str, *, history: bool = False) -> Path:
 
 
 def read_options(words: Sequence[str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Return qsub's options by letter, its resources, and the rest."""
+    """Return qsub's options by letter, its resources, and the remaining words."""
     try:
         pairs, rest = getopt.getopt(words, LETTERS)
     except getopt.GetoptError as error:
@@ -61,7 +61,7 @@ def qsub(words: Sequence[str]) -> None:
     is_command = words[-len(rest) - 1 : len(words) - len(rest)] == ["--"]
     if not rest or (len(rest) > 1 and not is_command):
         fail(2, USAGE)
-    if not is_command:  # the script's own options; the command line wins
+    if not is_command:  # the script's own options; the command line takes precedence
         lines = re.findall(r"^#PBS (.*)", Path(rest[0]).read_text(), re.MULTILINE)
         own = read_options([word for line in lines for word in line.split()])
         options, resources = {**own[0], **options}, {**own[1], **resources}
@@ -115,7 +115,7 @@ def forwarded(options: dict[str, str], here: str) -> dict[str, str]:
 
 
 def place(select: str) -> list[dict[str, str]]:
-    """Return the host and the resources of each chunk: the nodes in turn."""
+    """Return the host and the resources of each chunk; chunks go to the nodes in turn."""
     hosts, chunks = itertools.cycle(sorted(os.listdir(PBS / "moms"))), []
     for group in select.split("+"):
         number, *parts = group.split(":")

@@ -20,7 +20,7 @@ PBS = BIN.parent
 QUEUE = "workq"
 KILL_DELAY_S = 10  # unless the queue sets another
 LOOK_S = 0.1  # a real mom looks every 7 to 11 s
-Job = dict[str, Any]  # attributes as qstat shows them, and "own": what it does not show
+Job = dict[str, Any]  # attributes as qstat shows them, and "own": those that qstat does not show
 
 
 def write(path: Path, value: Any) -> None:
@@ -56,7 +56,7 @@ def send(leader: int, signum: int) -> None:
 
 
 class Task:
-    """The leader of a session started by a mom: a job's first process, or pbsdsh's on a node."""
+    """The leader of a session started by a mom: a job's first process, or a task of pbsdsh."""
 
     def __init__(self, name: str, job: Job, number: int, command: Sequence[str]) -> None:
         chunks, own = job["own"]["chunks"], job["own"]["chunks"][number]
@@ -115,7 +115,7 @@ class Mom:
 
     def __init__(self) -> None:
         self.jobs: dict[str, Task] = {}
-        self.tasks: dict[Path, Task] = {}  # by the file in which pbsdsh finds the status
+        self.tasks: dict[Path, Task] = {}  # keyed by the file in which pbsdsh finds the status
 
     def look(self) -> None:
         for folder in sorted((PBS / "jobs").iterdir()):

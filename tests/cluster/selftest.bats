@@ -33,7 +33,7 @@ found() { # <jq-like path in Python>
   "$PYTHON" -c "import json; f = json.load(open('found.json')); print($1)"
 }
 
-# Whether only this node should be omitted, because of this fault.
+# Whether the test named this fault, and listed only this node as one to exclude.
 names() { # <node> <fault>
   ((CODE == 1)) && grep -q "^\[0\] FAIL .*$1.*\[$2\]" out && grep -q "^FAILED .*\[$2\]$" out &&
     [[ $(found '*f["exclude"]') == "$1" ]]
@@ -61,13 +61,13 @@ try_healthy() {
 }
 
 # bats test_tags=prove,long
-@test "a slow link is named, also one that is too slow for the test itself" {
+@test "a slow link is named, even one that is too slow for the test itself" {
   local number rate
   for rate in 40mbit 4mbit; do
     for ((number = 0; number < ${TIMES:-1}; number++)); do
       try_slow_link "node$((number % 4 + 1))" "$rate"
     done
-    echo "# a link of $rate among $USUAL: the node named in $number of $number runs" >&3
+    echo "# one link of $rate, the others $USUAL: the node was named in $number of $number runs" >&3
   done
   try_slow_link node2 1mbit
 }
@@ -79,32 +79,32 @@ try_healthy() {
     for ((number = 0; number < ${TIMES:-1}; number++)); do
       try_slow_rank "node$((number % 4 + 1))" "$times"
     done
-    echo "# a rank slowed $times times: the node named in $number of $number runs" >&3
+    echo "# a rank that takes $times times as long: its node was named in $number of $number runs" >&3
   done
 }
 
 # bats test_tags=prove,long
-@test "nothing is named where all is well" {
+@test "nothing is named on healthy nodes" {
   local number
   for ((number = 0; number < ${TIMES:-1}; number++)); do try_healthy; done
   echo "# 4 healthy nodes: $number of $number runs pass" >&3
 }
 
-@test "in an allocation of SLURM it takes all nodes of the job" {
+@test "in a SLURM allocation it tests all nodes of the job" {
   run on login salloc -Q --nodes=2 "$ROOT/scripts/test_distributed.sh" 1 --test basic
   echo "$output"
   [[ $status == 0 && $output == *"PASS  2 ranks on 2 nodes, gloo: 19 checks, "* ]]
 }
 
 # bats test_tags=prove,long
-@test "test_distributed_integration.sh: the nodes together, a training, and its resumed run" {
+@test "test_distributed_integration.sh tests the nodes together, then trains and resumes" {
   run on login "$ROOT/scripts/test_distributed_integration.sh" --quiet
   echo "$output"
   [[ $status == 0 && ${lines[-1]} == "PASS       the nodes work together; training and resuming worked" ]]
   [[ $output == *"PASS  4 ranks on 2 nodes, gloo: "* && $output == *$'\nresumed    after step 20\n'* ]]
 }
 
-@test "in a job of PBS it takes all nodes of the node file" {
+@test "in a PBS job it tests all nodes of the node file" {
   printf 'node2\nnode3\n' >nodefile
   PBS_JOBID=1.pbs PBS_NODEFILE=$PWD/nodefile run on node2 "$ROOT/scripts/test_distributed.sh" 1 --test basic
   echo "$output"

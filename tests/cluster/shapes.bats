@@ -7,6 +7,6 @@ load helper
 
 ROOT=$(cd -- "$BATS_TEST_DIRNAME/../.." && pwd -P)
 
-@test "scripts in the shape of public ones: as under torchrun, on one machine, over ssh, under SLURM" {
+@test "scripts modelled on public ones do as under torchrun: on one machine, over ssh and under SLURM" {
   "$PYTHON" "$ROOT/bench/shapes.py" --check
 }

@@ -10,9 +10,9 @@ SHORT=(train.max_steps=6 train.eval_every=0 train.global_batch_size=12)
 SMALL=("${SHORT[@]}" model.layers=1 model.width=16)
 LONG=("${SMALL[@]}" train.max_steps=100000 checkpoint.every=0)
 
-# A time limit is at least a minute, so the job that reaches it runs beside the first tests.
+# A time limit is at least a minute, so the job that reaches its limit runs during the first tests.
 setup_file() {
-  cluster_up 5 # the guide's commands ask for 4; a lost node's job needs one more
+  cluster_up 5 # the guide's commands ask for 4; the job of a lost node needs one more
   cd -- "$BATS_FILE_TMPDIR" || return
   setup_folder
   # A busy machine may need most of the two minutes between the notice and the limit.
@@ -32,7 +32,7 @@ setup() {
 
 teardown() {
   local node
-  [[ -n ${BATS_TEST_COMPLETED:-} ]] && return # otherwise the next tests would wait for its nodes
+  [[ -n ${BATS_TEST_COMPLETED:-} ]] && return # a failed test must free its nodes for the next
   on login scancel --user=root
   for node in node{1..5}; do "$CLUSTER" restore "$node"; done
   set_slurmd_timeout 10
@@ -68,7 +68,7 @@ field() { # <job> <name>
 }
 
 # bats test_tags=prove
-@test "2 x 2 ends with the weights of one machine (3 x 2 and 1 x 4 in make prove)" {
+@test "2 x 2 ends with the same weights as one machine (3 x 2 and 1 x 4 in make prove)" {
   local shape shapes=("2 2") ranks
   [[ -z ${TIMES:-} ]] || shapes+=("3 2" "1 4")
   for shape in "${shapes[@]}"; do
@@ -82,7 +82,7 @@ field() { # <job> <name>
 }
 
 # bats test_tags=prove,long
-@test "tasks, GPUs and one task per rank are three ways to say the same" {
+@test "tasks, GPUs or one task per rank: three ways to ask for the same ranks" {
   RUN_ID=gpus job --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
   RUN_ID=tasks job --ntasks-per-node=2 --gres=gpu:2 scripts/slurm/slurm_train_single_node.sh config/local3.yaml "${SHORT[@]}"
   RUN_ID=srun LAUNCHER=srun job --nodes=2 --ntasks-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}" || true
@@ -92,7 +92,7 @@ field() { # <job> <name>
 }
 
 # bats test_tags=prove,long
-@test "--gpus with --ntasks-per-gpu, and sbatch's options as variables, give the ranks asked for" {
+@test "--gpus with --ntasks-per-gpu, and sbatch's options as variables, give the requested ranks" {
   job --gpus=4 --ntasks-per-gpu=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
   grep -q '^ranks      4 = 2 nodes x 2, gloo$' job.out
   rm job.out
@@ -102,7 +102,7 @@ field() { # <job> <name>
 }
 
 # bats test_tags=prove,long
-@test "the run's secret reaches every node, under --export=NONE too, and neither ps nor the log" {
+@test "the run's secret reaches every node, even under --export=NONE, but neither ps nor the log" {
   local forwarded
   "$CLUSTER" run node1 bash -c 'while sleep 0.05; do ps -eo args; done' >ps.out 3>&- &
   local watch=$!
@@ -117,7 +117,7 @@ field() { # <job> <name>
 }
 
 # bats test_tags=prove
-@test "ahead of its time limit a job saves, and comes back" {
+@test "before its time limit a job saves and is requeued" {
   eventually grep -q '^resumed    after step' "$BATS_FILE_TMPDIR/timed.out" || { cat "$BATS_FILE_TMPDIR/timed.out" && false; }
   on login scancel "$TIMED"
   grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' "$BATS_FILE_TMPDIR/timed.out"
@@ -126,7 +126,7 @@ field() { # <job> <name>
 }
 
 # bats test_tags=prove,long
-@test "at its time limit a script that does not handle the notice is named, and was warned before" {
+@test "a script that does not handle the notice gets a warning, then [time-limit]" {
   echo 'import time; time.sleep(600)' >plain.py
   local code=0
   TRAIN_SCRIPT=plain.py job --nodes=2 --gpus-per-node=1 --time=1 --signal=B:USR1@30 scripts/slurm/slurm_train.sh - || code=$?
@@ -142,7 +142,7 @@ is_shown_twice() { # <file>
   (($(grep -c "where the ranks are" "$1") == 2))
 }
 
-@test "where all ranks are: asked from the login node, and by SIGQUIT to the batch script" {
+@test "the stacks of all ranks: from the login node, and by SIGQUIT to the batch script" {
   start_long --nodes=2 --gpus-per-node=2
   run on login scripts/slurm/slurm_train.sh --stacks "$JOB"
   [[ $status == 0 && $output == *" where the ranks are, innermost call first:"$'\n'"  rank"*": "* ]]
@@ -153,7 +153,7 @@ is_shown_twice() { # <file>
   eventually has_ended "$JOB"
 }
 
-@test "a rank's exit code or signal is the job's, and the block names rank and host" {
+@test "the job ends with a rank's exit code or signal, and the block names the rank and its host" {
   cat >dies.py <<'PY'
 import os, signal, sys, time
 import torch.distributed as dist
@@ -178,7 +178,7 @@ PY
 }
 
 # bats test_tags=prove,long
-@test "without srun: refused in a job of several tasks, trains in a job of one" {
+@test "without srun, a job of several tasks is refused, and a job of one task trains" {
   local wrap="$PYTHON $ROOT/train.py --config config/local3.yaml ${SMALL[*]}"
   run -2 job --nodes=2 --wrap "$wrap"
   grep -q '; put srun before the command \[batch-step\]$' job.out
@@ -189,7 +189,7 @@ PY
 
 # bats test_tags=prove,long
 # The last task of an array has the array's job id; still, only this task must come back.
-@test "in an array: USR1 to a task saves, requeues and resumes it alone; TERM saves and does not" {
+@test "in an array, USR1 to a task saves, requeues and resumes only that task; TERM only saves" {
   local script=(scripts/slurm/slurm_train.sh config/local3.yaml) array task
   mkdir logs
   array=$(on login sbatch --parsable --array=1-2 --nodes=2 --gpus-per-node=1 "${script[@]}" "${LONG[@]}")
@@ -212,7 +212,7 @@ PY
 }
 
 # bats test_tags=prove,long
-@test "a heterogeneous job: refused by the script, trains through srun, whatever the order of its hosts" {
+@test "a heterogeneous job: the script refuses it; through srun it trains, in any order of its hosts" {
   local groups=(--nodelist=node3 --ntasks=1 : --nodelist=node2 --ntasks=1)
   run -2 job "${groups[@]}" scripts/slurm/slurm_train.sh config/local3.yaml "${SHORT[@]}"
   [[ $(<job.out) == *": a heterogeneous job has nodes that differ, "*"; omit the : and the groups after it, "*"[wrong-world]" ]]
@@ -221,7 +221,7 @@ PY
   [[ -d checkpoints/het/step-6 ]]
 }
 
-@test "a wrong config is one line a job, with one task for each rank too" {
+@test "a wrong config is one line per job, even with one task for each rank" {
   run -2 on login srun -N2 -n4 "$PYTHON" "$ROOT/train.py" --config config/local3.yaml train.max_step=6
   [[ $(grep -v '^srun: ' <<<"$output") == "train.py: command line: train.max_step: unknown key; did you mean train.max_steps? [config-invalid]" ]]
   LAUNCHER=srun run -2 job --ntasks-per-node=2 scripts/slurm/slurm_train.sh config/local3.yaml train.max_step=6
@@ -239,7 +239,7 @@ stop_once() { # <urgent|notice|requeue> <restarts so far>
   case $1 in
     urgent) on login sbatch --partition=urgent --nodes=4 --exclusive --output=/dev/null --wrap "sleep 1" ;;
     requeue) on login scontrol requeue "$JOB" ;;
-    notice) on login scancel --signal=USR1 --batch "$JOB" ;; # as ahead of the time limit
+    notice) on login scancel --signal=USR1 --batch "$JOB" ;; # as before the time limit
   esac
   eventually has_restarts $(($2 + 1))
 }
@@ -253,7 +253,7 @@ has_restarts() { # <number>
 }
 
 # bats test_tags=prove,long
-@test "pre-empted, requeued, given notice: it saves, comes back, and ends with the weights of a run never stopped" {
+@test "pre-empted, requeued, given notice: a job saves, resumes, and ends with an uninterrupted run's weights" {
   local kinds=(urgent notice requeue) times=${TIMES:-3} number
   LONG=(train.max_steps=$((50 * times)) train.eval_every=0 train.global_batch_size=12 checkpoint.every=0)
   RUN_ID=never SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${LONG[@]}"
@@ -269,14 +269,14 @@ has_restarts() { # <number>
 }
 
 # bats test_tags=prove,long
-@test "an ordinary script ends every time" {
+@test "an ordinary script completes every time" {
   local number times=$((${TIMES:-0} ? TIMES * 5 / 2 : 1))
   make_ordinary
   for ((number = 0; number < times; number++)); do
     TRAIN_SCRIPT=ordinary.py job --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh -
     grep -q '^all 2$' job.out
   done
-  echo "# an ordinary script under slurm_train.sh: $times of $times end" >&3
+  echo "# an ordinary script under slurm_train.sh: $times of $times runs completed" >&3
 }
 
 have_ended() { # <job...>
@@ -284,7 +284,7 @@ have_ended() { # <job...>
 }
 
 # bats test_tags=prove,long
-@test "jobs of cluster_train.sh and of slurm_train.sh at once on the same two nodes end with 0 (ten of each in make prove)" {
+@test "jobs of cluster_train.sh and slurm_train.sh complete at once on the same two nodes (ten of each in make prove)" {
   local most=10 number job jobs=() options=(--parsable --nodes=2 "--nodelist=node[1-2]" --ntasks-per-node=1 --mem=1G)
   [[ -n ${TIMES:-} ]] || most=2
   for ((number = 1; number <= most; number++)); do
@@ -311,7 +311,7 @@ is_refused() { # <job> <output> <job that has the run>
 }
 
 # bats test_tags=prove,long
-@test "a copy of a requeued job, submitted with its run's id: the first to start trains, and the other ends" {
+@test "a copy of a requeued job, submitted with its run id: the first to start trains, the other ends" {
   local copy
   start_long --nodes=1 --gpus-per-node=1
   copy=$(RUN_ID=$JOB on login sbatch --parsable --output=copy.out --nodes=1 --gpus-per-node=1 \
@@ -339,7 +339,7 @@ is_pending() { # <job>
 }
 
 # bats test_tags=prove
-@test "scancel saves, cancels, and nothing comes back" {
+@test "scancel saves and cancels, and nothing is requeued" {
   local number times=$((${TIMES:-2} / 2))
   for ((number = 0; number < times; number++)); do
     start_long --nodes=2
@@ -352,11 +352,11 @@ is_pending() { # <job>
     "$PYTHON" -m distributed.checkpoint verify "checkpoints/$JOB"
     rm job.out
   done
-  echo "# $times of $times cancelled, saved, not requeued" >&3
+  echo "# scancel, $times of $times times: saved, not requeued" >&3
 }
 
 # bats test_tags=prove,long
-@test "scancel of a script that saves nothing is code 143, whatever code it leaves with" {
+@test "scancel of a script that saves nothing gives code 143, whatever the script's exit code" {
   printf '%s\n' 'import signal, sys, time' 'signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))' \
     'print("ready", flush=True)' 'time.sleep(600)' >one.py
   JOB=$(TRAIN_SCRIPT=one.py on login sbatch --parsable --output=job.out --nodes=2 scripts/slurm/slurm_train.sh -)
@@ -369,7 +369,7 @@ is_pending() { # <job>
   run ! grep -q '^scancel: ' job.out
 }
 
-@test "scancel during the preflight is code 143, and says that nothing was started" {
+@test "scancel during the preflight gives code 143, and a line says that nothing was started" {
   # shellcheck disable=SC2016 # expanded on the node
   printf '#!/bin/sh\ncase $* in *check_node*) sleep 60 ;; esac\nexec %q "$@"\n' "$PYTHON" >python
   chmod +x python
@@ -384,7 +384,7 @@ is_pending() { # <job>
 }
 
 # bats test_tags=prove,long
-@test "scancel --signal=USR1 without --batch saves, requeues and resumes, too" {
+@test "scancel --signal=USR1 without --batch also saves, requeues and resumes" {
   start_long --nodes=2 --gpus-per-node=1
   on login scancel --signal=USR1 "$JOB"
   eventually has_resumed 1
@@ -413,7 +413,7 @@ save_and_stop() { # <signal>
   TRAIN_SCRIPT=deaf.py on login salloc -Q --nodes=1 --nodelist=node1 scripts/slurm/slurm_train.sh - >deaf.out 2>&1 3>&- &
   eventually grep -q '^deaf' deaf.out
   on login pkill -INT -o -f "lib/start.py slurm_train "
-  sleep 1 # two closer together count as one
+  sleep 1 # two within 0.3 s count as one
   run ! is_gone_from node1 "deaf.py"
   on login pkill -INT -o -f "lib/start.py slurm_train "
   eventually is_gone_from node1 "deaf.py"
@@ -435,7 +435,7 @@ type_keys() { # <text>
   printf '%b' "$1" >&7
 }
 
-@test "under salloc the terminal stays the user's: Ctrl-Z, fg, and what is typed during a run" {
+@test "under salloc the user keeps the terminal: Ctrl-Z, fg, and typing during a run" {
   cat >waits.py <<'PY'
 import os, sys, time
 import torch.distributed as dist
@@ -461,7 +461,7 @@ PY
   eventually grep -q 'Stopped .*slurm_train.sh' screen
   touch go
   eventually test -e passed # the ranks continue
-  # shellcheck disable=SC2016 # for salloc's shell
+  # shellcheck disable=SC2016 # expanded by salloc's shell
   type_keys 'echo at-the-shell-$((40 + 2))\n'
   eventually grep -q 'at-the-shell-42' screen
   type_keys 'fg\necho code-$?\n'
@@ -476,7 +476,7 @@ PY
 }
 
 # bats test_tags=prove,long
-@test "a notice before the first step requeues too, and resume=never is said of the first start alone" {
+@test "a notice before the first step also requeues, and resume=never applies to the first start only" {
   JOB=$(on login sbatch --parsable --output=job.out --nodes=1 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}" resume=never)
   eventually grep -q '^logs ' job.out # the agent is about to start
   on login scancel --batch --signal=USR1 "$JOB"
@@ -488,7 +488,7 @@ PY
   grep -q "^resume   RUN_ID=$JOB .*sbatch --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config" job.out
 }
 
-@test "a notice while srun has not started the ranks yet reaches them" {
+@test "a notice that comes before srun has started the ranks reaches them" {
   cat >prolog <<'SH'
 #!/bin/bash
 [[ -e preflight ]] || { touch preflight && exit; }
@@ -503,7 +503,7 @@ SH
 }
 
 # bats test_tags=prove,long
-@test "a notice during the preflight is kept, and acted upon before the ranks start" {
+@test "a notice during the preflight is kept, and handled before the ranks start" {
   mkdir fake
   cat >fake/srun <<SH
 #!/bin/bash
@@ -519,7 +519,7 @@ SH
 }
 
 # bats test_tags=prove,long
-@test "a lost node: its jobs go on elsewhere to their ends, and what was cut off commits nothing" {
+@test "a lost node: its jobs complete on other nodes, and processes that were cut off save nothing" {
   local many=(train.max_steps=600 "${SMALL[@]:1}" checkpoint.every=50) two lost other
   RUN_ID=never SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${many[@]}"
   LONG+=(checkpoint.every=50)
@@ -532,7 +532,7 @@ SH
   other=$(on login scontrol show hostnames "$(on login squeue -h -j "$two" -o %N)" | tail -n 1)
   "$CLUSTER" cut "$lost"
   "$CLUSTER" cut "$other"
-  # The job ends 8 s after srun unless SLURM starts it again. SLURM's own notice came 3 s too late.
+  # Unless SLURM requeues the job within 8 s, it ends. SLURM itself noticed the loss 3 s too late.
   eventually grep -q "^FAILED   node agent 1 ($other) .*\[link-lost\]$" two.out
   on login scontrol update nodename="$other" state=down reason=lost
   eventually grep -q '^resumed    after step' job.out
@@ -547,7 +547,7 @@ SH
   "$CLUSTER" restore "$other"
   on login scancel "$JOB"
   eventually has_ended "$JOB"
-  # The cut-off rank's error is not its successor's; the cut-off start may still report its own.
+  # Only the start that was cut off may report a failure; the start that replaced it reports none.
   grep -q '^stopped  by SIG[A-Z]* after saving a checkpoint (code 75)' job.out || { cat job.out && false; }
   if grep '^FAILED' job.out | grep -v "^FAILED   rank [01] (local rank [01], $lost) "; then cat job.out && false; fi
   "$PYTHON" -m distributed.checkpoint verify "checkpoints/$JOB"
@@ -555,7 +555,7 @@ SH
   eventually node_state_is "$other" idle
 }
 
-# As usual, SLURM itself gives up on a lost node only after minutes.
+# Sets how long SLURM waits for a lost node: 300 s by default, 10 s on this cluster.
 set_slurmd_timeout() { # <seconds>
   sed -i "s/^SlurmdTimeout=.*/SlurmdTimeout=$1/" "$CLUSTER_DIR/etc/slurm.conf"
   on login scontrol reconfigure
@@ -566,7 +566,7 @@ is_not_running() { # <job>
 }
 
 # bats test_tags=prove,long
-@test "a job that has lost a node ends with the run's code, whether the node comes back or not" {
+@test "a job that has lost a node ends with the run's code, whether or not the node returns" {
   local away cut_at ended_s
   set_slurmd_timeout 300
   for away in 14 40; do
@@ -578,13 +578,13 @@ is_not_running() { # <job>
     ended_s=$((SECONDS - cut_at))
     wait $!
     cat job.out
-    ((ended_s <= 28)) # 13 until the loss is known, 15 until the job ends
+    ((ended_s <= 28)) # 13 s until the loss is known, then 15 s until the job ends
     [[ $(field "$JOB" ExitCode) == ExitCode=137:0 ]]
     [[ $(grep -c '^FAILED ' job.out) == 1 ]]
     grep -q '^FAILED   node agent 1 (node2) .*\[link-lost\]$' job.out
     [[ $(tail -n 1 job.out) == "see      TROUBLESHOOTING.md#link-lost" ]]
     rm job.out
-    on login scontrol update nodename=node2 state=down reason=test                   # or SLURM asks it minutes later
+    on login scontrol update nodename=node2 state=down reason=test                   # SLURM alone takes minutes
     on login scontrol update nodename=node2 state=resume || node_state_is node2 idle # its slurmd was faster
   done
   set_slurmd_timeout 10
@@ -603,7 +603,7 @@ is_not_running() { # <job>
   [[ $output == *" $ROOT/scripts/slurm/slurm_train_single_node.sh '../a b/local3.yaml'"* ]]
 }
 
-@test "a copy of the script that finds nothing else is refused in one line" {
+@test "a copy of the script that cannot find the project is refused in one line" {
   mkdir elsewhere
   local name
   for name in slurm_train slurm_train_single_node; do
@@ -625,8 +625,8 @@ is_not_running() { # <job>
   [[ $status == 0 && $output == *"got 30002"* ]]
 }
 
-@test "the preflight compares the nodes of a job, and looks at what they share" {
-  local node own=/dev/shm/own # which is different on each host
+@test "the preflight compares the nodes of a job, and checks what they share" {
+  local node own=/dev/shm/own # each host has a separate one
   for node in login node1 node2; do
     on "$node" mkdir -p "$own"
     on "$node" tee "$own/my.yaml" <<<"train: {max_steps: 1, batch_size: 1}"
@@ -646,7 +646,7 @@ is_not_running() { # <job>
 }
 
 # bats test_tags=prove,long
-@test "a job of higher priority pre-empts a run on its nodes: it saves, waits, and resumes" {
+@test "a run that a job of higher priority pre-empts saves, waits and resumes" {
   local urgent
   start_long --nodes=2 --nodelist=node[1-2] --gpus-per-node=1
   urgent=$(on login sbatch --parsable --partition=urgent --nodes=2 --nodelist=node[1-2] --exclusive \
@@ -664,7 +664,7 @@ is_not_running() { # <job>
 }
 
 # bats test_tags=prove,long
-@test "a nested srun --overlap inside a job: it looks at the nodes, or is a run of its own; ours goes on" {
+@test "a nested srun --overlap looks at the job's nodes, or starts a separate run; the job's run continues" {
   local looked
   start_long --nodes=2 --gpus-per-node=1
   looked=$(on login srun --jobid="$JOB" --overlap --nodes=2 --ntasks-per-node=1 hostname | sort -u)
@@ -680,8 +680,8 @@ is_not_running() { # <job>
 }
 
 # bats test_tags=prove,long
-@test "the module of a task of one's own is compared between nodes, in a job and by hand" {
-  local node own=/dev/shm/task # which is different on each host
+@test "the module of the user's task is compared between nodes, in a job and by hand" {
+  local node own=/dev/shm/task # each host has a separate one
   local differs="mine.py is '*' on node rank 0 (node1) and '*' on node rank 1 (node2); make them the same [[]code-mismatch]"
   for node in login node1 node2; do
     on "$node" mkdir -p "$own"
@@ -735,7 +735,7 @@ SH
 }
 
 # bats test_tags=prove,long
-@test "cluster_train.sh under srun checks each node alone, whatever has port 29500" {
+@test "cluster_train.sh under srun checks each node separately, even if port 29500 is in use" {
   "$CLUSTER" run node1 "$PYTHON" -c 'import socket, time; s = socket.create_server(("", 29500)); time.sleep(60)' 3>&- &
   local taken=$!
   run on login salloc -Q --nodes=2 --nodelist=node[1-2] srun --ntasks-per-node=1 scripts/cluster_train.sh config/local3.yaml "${SMALL[@]}"
@@ -744,7 +744,7 @@ SH
   [[ $status == 0 && $(grep -c '^health     this node alone, 1 process: ok in ' <<<"$output") == 2 ]]
 }
 
-@test "submit_with_config.sh: one node where the GPUs fit, else several, all alike" {
+@test "submit_with_config.sh: one node if the GPUs fit, otherwise several, all alike" {
   local words
   while IFS='|' read -r gpus words; do
     run --separate-stderr on login scripts/submit_with_config.sh config=config/local3.yaml \
@@ -766,7 +766,7 @@ TABLE
   [[ $output == *" --nodelist=node2 "* ]]
 }
 
-@test "submit_with_config.sh: what is wrong is one line, and nothing is queued" {
+@test "submit_with_config.sh: bad input is one line, and nothing is queued" {
   local cause arguments
   while IFS='|' read -r arguments cause; do
     read -ra arguments <<<"$arguments"
@@ -790,7 +790,7 @@ TABLE
   [[ -z $(on login squeue -h) ]]
 }
 
-@test "submit_with_config.sh: a SLURM that does not answer is named; what follows -- arrives, empty or not" {
+@test "submit_with_config.sh: a SLURM that does not answer is named; arguments after -- arrive, even empty ones" {
   touch empty.conf
   run -3 on login env SLURM_CONF="$PWD/empty.conf" scripts/submit_with_config.sh config=config/local3.yaml num_gpus_train=2 --dry-run
   [[ ${lines[-1]} == *"sinfo failed, see above; submit where sinfo works [env-missing]" ]]
@@ -799,11 +799,11 @@ TABLE
 }
 
 # bats test_tags=prove,long
-@test "submit_with_config.sh: first the preparing job, then the training; --wait gives its code" {
-  # shellcheck disable=SC2016 # for the job
+@test "submit_with_config.sh: the preparation job runs before the training; --wait returns the training's code" {
+  # shellcheck disable=SC2016 # expanded in the job
   printf '#!/bin/bash\necho "$SLURM_GPUS_ON_NODE GPU for $1" >prepared\n' >prepare.sh
   printf '#!/bin/bash\nexit 5\n' >fails.sh
-  echo 'import sys; sys.exit(7)' >seven.py # at the same time: SLURM checks for ended jobs only every 10 s
+  echo 'import sys; sys.exit(7)' >seven.py # all at once: SLURM checks for ended jobs every 10 s
   TRAIN_SCRIPT=seven.py on login scripts/submit_with_config.sh config=- num_gpus_train=1 --wait &>seven.out 3>&- &
   local seven=$! never
   on login scripts/submit_with_config.sh config=config/local3.yaml num_gpus=1 prepare=fails.sh num_gpus_train=2 --wait &>never.out 3>&- &
@@ -825,8 +825,7 @@ nothing_queued() {
 }
 
 # bats test_tags=prove,long
-# Each job goes unchanged to SLURM's own check, and runs to its end with two steps on small nodes.
-@test "a chain: each job resumes the run of the one before, and the one that ends it cancels the rest" {
+@test "a chain: each job resumes the previous job's run, and the job that completes it cancels the rest" {
   local jobs steps=400 words=(config=config/local3.yaml num_gpus_train=2 "${SMALL[@]}")
   RUN_ID=one SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}" train.max_steps=$steps
   RUN_ID=linked on login scripts/submit_with_config.sh "${words[@]}" train.max_steps=$steps chain=4 &>chain.out
@@ -843,10 +842,10 @@ nothing_queued() {
 }
 
 # bats test_tags=prove,long
-@test "a chain of jobs that their time limits cut ends with the weights of one run" {
+@test "a chain of jobs, each ended by its time limit, ends with the weights of an uninterrupted run" {
   local began=$SECONDS steps=20000 jobs job
   RUN_ID=paced SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}" train.max_steps=2000
-  steps=$((2000 * 100 / (SECONDS - began))) # of 100 s
+  steps=$((2000 * 100 / (SECONDS - began))) # as many as take 100 s
   RUN_ID=one SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}" train.max_steps=$steps
   RUN_ID=linked SBATCH_SIGNAL=B:USR1@35 on login scripts/submit_with_config.sh config=config/local3.yaml \
     num_gpus_train=2 time=1 chain=9 "${SMALL[@]}" train.max_steps=$steps &>chain.out
@@ -856,16 +855,17 @@ nothing_queued() {
   cat codes
   (($(grep -c =75:0 codes) >= 3))
   [[ $(weights_of linked) == "$(weights_of one)" ]]
-  echo "# a run in a chain of $(($(grep -c =75:0 codes) + 1)) jobs: the weights of one run" >&3
+  echo "# a chain of $(($(grep -c =75:0 codes) + 1)) jobs: the weights of an uninterrupted run" >&3
 }
 
 # bats test_tags=prove,long
+# Each sbatch command passes --test-only unchanged; each command runs with two steps on small nodes.
 @test "every command of the guide's chapter on SLURM runs" {
   local line small id jobs=() others=()
   mkdir logs
   ln -s -- "$ROOT/train.py" .
   PATH=${PYTHON%/*}:$PATH
-  # shellcheck disable=SC2016 # the marks of a block of code
+  # shellcheck disable=SC2016 # the backquotes of a code block
   sed -n '/^## SLURM jobs$/,/^## /p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^```bash$/,/^```$/{/^```/!p}' >commands
   while IFS= read -r line <&9; do
     small=$(sed -E 's/(--nodes[= ])4/\12/g; s/(per-node[= ]|gpu:)[48]/\11/g; s/array=1-3/array=1/
@@ -895,7 +895,7 @@ nothing_queued() {
 }
 
 # bats test_tags=prove,long
-@test "the guide's own batch file trains on all nodes, saves ahead of its time limit and comes back" {
+@test "the guide's batch file trains on all nodes, saves before its time limit and is requeued" {
   mkdir logs
   sed -n '/^### Your own batch file$/,/^exec /p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^#!/,$p' |
     sed -E -e '/--(account|mem)=|^source /d; s/=gpu /=batch /; s/--nodes=4/--nodes=2/; s/(-per-(node|gpu))=8/\1=1/' \
@@ -909,7 +909,7 @@ nothing_queued() {
   eventually has_ended "$JOB"
 }
 
-@test "outside of a job: exit 2, and what to do; --dry-run shows the sbatch command" {
+@test "outside a job: exit 2, and what to do; --dry-run shows the sbatch command" {
   local name
   for name in slurm_train slurm_train_single_node; do
     run -2 on login "scripts/slurm/$name.sh" config/local3.yaml
@@ -923,7 +923,7 @@ nothing_queued() {
   [[ ${lines[-1]} == "cd $PWD && TRAIN_SCRIPT='my train.py' "*" sbatch scripts/slurm/slurm_train.sh config/local3.yaml -- 'a b'" ]]
 }
 
-# Each launcher starts a script on node1 and node2, with one rank each.
+# Each of these functions starts a script under one launcher, with one rank each on node1 and node2.
 over_ssh() { # <script>
   on login scripts/launch.sh --hosts node1,node2 --nproc-per-node 1 "$1"
 }
@@ -948,9 +948,9 @@ with_torchrun() { # <script>
 }
 
 # bats test_tags=prove,long
-@test "a script of one's own, killed under four launchers, ends with the bytes of a run that was not" {
+@test "a user's script, killed under four launchers, ends with the same bytes as an uninterrupted run" {
   local strategy launcher kill='    if epoch == 2 and env.rank == 1 and progress["step"] == 0: __import__("os").kill(__import__("os").getpid(), 9)'
-  export PYTHONPATH=$ROOT/launcher/importable:$ROOT # srun and torchrun do not add it
+  export PYTHONPATH=$ROOT/launcher/importable:$ROOT # srun and torchrun do not set it
   for strategy in ddp fsdp; do
     sed "s/^STRATEGY, DTYPE = \"ddp\"/STRATEGY, DTYPE = \"$strategy\"/" "$ROOT/examples/mixed_precision.py" >whole.py
     sed "s/^    model.eval()/$kill\n&/" whole.py >killed.py
@@ -966,7 +966,7 @@ with_torchrun() { # <script>
 }
 
 # bats test_tags=prove,long
-@test "srun alone: a task that stays away, and a rank given twice, are one line" {
+@test "plain srun: a missing task and a rank that is used twice are named in one line" {
   local train=("$PYTHON" "$ROOT/train.py" --config "$ROOT/config/local3.yaml" "${SMALL[@]}" distributed.join_timeout=10)
   run ! on login srun --nodes=2 --ntasks=4 bash -c '((SLURM_PROCID == 3)) || exec "$@"' bash "${train[@]}"
   [[ $(grep -c '^train.py: 1 of 4 ranks did not join at [^ ]* within 10 s: rank 3; .*\[node-missing\]$' <<<"$output") == 3 ]]
@@ -974,7 +974,7 @@ with_torchrun() { # <script>
   run ! on login srun --nodes=2 --ntasks=4 bash -c '((SLURM_PROCID == 0)) || exec "$@"' bash "${train[@]}"
   [[ $(grep -c '^train.py: rank . on .* could not connect to .* within 10 s; .*\[node-missing\]$' <<<"$output") == 3 ]]
   [[ $output != *Traceback* && $output != *.cpp:* ]]
-  # shellcheck disable=SC2016 # for the task's shell
+  # shellcheck disable=SC2016 # expanded by the task's shell
   run ! on login srun --nodes=2 --ntasks=4 bash -c 'SLURM_PROCID=$((SLURM_PROCID == 3 ? 2 : SLURM_PROCID)) exec "$@"' bash "${train[@]}"
   [[ $(grep -c '^train.py: rank 2 is used twice, on .*\[duplicate-node-rank\]$' <<<"$output") == 1 ]]
   [[ $output != *Traceback* ]]
@@ -991,9 +991,9 @@ with_torchrun() { # <script>
   grep -q '"world_size": 2' logs/again/run.json
 }
 
-# The last test, because the jobs of the others are gone with the cluster.
+# This test must be the last, because it replaces the cluster, and with it the jobs of the others.
 # bats test_tags=prove,long
-@test "a job that has the id of an earlier job is refused, and leaves that one's run alone" {
+@test "a job with the id of an earlier job is refused, and does not touch that job's run" {
   local words=(--nodes=1 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}")
   cluster_up 1 # job ids start at 1 again
   job "${words[@]}"

@@ -45,7 +45,7 @@ has_step() { # <run id> <step>
   (($(wc -l <"logs/$1/metrics.jsonl") >= $2))
 }
 
-lose() { # <kill|cut|stop> <host> <run id>: its agent, its network, the machine
+lose() { # <kill|cut|stop> <host> <run id>: kills its agent, cuts its link, stops its processes
   case $1 in
     kill) on "$2" kill -KILL "$(on "$2" pgrep -P "$(on "$2" pgrep -o -f "rdzv-id $3 ")")" ;;
     cut) "$CLUSTER" cut "$2" ;;
@@ -68,7 +68,7 @@ is_gone() { # <run id>
   done
 }
 
-# Prints the milliseconds from the notice of the newest loss to the step after it.
+# Prints the milliseconds from the detection of the latest loss to the first step after it.
 pause_of() { # <run id>
   "$PYTHON" - "logs/$1" <<'PY'
 import json, sys
@@ -95,7 +95,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   eventually is_gone "$3" || { cat "$3.out" && false; }
   cat "$3.out"
   ((CODE == 0))
-  grep -q "restart 1 of 2 after node agent $2 ($host): .*; node5 takes $host's place" "$3.out"
+  grep -q "restart 1 of 2 after node agent $2 ($host): .*; node5 replaces $host" "$3.out"
   [[ $(committed "$3") == "$before" ]]
   [[ $(weights_of "$3") == "$NEVER" ]]
   TOOK+=("$(pause_of "$3")")
@@ -103,7 +103,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   ((TOOK[-1] <= 5000))
 }
 
-@test "a spare takes the place of a node whose agent is killed, that is cut off or stopped" {
+@test "a spare replaces a node that is cut off or stopped, or whose agent is killed" {
   local kinds=(kill cut stop) times=$((${TIMES:-1} * 5 / 2)) number TOOK=() NEVER
   ((times >= 3)) || times=3
   MAX_RESTARTS=0 RUN_ID=never launch config/local3.yaml 1 "${NODES[@]::4}" "${SETTINGS[@]}"
@@ -112,7 +112,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   for ((number = 0; number < times; number++)); do
     lose_one "${kinds[number % 3]}" $(((number % 3 + number / 3) % 4)) "lost-$number"
   done
-  echo "# loss of a node: $times times a spare took over, at the latest $(printf '%s\n' "${TOOK[@]}" | sort -n | tail -n 1) ms after the notice; weights equal, nothing left" >&3
+  echo "# a node was lost $times times: a spare replaced it within $(printf '%s\n' "${TOOK[@]}" | sort -n | tail -n 1) ms of the notice; weights equal, no process left" >&3
 }
 
 @test "a spare gets the parts of a sharded snapshot that the lost node held" {
@@ -126,7 +126,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   grep -q 'resumed    after step [0-9]*, from memory' parts-2.out
 }
 
-@test "node rank 0 is lost, and not the copy of its snapshot" {
+@test "when node rank 0 is lost, the copy of its snapshot is not" {
   export SPARES=1
   start copied config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/150/500}" checkpoint.every=0 checkpoint.snapshot_every=5
   eventually has_step copied 300
@@ -138,31 +138,31 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   grep -q '^.2. resumed    after step [0-9]*$' copied.out
 }
 
-@test "MIN_NODES: without a spare fewer nodes go on with the same batches" {
+@test "MIN_NODES: without a spare, fewer nodes continue with the same batches" {
   export MIN_NODES=2
   start fewer config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]}"
   lose kill node1 fewer # node rank 0
   end_of "$PID"
   cat fewer.out
   ((CODE == 0))
-  grep -q 'restart 1 of 2 after node agent 0 (node1): .*; 2 nodes without node1' fewer.out
+  grep -q 'restart 1 of 2 after node agent 0 (node1): .*; continuing on 2 nodes, without node1' fewer.out
   grep -q 'with 2 processes (was 3): sums are rounded differently' fewer.out
   run ! grep -q 'batches of' fewer.out
   eventually is_gone fewer
 }
 
-@test "a spare takes the place of a node that cannot be reached before the start" {
+@test "a spare replaces a node that cannot be reached before the start" {
   export SPARES=1
   "$CLUSTER" cut node1
   RUN_ID=swapped launch config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/150/5}" >swapped.out 2>&1
   "$CLUSTER" restore node1
   cat swapped.out
-  grep -q '^launch_torchrun_auto.sh: node3 takes node1.s place$' swapped.out
+  grep -q '^launch_torchrun_auto.sh: node3 replaces node1$' swapped.out
   grep -q '^hosts      node3 (master, 10.0.0.3:[0-9]*)  node2$' swapped.out
   grep -q '^ended      code 0; nothing is left running on 2 nodes' swapped.out
 }
 
-@test "in a SLURM job a spare takes the place of a node that is killed or cut off" {
+@test "in a SLURM job a spare replaces a node that is killed or cut off" {
   local id
   export SPARES=1
   for id in kill cut; do
@@ -175,13 +175,13 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
     bring_back "$id" node2
     cat "$id.out"
     ((CODE == 0))
-    grep -q "restart 1 of 2 after node agent 1 (node2): .*; node4 takes node2's place" "$id.out"
+    grep -q "restart 1 of 2 after node agent 1 (node2): .*; node4 replaces node2" "$id.out"
     eventually is_gone "$id"
     (($(pause_of "$id") <= 5000))
   done
 }
 
-@test "in a SLURM job a spare takes the place of a node that does not answer before the start" {
+@test "in a SLURM job a spare replaces a node that does not answer before the start" {
   export SPARES=1
   mkfifo go
   "$CLUSTER" run login salloc --quiet --no-kill --nodes=3 --ntasks-per-node=1 --nodelist=node[1-3] \
@@ -194,18 +194,18 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   end_of "$PID"
   "$CLUSTER" restore node1
   cat ill.out
-  grep -q "^run_ddp.sh: node3 takes node1's place$" ill.out
+  grep -q "^run_ddp.sh: node3 replaces node1$" ill.out
   grep -q '^hosts      node2:[0-9]* (master)  node2,node3$' ill.out
   grep -q '^done       step 5 ' ill.out
 }
 
-@test "a cut without a restart costs no snapshot: an agent that is left saves it" {
+@test "after a cut without a restart, a remaining agent saves the snapshot" {
   local host
   for host in node2 node1; do
     MAX_RESTARTS=0 start "$host" config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/150/100000}" checkpoint.every=0 checkpoint.snapshot_every=5
     eventually has_step "$host" 300
     on "$host" mount --bind checkpoints checkpoints
-    on "$host" mount -o remount,ro,bind checkpoints # the cable also leads to the shared disk
+    on "$host" mount -o remount,ro,bind checkpoints # a cut node also loses the shared disk
     "$CLUSTER" cut "$host"
     end_of "$PID"
     "$CLUSTER" restore "$host"
@@ -217,7 +217,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   done
 }
 
-@test "without a spare left the run ends, and names the node" {
+@test "with no spare left, the run ends and names the node" {
   export SPARES=1 MAX_RESTARTS=2
   start ends config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/600/100000}"
   lose kill node3 ends # the spare
@@ -231,7 +231,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
   eventually is_gone ends
 }
 
-@test "a stop reaches the spare, too; without a loss a run ends as ever" {
+@test "a stop also reaches the spare; without a loss a run ends as usual" {
   export SPARES=1
   start stopped config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/600/100000}"
   on login kill -TERM "$(on login pgrep -o -f "/start.py launch_")"

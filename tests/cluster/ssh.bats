@@ -40,7 +40,7 @@ run_ours() { # <command...>
   (cd -- "$ROOT" && "$@")
 }
 
-# A script that joins the other ranks and then sleeps, or only computes.
+# Creates idle.py, which joins the other ranks; then it sleeps if its argument is idle, or spins.
 make_idle() {
   cat >idle.py <<'PY'
 import sys, time
@@ -71,7 +71,7 @@ launcher_of() { # <its last argument>
   on login pgrep -o -f "/start.py launch_.* $1$"
 }
 
-# The process to be killed.
+# Prints the process to kill.
 find_victim() { # <run id> <host> <rank|agent|sshd|pdsh>: the last is the sshd of pdsh's connection
   local pid
   pid=$(on "$2" pgrep -o -f "rdzv-id $1 ")
@@ -113,7 +113,7 @@ kill_one() { # <rank|agent|sshd|pdsh|launcher> <run id> <idle|busy> <fault> <who
   grep -q '^ended      code 137; nothing is left running' "$2.out"
 }
 
-# Trains to the weights of a run on one machine, on node1 to nodeN with two ranks each.
+# Trains on node1 to nodeN, with two ranks each; the weights must equal those of one machine.
 train_equally() { # <script> <N>
   local hosts=(node1 node2 node3) id=${1##*/}-$2 node
   hosts=("${hosts[@]::$2}")
@@ -139,9 +139,9 @@ train_equally() { # <script> <N>
 }
 
 # bats test_tags=prove,long
-@test "2 x 2 and 3 x 2 end with the weights of one machine, whoever starts them" {
+@test "2 x 2 and 3 x 2 end with the same weights as one machine, under each launcher" {
   local script number V6=fd00::
-  on node1 timeout 2 bash -c "</dev/tcp/fd00::2/22" || { V6= && echo "# no IPv6 here" >&3; }
+  on node1 timeout 2 bash -c "</dev/tcp/fd00::2/22" || { V6= && echo "# this machine has no IPv6" >&3; }
   for number in 2 3; do
     RUN_ID=alone-$number SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml $((number * 2)) "${SHORT[@]}"
   done
@@ -155,7 +155,7 @@ train_equally() { # <script> <N>
 end_by_a_cut() { # NAME PID
   "$CLUSTER" cut node2
   end_of "$2"
-  eventually is_gone "$1" # on node2 by itself
+  eventually is_gone "$1" # node2 ends its processes by itself
   "$CLUSTER" restore node2
   cat "$1.out"
   ((CODE == 137))
@@ -168,7 +168,7 @@ only_one_is_left() {
 }
 
 # bats test_tags=prove
-@test "a death or a cut anywhere ends the run everywhere, by name; a neighbour goes on" {
+@test "a death or a cut anywhere ends the run on all nodes and is named; another run continues" {
   make_idle
   export TRAIN_SCRIPT=idle.py
   LIMIT_S=$((600 * ${TIMES:-1})) start neighbour - 1 "${HOSTS[@]}" -- idle # it outlives the others
@@ -179,7 +179,7 @@ only_one_is_left() {
       if [[ $work == idle && (-n ${TIMES:-} || $what == rank) ]]; then work=busy; else work=idle; fi
       kill_one "$what" "$what-$number" "$work" "$fault" "$who"
     done
-    echo "# kill -9 of one $what of ${#HOSTS[@]} nodes: ${#TOOK[@]} times all gone, at the latest after $(printf '%s\n' "${TOOK[@]}" | sort -n | tail -n 1) ms" >&3
+    echo "# kill -9 of one $what in a run on ${#HOSTS[@]} nodes, ${#TOOK[@]} times: all processes gone within $(printf '%s\n' "${TOOK[@]}" | sort -n | tail -n 1) ms" >&3
   done <<'TABLE'
 rank rank-killed rank P (local rank 0, nodeP)
 agent agent-killed node agent P (nodeP)
@@ -191,13 +191,13 @@ TABLE
   kill -0 "$neighbour"
   run ! is_gone neighbour
   end_by_a_cut neighbour "$neighbour"
-  # 10 s, or as few as 8 s if the other agent heard from node2 up to 2 s earlier and gave up first.
+  # 10 s, or down to 8 s if node2's last message to the other agent was up to 2 s older.
   grep -qE '^launch_torchrun_auto.sh: node2: no heartbeat for ([89]|10) s \(network down\?\)' neighbour.out
   grep -q '^launch_torchrun_auto.sh: node2: ssh: connect to host node2 port 22: ' neighbour.out # the cause
 }
 
 # bats test_tags=prove,long
-@test "MAX_RESTARTS: all nodes again after a death, with the weights of a run without one" {
+@test "MAX_RESTARTS: all nodes restart after a death, and end with an undisturbed run's weights" {
   local settings=(train.max_steps=150 "${SMALL[@]}" checkpoint.every=25)
   export MAX_RESTARTS=1
   start again config/local3.yaml 2 node1 node2 "${settings[@]}"
@@ -225,7 +225,7 @@ TABLE
       is_gone "$signal-$number"
       run_ours "$PYTHON" -m distributed.checkpoint verify "$PWD/checkpoints/$signal-$number"
     done
-    echo "# SIG$signal to the launcher of ${#HOSTS[@]} nodes: $number times saved, code 75, all gone" >&3
+    echo "# SIG$signal to the launcher of a run on ${#HOSTS[@]} nodes, $number times: saved, code 75, no process left" >&3
   done
   # Signals sent to timeout go to the launcher's whole group.
   local launcher
@@ -242,9 +242,9 @@ TABLE
 }
 
 # bats test_tags=prove
-@test "an ordinary script ends every time, on one machine, over ssh and through pdsh" {
+@test "an ordinary script completes every time, on one machine, over ssh and through pdsh" {
   local number times=$((${TIMES:-0} ? TIMES * 5 / 2 : 1)) script scripts=(torchrun_auto pdsh_multinode)
-  [[ -z ${TIMES:-} ]] || scripts+=(singlenode) # otherwise tests/unit/test_shapes.py has it
+  [[ -z ${TIMES:-} ]] || scripts+=(singlenode) # otherwise, tests/unit/test_shapes.py tests it
   make_ordinary
   export TRAIN_SCRIPT=ordinary.py
   for script in "${scripts[@]}"; do
@@ -254,7 +254,7 @@ TABLE
       LAUNCH=scripts/ssh/launch_$script.sh launch "${words[@]}" >ordinary.out 2>&1 || { cat ordinary.out && false; }
       grep -q 'all 2$' ordinary.out
     done
-    echo "# an ordinary script under launch_$script.sh: $times of $times end" >&3
+    echo "# an ordinary script under launch_$script.sh: $times of $times runs completed" >&3
   done
 }
 
@@ -300,9 +300,9 @@ sys.exit(All(plan).run(lambda: None))
 PY
   export CLUSTER_DIR=$BATS_TEST_TMPDIR/cluster
   "$CLUSTER" up 64
-  # shellcheck disable=SC2016 # the agents' own
+  # shellcheck disable=SC2016 # expanded by the agents
   export PYTHONPATH=$ROOT AGENT='echo >>"$0"; until mapfile there <"$0" && ((${#there[@]} == $1)); do sleep 0.3; done'
-  # shellcheck disable=SC2016 # the inner bash's own
+  # shellcheck disable=SC2016 # expanded by the inner bash
   run timeout 1200 "$CLUSTER" run login bash -c '"$PYTHON" all.py "$PWD/root" pdsh node{1..40}; "$PYTHON" all.py "$PWD/root" ssh node{1..64}'
   "$CLUSTER" down
   [[ $status == 0 && $(grep '^ended' <<<"$output") == "ended      code 0; nothing is left running on 40 nodes
@@ -330,7 +330,7 @@ PY
 }
 
 # bats test_tags=long
-@test "Ctrl-C ends what a pasted line of --dry-run has started on a node" {
+@test "Ctrl-C ends what a line pasted from --dry-run has started on a node" {
   make_terminal
   local line
   line=$(RUN_ID=pasted "$CLUSTER" run login "$LAUNCH" config/local3.yaml 1 node1 "${LONG[@]}" --dry-run | tail -n 1)
@@ -356,7 +356,7 @@ PY
   TRAIN_SCRIPT=deaf.py start deaf - 1 node1 node2 -- deaf
   on login kill -TERM "$(launcher_of deaf)"
   on login kill -INT "$(launcher_of deaf)"
-  sleep 1 # two closer together count as one
+  sleep 1 # two within 0.3 s count as one
   run ! is_gone deaf
   on login kill -INT "$(launcher_of deaf)"
   eventually is_gone deaf
@@ -371,7 +371,7 @@ shows_ranks() { # <output>
 }
 
 # bats test_tags=prove,long
-@test "Ctrl-\\ shows where all ranks are, over ssh and through pdsh; --stacks too, from elsewhere" {
+@test "Ctrl-\\ shows the stacks of all ranks, over ssh and through pdsh; so does --stacks, from elsewhere" {
   make_idle
   local script
   for script in launch_torchrun_auto launch_pdsh_multinode; do
@@ -387,7 +387,7 @@ shows_ranks() { # <output>
 }
 
 # bats test_tags=prove,long
-@test "a run that is live, a stop before the first rank, a terminal that takes no more" {
+@test "a run id in use, a stop before the first rank, a terminal that blocks" {
   make_idle
   export TRAIN_SCRIPT=idle.py
   start live - 1 node1 node2 -- idle
@@ -396,7 +396,7 @@ shows_ranks() { # <output>
   [[ $status == 3 && $output == *"login: run live is live: process "*"[run-is-live]" ]]
   RUN_ID=live LOG_DIR=other run launch - 1 node1 node3 -- idle
   [[ $status == 3 && $output == *"node1: run live is live: its node agent is running here; "*"[run-is-live]" ]]
-  rm logs/live/run.json # the launcher may see a different disk from the nodes
+  rm logs/live/run.json # the launcher's disk may not be that of the nodes
   RUN_ID=live MASTER_PORT=4323 run launch - 1 node3 node2 -- idle
   echo "$output"
   [[ $status == 3 && $output == *"run live is live: "*" on node1; "*"[run-is-live]"*$'\n'"ended      code 3; "* && $output != *FAILED* ]]
@@ -431,9 +431,9 @@ is_started() { # <run id>
 }
 
 # bats test_tags=prove,long
-@test "a detached run outlives its terminal and is stopped from here, by the guide's commands" {
+@test "a detached run outlives its terminal, and the guide's commands stop it" {
   local commands
-  # shellcheck disable=SC2016 # the marks of a block of code
+  # shellcheck disable=SC2016 # the backquotes of a code block
   mapfile -t commands < <(sed -n '/^### Without the terminal$/,/^## /p' "$ROOT/LAUNCH_GUIDE.md" |
     sed -n '/^```bash$/,/^```$/{/^```/!{s/ *#.*//;p}}')
   ((${#commands[@]} == 4))
@@ -480,7 +480,7 @@ is_empty() { # <folder>
   [[ -z $(ls -A -- "$1") ]]
 }
 
-@test "arguments arrive byte for byte, variables too, and no secret shows in ps" {
+@test "arguments and variables arrive byte for byte, and no secret shows in ps" {
   make_dump
   cat >>dump.py <<'PY'
     import subprocess
@@ -568,13 +568,13 @@ PY
   [[ $output =~ $'\n[0] links     '.*$'\n[0] '(PASS|FAIL)'  4 ranks on 2 nodes, gloo: ' && $output != *NumPy* ]]
 }
 
-@test "a node that cannot import torch is named by itself, over ssh and under SLURM" {
+@test "a node that cannot import torch is the only one named, over ssh and under SLURM" {
   local torch script
   torch=$("$PYTHON" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')
   mkdir -p broken/torch
   ln -s "$torch"/{version.py,_C.*} broken/torch
   echo "import not_there" >broken/torch/__init__.py
-  # shellcheck disable=SC2016 # each node uses its own name
+  # shellcheck disable=SC2016 # expanded on each node
   printf '#!/bin/sh\n[ "$(hostname)" = node2 ] && export PYTHONPATH=%q\nexec %q "$@"\n' "$PWD/broken" "$PYTHON" >python
   chmod +x python
   make_idle
@@ -592,7 +592,7 @@ PY
   [[ $output == *$'\nFAILED   node agent 1 (node2) '*"[env-missing]"$'\ncause    the node agent could not import torch: ModuleNotFoundError: '* ]]
 }
 
-STARTED="agent.py|far_side" # by srun or ssh: the supervisor of a node agent, and its fork
+STARTED="agent.py|far_side" # by srun or ssh: these match a node agent's supervisor, and its fork
 
 has_agent() { # <output of the launcher>
   grep -q '^logs ' "$1" && (($(on node2 pgrep -c -f "$STARTED") == 2))
@@ -619,7 +619,7 @@ END
     "salloc --quiet --nodes=3 --nodelist=node[1-3] --ntasks-per-node=1 scripts/run_ddp.sh -n 1"; do
     name=${start%% *}
     name=${name##*/}
-    # shellcheck disable=SC2086 # words
+    # shellcheck disable=SC2086 # split into words
     timeout 300 "$CLUSTER" run login $start -- idle >"$name.out" 2>&1 3>&- &
     PID=$!
     eventually has_agent "$name.out"
@@ -635,7 +635,7 @@ END
   done
 }
 
-@test "a project behind a link: the nodes have what was typed, and not what the link leads to" {
+@test "a project behind a link: the nodes use the path that was typed, not the link's target" {
   mkdir -p export/own
   cp -r -- "$ROOT"/{scripts,launcher,distributed} export/
   ln -s export home
@@ -646,7 +646,7 @@ dist.init_process_group("gloo")
 dist.barrier()
 print("in", os.getcwd(), flush=True)
 PY
-  # shellcheck disable=SC2016 # for the node
+  # shellcheck disable=SC2016 # expanded on node2
   on node2 bash -ec 'mkdir /dev/shm/export; mount --bind "$1/export" /dev/shm/export; mount -t tmpfs none "$1"
     mkdir "$1/home"; mount --bind /dev/shm/export "$1/home"' bash "$PWD"
   cd home/own
@@ -657,19 +657,19 @@ PY
 }
 
 # bats test_tags=prove,long
-@test "through pdsh 5 s without network end no run; a longer cut does, by name" {
+@test "through pdsh a run survives 5 s without network; a longer cut ends it and is named" {
   make_idle
   export TRAIN_SCRIPT=idle.py LAUNCH=scripts/ssh/launch_pdsh_multinode.sh
   start cut - 1 node1 node2 -- idle
   "$CLUSTER" cut node2
   sleep 5 # the time without a network
   "$CLUSTER" restore node2
-  sleep 10 # SILENCE_S: for this long, a run that has lost a node continues
+  sleep 10 # SILENCE_S: by then, a run that had lost a node would have ended
   run ! grep -q FAILED cut.out
   end_by_a_cut cut "$PID"
 }
 
-@test "by hand: a firewall that opens the master's port alone, and a way that loses large packets" {
+@test "by hand: a firewall that opens only the master's port, and a path that drops large packets" {
   make_idle
   on node1 iptables --append INPUT --source 10.0.0.2 --protocol tcp --syn ! --dport 29500 --jump DROP
   on node2 iptables --append INPUT --source 10.0.0.1 --match length --length 1401: --jump DROP
@@ -699,7 +699,7 @@ PY
 }
 
 # bats test_tags=prove,long
-@test "the checkpoint folder has to be writable on the first node alone" {
+@test "only the first node needs a writable checkpoint folder" {
   local node
   mkdir checkpoints
   for node in node2 node1; do
@@ -744,7 +744,7 @@ PY
 }
 
 @test "the preflight: what differs between nodes, and a firewall, in the same list" {
-  local node line faults own=/dev/shm/own # which is different on each host
+  local node line faults own=/dev/shm/own # each host has a separate one
   for node in login node1 node2 node3; do
     on "$node" mkdir -p "$own/torch"
     on "$node" tee "$own/own.py" <<<"print('met')"

@@ -26,7 +26,7 @@ def untouched() -> None:
 
 
 def cuda_files(pid: int) -> list[str]:
-    """Return the device that only CUDA opens, if a process has it open; NVML opens others."""
+    """Return the device file that only CUDA opens, if a process has it open; NVML opens others."""
     found = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed by now, as the listing's own is

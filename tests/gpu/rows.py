@@ -109,7 +109,7 @@ def describe(gpu: Gpu) -> str:
 
 
 def nvml() -> Any:
-    """Yield UUID, driver and MiB of each GPU."""
+    """Yield the UUID, driver version and memory (MiB) of each GPU."""
     library = ctypes.CDLL("libnvidia-ml.so.1")
     count, driver = ctypes.c_uint(), ctypes.create_string_buffer(96)
     library.nvmlInit_v2()
@@ -230,7 +230,7 @@ def restart(machine: Machine) -> str:
     lost = int(dead[1]) - int(back[1])
     if not 0 <= lost <= 5:
         raise Failed(f"killed before step {dead[1]}, but continued from {back[1]}")
-    return f"{lost} steps lost, further after {float(back[2]) - float(dead[2]):.2f} s"
+    return f"{lost} steps lost, continued after {float(back[2]) - float(dead[2]):.2f} s"
 
 
 @row("a rank that waits for a kernel that never ends: named, with its stack")
@@ -251,7 +251,7 @@ row("an illegal memory access")(partial(named, what="illegal_access", fault="cud
 row("an index out of range in a kernel")(partial(named, what="bad_index", fault="cuda-error"))
 
 
-@row("`kill -9` of the launcher: what is left on the GPU")
+@row("`kill -9` of the launcher: memory left on the GPU")
 def left_on_gpu(machine: Machine) -> str:
     before = used_mib()
     launcher = machine.start([LAUNCH, "--nproc-per-node", "1", PROBE, "holds_memory"])
@@ -261,7 +261,7 @@ def left_on_gpu(machine: Machine) -> str:
     told = next((line for line in launcher.stdout if line.startswith("holds")), "")
     late.cancel()
     if not told:
-        raise Failed("the rank held no memory within its time")
+        raise Failed("the rank did not allocate its memory in time")
     held = used_mib()
     began = time.monotonic()
     launcher.send_signal(signal.SIGKILL)
@@ -270,7 +270,7 @@ def left_on_gpu(machine: Machine) -> str:
     seconds = time.monotonic() - began
     if used > before + 16 or held < before + 1024:
         raise Failed(f"{before} MiB used before, {held} during the run, {used} at the end")
-    return f"nothing ({before} MiB used before, {held} in the run, {used} after {seconds:.1f} s)"
+    return f"nothing ({before} MiB before, {held} during the run, {used} after {seconds:.1f} s)"
 
 
 def used_mib() -> int:
@@ -295,7 +295,7 @@ def stop_and_resume(machine: Machine) -> str:
         raise Failed(f"code {stopped.returncode} at {at}; last losses {losses}")
     same = "the same bytes" if hashes[2] == hashes[0] else "other bytes"
     also = "the same" if hashes[1] == hashes[0] else "other bytes"
-    return f"code 75 at {at}, resumed to {same} (a second run never stopped: {also})"
+    return f"code 75 at {at}, resumed to {same} (a second uninterrupted run: {also})"
 
 
 def hash_of(machine: Machine, run_id: str) -> str:
@@ -321,5 +321,5 @@ def gpt2(machine: Machine) -> str:
     ours = statistics.harmonic_mean([line["tokens_per_second"] for line in lines])
     bare = machine.loop("bare", 100, 40)["tokens_per_second"]
     memory = lines[-1]["peak_memory_gb"]
-    share = f"{lines[-1]['mfu']:.1%} of the GPU's FLOPs" if "mfu" in lines[-1] else "MFU not known"
+    share = f"{lines[-1]['mfu']:.1%} of the GPU's FLOPs" if "mfu" in lines[-1] else "MFU unknown"
     return f"{ours:,.0f} tokens/s ({share}, {memory:.1f} GB), bare loop {bare:,.0f}"

@@ -76,7 +76,7 @@ PY
 }
 
 # bats test_tags=slow,long
-@test "the exit code is the rank's, through the log's copy" {
+@test "the exit code is the rank's, even though the output is copied to the log" {
   echo 'raise SystemExit(7)' >own.py
   TRAIN_SCRIPT=own.py SKIP_PREFLIGHT=1 run launch -
   [[ $status == 7 ]]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# CONTAINER: the command for each runtime. tests/cluster/containers.bats runs the available ones.
+# CONTAINER: the command for each runtime. tests/cluster/containers.bats runs two of them.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, on purpose
 bats_require_minimum_version 1.5.0
 load helper
@@ -24,7 +24,7 @@ command_of() { # <script and arguments...>
   WORDS=$(bash -c 'env() { while [[ $1 == *=* ]]; do shift; done; printf "%s\n" "$*"; }; '"${output##*&& }")
 }
 
-@test "image.sif: Apptainer, with the folders that the run and its config name" {
+@test "image.sif: Apptainer, with the folders named by the run and its config" {
   export CONTAINER=image.sif CONTAINER_ARGS="--bind '/a b'"
   command_of ssh/launch_singlenode.sh plain.yaml 2
   [[ $WORDS == "apptainer exec --nv --pwd=$FOLDER "*" --bind /a b $FOLDER/image.sif $AGENT --nnodes 1 "* ]]
@@ -37,7 +37,7 @@ command_of() { # <script and arguments...>
   [[ $WORDS == "apptainer exec --pwd="* ]]
 }
 
-@test "the folders that the defaults of a config name, however it lists them" {
+@test "the folders named in a config's defaults, however they are listed" {
   mkdir base
   echo 'data: {path: /var/tmp}' >base/site.yaml
   echo 'checkpoint: {dir: /opt/new}' >shared.yaml
@@ -48,7 +48,7 @@ command_of() { # <script and arguments...>
 
 @test "a folder: Charliecloud; image.sqsh: Enroot; podman:NAME: podman" {
   local seen="--bind=$ROOT "
-  [[ $ROOT != /tmp/* ]] || seen='' # which every Charliecloud container sees
+  [[ $ROOT != /tmp/* ]] || seen='' # every Charliecloud container sees /tmp
   CONTAINER=image command_of ssh/launch_singlenode.sh plain.yaml 2
   [[ $WORDS == "ch-run --cd=$FOLDER $seen$FOLDER/image -- $AGENT --nnodes 1 "* ]]
   CONTAINER=image.sqsh command_of ssh/launch_singlenode.sh plain.yaml 2
@@ -57,20 +57,20 @@ command_of() { # <script and arguments...>
   [[ $WORDS == "sh -c if "*"LAUNCH_CLIENT="*"podman run "*"--pull=never "*" --pid=host "*" --workdir=$FOLDER "*"--volume=$ROOT:$ROOT "*"reg.io/torch:2 $AGENT "* ]]
 }
 
-@test "a relative image is one of the folder where it was typed, for the self-test, too" {
+@test "a relative image is found from the folder where it was typed, also for the self-test" {
   unset TRAIN_SCRIPT
   CONTAINER=image command_of test_distributed.sh 2
   [[ $WORDS == "ch-run --cd=$ROOT "*"$FOLDER/image -- $AGENT "* ]]
 }
 
-@test "Enroot is told the names of the variables, and no value" {
+@test "Enroot gets the names of the variables, but no values" {
   fake_tool enroot 'printf "%s\n" "$*"'
   CONTAINER=image.sqsh run --separate-stderr "$ROOT/scripts/ssh/launch_singlenode.sh" - 1 --dry-run
   run env RUN_SECRET=hidden LD_PRELOAD='' bash -c "$output"
   [[ $output == *"--env RUN_SECRET "* && $output != *hidden* && $output != *"--env PATH"* && $output != *"--env LD_"* ]]
 }
 
-@test "over ssh each node's part is inside, and what is started there is started once" {
+@test "over ssh each node runs inside the container, and each program starts once" {
   CONTAINER=image run --separate-stderr "$ROOT/scripts/ssh/launch_torchrun_auto.sh" plain.yaml 1 node1 node2 --dry-run
   [[ $output == *"ssh -t -- node1 "*"ch-run --cd=$FOLDER "*" -- $AGENT --nnodes 2 "* ]]
 }
@@ -92,11 +92,11 @@ command_of() { # <script and arguments...>
 }
 
 # bats test_tags=slow
-@test "what CONTAINER cannot mean is refused in one line" {
+@test "a bad CONTAINER is refused in one line" {
   CONTAINER=none.sif run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
   assert_refused 2 "CONTAINER names 'none.sif', which does not exist; correct its path"
   CONTAINER=nvcr.io/x run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
-  assert_refused 2 "which only pyxis can load, in a SLURM job; give an image file or folder, or podman:nvcr.io/x"
+  assert_refused 2 "which only pyxis can load, and only in a SLURM job; give an image file or folder, or podman:nvcr.io/x"
   CONTAINER=image CONTAINER_ARGS="'" run "$ROOT/scripts/ssh/launch_singlenode.sh" plain.yaml 2
   assert_refused 2 "CONTAINER_ARGS: No closing quotation; quote it as for a shell"
   mkdir bare

@@ -2,7 +2,7 @@
 # --detach, --status, --stacks and --stop, on one machine.
 # shellcheck disable=SC2030,SC2031 # each test is a subshell, on purpose
 bats_require_minimum_version 1.5.0
-load ../cluster/helper # eventually
+load ../cluster/helper # for eventually
 load helper
 
 launch() {
@@ -42,7 +42,7 @@ state_is() { # <run id> <state>
   [[ $(launch --status "$1") == "$1  $2  "* ]]
 }
 
-# What run.json says about a run's launcher.
+# The process id of a run's launcher, from run.json.
 launcher_of() { # <run id>
   "$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["launcher"]["process"])' "logs/$1/run.json"
 }
@@ -53,7 +53,7 @@ is_gone() { # <text in a command line>
 }
 
 # bats test_tags=slow
-@test "a detached run outlives its terminal, can be looked at, looked into, followed and stopped" {
+@test "a detached run outlives its terminal, and answers --status, --stacks, --follow and --stop" {
   make_waiting
   make_hang_up
   NO_COLOR=1 run "$PYTHON" hang_up.py "RUN_ID=mine '$ROOT'/scripts/ssh/launch_singlenode.sh --detach - 1 -- 'a  b'"
@@ -84,7 +84,7 @@ the end of 0"* ]]
 }
 
 # bats test_tags=slow
-@test "--status shows every run: a failed, and one that was not detached, alive and killed" {
+@test "--status shows every run: one that failed, and one not detached, alive and killed" {
   local attached
   make_waiting
   RUN_ID=fails launch --detach - 1
@@ -106,7 +106,7 @@ the end of 0"* ]]
 }
 
 # bats test_tags=slow
-@test "what is refused is told on the terminal, and leaves nothing" {
+@test "a refusal is printed on the terminal, and leaves nothing behind" {
   run launch --detach
   [[ $status == 2 && $output == "launch_singlenode.sh: no config; usage: "* ]]
   run launch --detach plain.yaml 1 train.max_stepz=3
@@ -127,7 +127,7 @@ the end of 0"* ]]
   [[ ! -e logs ]]
 }
 
-@test "a health check that fails is told on the terminal" {
+@test "a health check that fails is reported on the terminal" {
   printf '#!/bin/sh\ncase "$*" in *distributed.selftest*) echo broken; exit 1 ;; esac\nexec %s "$@"\n' "$PYTHON" >python
   chmod +x python
   PYTHON=$PWD/python RUN_ID=mine run "$ROOT/scripts/cluster_train.sh" --detach plain.yaml
@@ -136,7 +136,7 @@ the end of 0"* ]]
 }
 
 # bats test_tags=slow
-@test "who is gone before the start starts nothing" {
+@test "a launcher that is interrupted before the start starts nothing" {
   local signal launcher
   make_waiting
   hold_preflight
@@ -154,7 +154,7 @@ the end of 0"* ]]
 }
 
 # bats test_tags=slow
-@test "--stop and --status know one run from another, and what goes with them" {
+@test "--stop and --status distinguish runs and hosts, and refuse options that do not fit" {
   mkdir -p logs/here logs/there
   echo '{"state": "running", "launcher": {"process": '$$', "birth": 1, "host": "'"$HOSTNAME"'"}, "started": 1}' >logs/here/run.json
   echo '{"state": "running", "launcher": {"process": 1, "birth": 1, "host": "elsewhere"}, "started": 2}' >logs/there/run.json
@@ -188,7 +188,7 @@ the end of 0"* ]]
 }
 
 # bats test_tags=slow,long
-@test "the log that cluster_train.sh keeps is there too" {
+@test "the log of cluster_train.sh is there, too" {
   make_waiting
   RUN_ID=mine run "$ROOT/scripts/cluster_train.sh" --detach - 1
   [[ $status == 0 ]]
@@ -197,11 +197,11 @@ the end of 0"* ]]
   grep -q '^health ' logs/distributed_training/latest_node0.log
 }
 
-@test "by hand node rank 0 alone can do without RUN_ID; a scheduler does it itself" {
+@test "by hand only node rank 0 can omit RUN_ID; in a job --detach is refused" {
   local script=$ROOT/scripts/ssh/launch_torchrun_multinode.sh
   run "$script" --detach plain.yaml 1 2 1 127.0.0.1
   assert_refused 2 "set the same RUN_ID on every node"
-  # shellcheck disable=SC2016 # nothing here must expand
+  # shellcheck disable=SC2016 # must not be expanded
   run "$script" --detach plain.yaml 1 2 'a[$(touch file)]' 127.0.0.1
   [[ $status == 2 && ! -e file ]]
   SLURM_JOB_ID=1 run launch --detach plain.yaml

@@ -28,7 +28,7 @@ PY
   export TRAIN_SCRIPT=dump.py
 }
 
-# A module as the training script.
+# Makes a module the training script.
 make_module() {
   mkdir pkg
   cat >pkg/mod.py <<'PY'
@@ -39,7 +39,7 @@ PY
 }
 
 # Text that a shell along the way could change.
-# shellcheck disable=SC2016 # nothing here must expand
+# shellcheck disable=SC2016 # must not be expanded
 {
   ODD_CONFIG=$'odd \'name\' "$HOME" `x` \\ \u00fc\n.yaml'
   ODD_SETTINGS=('a.b=1 2' 'c="$x" *' $'d=\u00e9\n' 'e=')
@@ -56,7 +56,7 @@ assert_dumped() { # <argument expected...>
 
 # The last run was rejected with this code, in one line that contains the text; nothing was started.
 assert_refused() { # <exit code> <text> [<fault>]
-  # Every line that stops a launch ends with exactly one name.
+  # Every line that stops a launch ends with the name of exactly one fault.
   local ends='\[[a-z-]+\]$|^make init: ' twice='\[[a-z-]+\] \[[a-z-]+\]$'
   [[ $1 == [23] ]] || ends=''
   if [[ $status != "$1" || ${#lines[@]} != 1 || -e logs || ! $output =~ $ends || $output =~ $twice ]] ||

@@ -55,7 +55,7 @@ PY
   ln -s "${PYTHON%/*}" export/bin
   touch export/own/x.py
   local up=$PWD typed
-  for typed in home export; do # the second is not a link, so there is nothing to find out
+  for typed in home export; do # export is no link, so its typed path is its real path
     cd "$up/$typed/own"
     PYTHON=$up/export/bin/python run ../../kit/scripts/launch.sh --dry-run x.py
     [[ $status == 0 && $output == *"cd $up/$typed/own && env "*" $up/$typed/bin/python $up/kit/scripts/lib/agent.py "* ]]
@@ -74,7 +74,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
 }
 
 # bats test_tags=slow
-@test "nanoGPT's way of calling, in the place of torchrun and through TRAIN_SCRIPT" {
+@test "nanoGPT's command line, in place of torchrun's and through TRAIN_SCRIPT" {
   make_nano
   run --separate-stderr launch --nproc-per-node 2 train.py config/x.py --batch_size=32
   [[ $status == 0 && $output == "0 2 32 0.001" ]]
@@ -95,11 +95,11 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
 @test "a module, any program, a folder with __main__.py; its exit code" {
   make_module
   unset TRAIN_SCRIPT
-  # shellcheck disable=SC2016 # for the program
+  # shellcheck disable=SC2016 # must not be expanded
   run --separate-stderr launch -m pkg.mod -m x --log '$$5' '${local_rank}' --n --node-rank -1
   # shellcheck disable=SC2016
   [[ $status == 0 && $output == 'pkg.mod 1 of 1: -m x --log $$5 ${local_rank} --n --node-rank -1' ]]
-  # shellcheck disable=SC2016 # for the program
+  # shellcheck disable=SC2016 # expanded by the program
   run --separate-stderr launch --nproc_per_node=2 --no-python bash -c 'echo "$RANK: $1"; exit $((RANK ? 0 : 7))' bash 'a  b'
   [[ $status == 7 && $output == "0: a  b" && $stderr == *"FAILED   rank 0 "* ]]
   cp pkg/mod.py pkg/__main__.py
@@ -120,7 +120,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
 }
 
 # bats test_tags=slow
-@test "torchrun's options: what the plan takes, what the agent gets, PET_ variables" {
+@test "torchrun's options: those for the plan, those for the agent, and PET_ variables" {
   export RUN_ID=r
   [[ $(planned own.py) == *" --nproc-per-node 1 "*" --rdzv-id r own.py" ]]
   [[ $(planned --nproc-per-node=cpu own.py) == *" --nproc-per-node $(getconf _NPROCESSORS_ONLN) "* ]]
@@ -200,7 +200,7 @@ make_repository() {
 }
 
 # bats test_tags=slow
-@test "a user's own files are run by no plan" {
+@test "a plan runs none of the user's files" {
   make_repository
   TRAIN_SCRIPT=other.py run --separate-stderr scripts/ssh/launch_singlenode.sh - 2 --dry-run
   [[ $status == 0 && $output == *" other.py" ]]
@@ -218,7 +218,7 @@ make_repository() {
 }
 
 # bats test_tags=slow
-@test "a user's own train.py runs as the ranks' program, and only so" {
+@test "a user's own train.py runs only as the ranks' program" {
   make_repository
   rm torch.py types.py dataclasses.py selectors.py json.py # torchrun's ranks would import these
   run --separate-stderr scripts/launch.sh train.py a
@@ -226,7 +226,7 @@ make_repository() {
 }
 
 # bats test_tags=slow,long
-@test "LOG_DIR says where logs go; files of the user's own in it stay" {
+@test "logs go to LOG_DIR, and the user's own files in it stay" {
   echo pass >own.py
   mkdir mine
   echo notes | tee mine/node_0.log >mine/latest
@@ -235,17 +235,17 @@ make_repository() {
   [[ $(cat mine/node_0.log mine/latest) == $'notes\nnotes' && ! -L mine/node_0.log && ! -L mine/latest ]]
 }
 
-@test "a part of the kit that is not there: one line" {
+@test "a missing part of the kit: one line" {
   cp -r "$ROOT"/{scripts,distributed} .
   echo pass >own.py
   run scripts/launch.sh own.py
   assert_refused 2 "there is no launcher/start.py in $PWD; keep scripts/, launcher/ and distributed/ of this project together"
 }
 
-@test "words that other programs put into the environment: a warning each, and the run starts" {
+@test "values that other programs put into our variables: a warning each, and the run starts" {
   touch x.py
   export BACKEND=hf LAUNCHER=local LOG_LEVEL=info SITE=nersc VENV=mine MODULES=tools FRESH=true
-  export LAUNCH_PYTHON=$PYTHON # the command that pip has installed
+  export LAUNCH_PYTHON=$PYTHON # set by the command that pip installs
   PYTHON=3.11 run --separate-stderr launch --dry-run x.py
   [[ $status == 0 && $stderr != *LOG_LEVEL* ]]
   local name
@@ -260,8 +260,8 @@ make_repository() {
 }
 
 # bats test_tags=slow
-@test "a Turkish locale: variables and settings have the letters of C" {
-  mkdir locale && localedef -i tr_TR -f UTF-8 "$PWD/locale/tr_TR.UTF-8" || skip "there is no Turkish locale here"
+@test "a Turkish locale: variables and settings are compared as in the C locale" {
+  mkdir locale && localedef -i tr_TR -f UTF-8 "$PWD/locale/tr_TR.UTF-8" || skip "this machine has no Turkish locale"
   touch x.py
   export LOCPATH=$PWD/locale LC_ALL=tr_TR.UTF-8
   PET_RDZV_ID=mine run --separate-stderr launch --dry-run x.py
@@ -284,7 +284,7 @@ nodes_of() { # <argument...>
   [[ $status == 0 && $output == *"pdsh -R ssh -S -w node2 "* ]]
 }
 
-@test "--hosts: what cannot be meant is refused in a line" {
+@test "--hosts: a bad list is refused in one line" {
   touch x.py
   run launch --hosts job x.py
   assert_refused 2 "--hosts job: not inside a SLURM or PBS job" ""

@@ -22,7 +22,7 @@ launch() {
 # bats test_tags=slow
 @test "TRAIN_SCRIPT: a module, in torch.distributed.launch's own ranks" {
   make_module
-  # shellcheck disable=SC2016 # for the module
+  # shellcheck disable=SC2016 # must not be expanded
   run --separate-stderr launch - 1 node1 --dry-run --use-env -- x --log '$$5'
   [[ $status == 0 ]]
   run bash -c "$(tail -n 1 <<<"$output" | xargs printf '%s\n' | tail -n 1)" # what node1 would run

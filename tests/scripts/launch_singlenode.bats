@@ -42,7 +42,7 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
 }
 
 # bats test_tags=slow
-@test "the processes: argument over NPROC_PER_NODE over GPUs over one" {
+@test "the number of processes: the argument, then NPROC_PER_NODE, then the GPUs, then one" {
   run launch plain.yaml --dry-run
   [[ $output == *"1 = 1 node x 1, gloo"* ]]
   fake_gpus 4
@@ -64,7 +64,7 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
 }
 
 # bats test_tags=slow
-@test "TRAIN_SCRIPT: the config under its flag, settings, the rest; nothing of ours" {
+@test "TRAIN_SCRIPT: the config under its flag, then settings, then the rest, and nothing else" {
   export TRAIN_SCRIPT=own.py BACKEND=gloo
   run --separate-stderr launch plain.yaml 1 x.y=1 --dry-run -- -v
   [[ $output == *" own.py --config plain.yaml x.y=1 -v" ]]
@@ -129,7 +129,7 @@ PY
   assert_refused 2 "unexpected argument '3'"
   run launch plain.yaml 2 --fast
   assert_refused 2 "unknown option '--fast'; see launch_singlenode.sh --help, and put the training script's own options after --"
-  # shellcheck disable=SC2016 # nothing here must expand
+  # shellcheck disable=SC2016 # must not be expanded
   run launch plain.yaml '-x[$(touch file)]' 2
   assert_refused 2 "unknown option '-x[\$(touch file)]'"
   [[ ! -e file ]]
@@ -160,7 +160,7 @@ PY
   unset PYTHON
   VENV=nowhere run launch plain.yaml 1
   assert_refused 3 "VENV names 'nowhere', which has no bin/python; correct VENV"
-  mkdir -p made/bin && ln -s /away/python3.11 made/bin/python # by another user, or on another machine
+  mkdir -p made/bin && ln -s /away/python3.11 made/bin/python # made by another user or elsewhere
   VENV=made run launch plain.yaml 1
   assert_refused 3 "has no bin/python (a link to /away/python3.11, which $(id -un) cannot run here); correct VENV"
   PYTHON=made/bin/python run launch plain.yaml 1
@@ -180,10 +180,10 @@ PY
   mkdir -p conda/bin conda/etc/profile.d
   echo "conda() { echo \"\$* after \$LOADED\" >conda.said; PATH=$PWD/env:\$PATH; }" >conda/etc/profile.d/conda.sh
   mkdir env modules
-  printf '#!/bin/sh\nexec %q "$@"\n' "$PYTHON" >env/python # a link would not find its packages
+  printf '#!/bin/sh\nexec %q "$@"\n' "$PYTHON" >env/python # through a link, it finds no packages
   chmod +x env/python
   mkdir -p modules/init
-  # shellcheck disable=SC2016 # for the function
+  # shellcheck disable=SC2016 # expanded by the function
   echo 'module() { false; LOADED="$*$UNSET"; }' >modules/init/bash
   sed -i '1i false # as sites have it; bash -e would end here' conda/etc/profile.d/conda.sh modules/init/bash
   unset PYTHON
@@ -196,8 +196,8 @@ PY
 @test "more processes than GPUs: exit 3" {
   fake_gpus 2
   run launch plain.yaml 3
-  # A torch without CUDA is also rejected.
-  [[ $status == 3 && ${lines[0]} == *"$HOST: 3 processes but 2 visible GPUs; "*"[too-few-gpus]" && ! -e logs ]]
+  # If torch lacks CUDA, a second fault follows.
+  [[ $status == 3 && ${lines[0]} == *"$HOST: 3 processes, but only 2 visible GPUs; "*"[too-few-gpus]" && ! -e logs ]]
 }
 
 @test "BACKEND=nccl without a GPU: exit 3" {
@@ -231,7 +231,7 @@ PY
 }
 
 # bats test_tags=slow,long
-@test "SKIP_PREFLIGHT=1 leaves the checks out" {
+@test "SKIP_PREFLIGHT=1 skips the checks" {
   fake_gpus 1
   echo 'raise SystemExit' >own.py
   TRAIN_SCRIPT=own.py SKIP_PREFLIGHT=1 run launch - 2

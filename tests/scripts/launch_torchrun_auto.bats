@@ -71,7 +71,7 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
 }
 
 # bats test_tags=slow
-@test "what goes to the nodes is named, and no value is shown" {
+@test "the variables sent to the nodes are named, and no value is shown" {
   export NCCL_DEBUG=WARN WANDB_API_KEY=hush OTHER=hush MINE=hush FORWARD_ENV=MINE
   run launch plain.yaml 1 node1 --dry-run
   [[ $output == *"variables  sent to the nodes: MINE "*" WANDB_API_KEY"* && $output == *NCCL_DEBUG* ]]

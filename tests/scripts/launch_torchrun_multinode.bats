@@ -21,7 +21,7 @@ $(golden_command "$line 1 10.0.0.1 23456" 2 1 4 10.0.0.1 "$ROOT/train.py --confi
 }
 
 # bats test_tags=slow
-@test "the port is 29500 unless said; node rank 0 names the run" {
+@test "the port is 29500 by default; node rank 0 chooses the run id" {
   run launch plain.yaml 1 2 0 10.0.0.1 --dry-run
   [[ $output == *"--master-port 29500 "* && $output == *" --rdzv-id "* ]]
   MASTER_PORT=4000 run launch plain.yaml 1 2 1 10.0.0.1 --dry-run
@@ -73,7 +73,7 @@ PY
 }
 
 # bats test_tags=slow
-@test "a master that cannot be: exit 3, one line" {
+@test "an impossible master: exit 3, one line" {
   run launch plain.yaml 2 2 0 no-such-host.invalid --strict
   assert_refused 3 "$HOST: the master's name 'no-such-host.invalid' is unknown" "name-unresolved"
   run launch plain.yaml 2 2 0 127.9.9.9

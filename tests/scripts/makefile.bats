@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 load helper
 
-@test "make lists its targets, each with what it does" {
+@test "make lists its targets, each with its description" {
   run make -C "$ROOT"
   [[ $status == 0 ]]
   local target
@@ -16,12 +16,12 @@ load helper
   [[ $status != 0 && ${lines[0]} == "bench/gpu.py: torch sees no GPU here; "* ]]
 }
 
-@test "make setup says what is wrong with python3" {
+@test "make setup reports what is wrong with python3" {
   cp "$ROOT/Makefile" "$ROOT/requirements.txt" .
   fake_tool python3 'exit 1'
   run make setup
   [[ $status != 0 && ${lines[0]} == "make: python3 is missing or older than 3.10; install "* ]]
-  # shellcheck disable=SC2016 # for the tool
+  # shellcheck disable=SC2016 # expanded by the tool
   fake_tool python3 '[[ $2 == *version_info* ]]'
   run make setup
   [[ $status != 0 && ${lines[0]} == "make: python3 has no venv module; install it "* ]]
@@ -41,7 +41,7 @@ load helper
 @test "make setup adds pip to a .venv of uv, which has none" {
   cp "$ROOT/Makefile" "$ROOT/requirements.txt" .
   mkdir -p .venv/bin
-  # shellcheck disable=SC2016 # for the Python
+  # shellcheck disable=SC2016 # expanded by the fake Python
   printf '%s\n' '#!/bin/sh' 'echo "$2" >>said' '[ "$2" != ensurepip ] || [ ! -e without ]' >.venv/bin/python
   chmod +x .venv/bin/python
   make setup
@@ -57,14 +57,14 @@ load helper
   fake_tool ours 'echo ours'
   module() { echo theirs; }
   export -f module
-  # shellcheck disable=SC2016 # for the shell that is isolated
+  # shellcheck disable=SC2016 # expanded by the isolated shell
   SLURM_JOB_ID=7 RUN_ID=theirs LC_ALL=POSIX run bash -euc 'umask 077; source "$0"; isolate "$PWD/links"
     ! type -P sinfo && ! declare -F module && ours; echo "${SLURM_JOB_ID-} ${RUN_ID-} $LANG ${LC_ALL-} $(umask)"' "$ROOT/tests/isolate.bash"
   [[ $output == $'ours\n  C.UTF-8  0022' && -L links/$PWD/fake/ours && $HOME == *.home && -z $(ls -A "$HOME") ]]
 }
 
 # bats test_tags=slow
-@test "make init puts the kit into one folder of a repository, and leaves all else alone" {
+@test "make init puts the kit into one folder of a repository, and changes nothing else" {
   mkdir -p own/scripts
   echo mine | tee own/train.py own/scripts/launch.sh >own/README.md
   run make -s -C "$ROOT" init DIR="$PWD/own"
@@ -77,7 +77,7 @@ load helper
   [[ $(<planned) == *" $PWD/own/launch-kit/train.py --config ../plain.yaml" ]]
 }
 
-@test "make init: refused in one line where it cannot be" {
+@test "make init: a bad DIR is refused in one line" {
   mkdir -p own/launch-kit
   run bash "$ROOT/scripts/lib/init.sh" own
   assert_refused 2 "'own/launch-kit' exists; nothing was changed"

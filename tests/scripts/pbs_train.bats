@@ -2,7 +2,7 @@
 bats_require_minimum_version 1.5.0
 load helper
 
-# A job's copy of the script, in PBS's spool folder, started in the user's home.
+# Runs a copy of the script as PBS does: under the job's name, and outside the folder of qsub.
 launch() {
   cp -- "$ROOT/scripts/pbs/pbs_train.sh" 7.host.SC
   (cd / && PBS_JOBID=7.host PBS_O_WORKDIR=$OLDPWD PBS_NODEFILE=$OLDPWD/nodes "$OLDPWD/7.host.SC" "$@")
@@ -15,7 +15,7 @@ fake_qstat() {
 
 # OpenPBS's qsub: its options, and either one script or `--` with a program and its arguments.
 fake_qsub() {
-  # shellcheck disable=SC2016 # for qsub
+  # shellcheck disable=SC2016 # expanded by qsub
   fake_tool qsub '[[ $1 != --version ]] || { echo pbs_version = 23.06.06 && exit; }
 OPTARG="" all=("$@")
 while getopts :a:A:c:C:e:fhIj:J:k:l:m:M:N:o:p:P:q:r:R:S:u:v:VW:Xz letter; do
@@ -55,7 +55,7 @@ setup_folder() {
   [[ $output == *"plain.yaml"*"8 = 2 nodes x 4"* ]]
 }
 
-@test "nodes that stand there once: one process for each GPU" {
+@test "nodes listed once: one process for each GPU" {
   setup_folder
   printf '%s\n' n1 n2 >nodes
   fake_gpus 4
@@ -64,13 +64,13 @@ setup_folder() {
 }
 
 # bats test_tags=slow
-@test "chunks that PBS packs on one node: one process for each GPU that qstat tells, or a warning" {
+@test "chunks that PBS packs on one node: one process for each GPU that qstat reports, or a warning" {
   setup_folder
   printf '%s\n' n1 n1 >nodes
   fake_gpus 8
   run launch plain.yaml --dry-run
   [[ $status == 0 && $output == *"2 = 1 node x 2, nccl"* ]]
-  [[ $output == *"warning    n1 has 8 GPUs but 2 node-file lines; NPROC_PER_NODE sets the ranks of each node"* ]]
+  [[ $output == *"warning    n1 has 8 GPUs, but 2 lines in the node file; NPROC_PER_NODE overrides them"* ]]
   fake_tool qstat 'echo "    schedselect = 2:ncpus=16:ngpus=4"'
   run launch plain.yaml --dry-run
   [[ $status == 0 && $output == *"8 = 1 node x 8, nccl"* && $output != *"warning"* ]]
@@ -82,12 +82,12 @@ setup_folder() {
   [[ $status == 2 && $output == "pbs_train.sh: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" ]]
 }
 
-@test "outside of a job: exit 2, and what to do" {
+@test "outside a job: exit 2, and what to do" {
   run "$ROOT/scripts/pbs/pbs_train.sh" plain.yaml
   assert_refused 2 "this is not a PBS job; ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS) or qsub -l nodes=2:ppn=4 (Torque)"
 }
 
-@test "a job of another size than asked for: exit 2, and how PBS Pro and Torque are asked" {
+@test "a job of another size than requested: exit 2, and the options of PBS Pro and of Torque" {
   setup_folder
   PBS_NUM_NODES=3 run launch plain.yaml
   assert_refused_in_job 2 "the job's node file has 2 nodes, but should have 3; ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS) or qsub -l nodes=2:ppn=4 (Torque)"
@@ -96,26 +96,26 @@ setup_folder() {
   assert_refused_in_job 2 "the job's node file has 0 nodes, but should have some; ask for nodes with qsub"
 }
 
-@test "the script itself asks for no nodes: the two dialects refuse each other's words" {
+@test "the script itself requests no nodes, because PBS Pro and Torque reject each other's options" {
   run grep -E '^#PBS .*(select|nodes)=' "$ROOT/scripts/pbs/pbs_train.sh"
   [[ $status == 1 ]]
   run "$ROOT/scripts/pbs/pbs_train.sh" plain.yaml --dry-run
   [[ $status == 0 && $output == *"chosen by the scheduler"*" && qsub -V "*pbs_train.sh* ]]
 }
 
-@test "outside of a job --dry-run prints a command that OpenPBS takes" {
+@test "outside a job, --dry-run prints a command that OpenPBS accepts" {
   setup_folder
   fake_qsub
   local words=(-V -N train -l walltime=24:00:00 -j oe -o logs/ -l select=1:ncpus=2:mpiprocs=2 --)
   TRAIN_SCRIPT=own.py NPROC_PER_NODE=2 run scripts/pbs/pbs_train.sh plain.yaml "a.b=1  2" --dry-run -- "--x=\$y"
-  [[ $status == 0 && $output == *"set the job's size in it"* ]]
+  [[ $status == 0 && $output == *"set the job's size in the command"* ]]
   bash -c "${lines[-1]}" # it contains TRAIN_SCRIPT
   diff <(printf '%s\n' "${words[@]}" "$PWD/scripts/pbs/pbs_train.sh" plain.yaml "a.b=1  2" -- "--x=\$y") qsub.words
   run qsub -V -F plain.yaml scripts/pbs/pbs_train.sh # OpenPBS's answer to Torque's option
   [[ $status == 2 && $output == "qsub: invalid option -- 'F'" ]]
 }
 
-@test "the resume line of a job asks for what the job had, and OpenPBS takes it" {
+@test "the resume line of a job requests what the job had, and OpenPBS accepts it" {
   setup_folder
   fake_qstat
   fake_qsub
@@ -123,7 +123,7 @@ setup_folder() {
   local words
   words=(-V -N train -l walltime=24:00:00 -j oe -o /home/user/kit/logs/)
   words+=(-l select=2:ncpus=2:mpiprocs=2 -l place=scatter -q workq --)
-  # shellcheck disable=SC2016 # for the tools
+  # shellcheck disable=SC2016 # expanded by the tools
   {
     fake_tool ssh 'exec bash -c "${@: -1}"' # what a node would run
     fake_tool env '[[ $2 == LAUNCH_COMMAND=* ]] && printf "%s\n" "${2#*=}" >resume'
@@ -135,10 +135,10 @@ setup_folder() {
 }
 
 # bats test_tags=slow
-@test "each launch in one job is a run of its own, and qsub's -v reaches the ranks" {
+@test "each launch in a job is a separate run, and qsub's -v reaches the ranks" {
   setup_folder
   echo n1 >nodes
-  fake_qstat # it shows -v X=1
+  fake_qstat # qstat then shows -v X=1
   # shellcheck disable=SC2016 # for ssh
   fake_tool ssh 'exec env -u X -u PBS_JOBID bash -s'
   echo 'import os; print("X is", os.environ["X"])' >own.py
@@ -151,7 +151,7 @@ setup_folder() {
   [[ $status == 0 && $output == *"run        1.head.1"* ]]
 }
 
-@test "messages begin with the script's name, and PBS finds a folder for them" {
+@test "messages begin with the script's name, and the folder for PBS's output exists" {
   setup_folder
   run launch nosuch.yaml
   assert_refused_in_job 2 "there is no config 'nosuch.yaml'"

@@ -23,7 +23,7 @@ $command"
 }
 
 # bats test_tags=slow
-@test "the config in two parts, and the one it falls back on" {
+@test "--config-path and --config-name, and the default config" {
   mkdir conf
   make_config conf/small.yaml
   run --separate-stderr launch --config-path=conf --config-name=small --num-gpus=2 --dry-run
@@ -36,7 +36,7 @@ $command"
   [[ $output == *" own.py" ]]
 }
 
-@test "a script of Hydra's gets the config's folder and name as they are" {
+@test "a Hydra script gets the config's folder and name unchanged" {
   printf 'import hydra\n@hydra.main(config_path="conf", config_name="small")\ndef main(config): ...\n' >own.py
   TRAIN_SCRIPT=own.py run --separate-stderr launch --config-path ../conf a=1 --dry-run -- --multirun
   [[ $output == *" own.py a=1 --config-path=../conf --multirun" ]]

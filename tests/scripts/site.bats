@@ -13,7 +13,7 @@ assert_site_refused() { # <text>
   assert_refused 2 "launch_singlenode.sh: $1"
 }
 
-@test "a site file sets what the user has not set, and the plan names it" {
+@test "a site file sets what the user has not set, and the plan names the file" {
   cat >site.env <<'SITE'
 # Our cluster.
 NPROC_PER_NODE=3
@@ -34,7 +34,7 @@ SITE
   [[ $output == *"--nproc-per-node 3"* && $output != *$'\r'* ]]
 }
 
-@test "what is no setting is refused with its line; a file that is not there, too" {
+@test "a line that is no setting is refused with its number; so is a missing file" {
   printf 'A=1\nmodule load cuda\n' >site.env
   assert_site_refused "site.env, line 2: 'module load cuda' sets nothing; write NAME=VALUE [config-invalid]"
   rm site.env

@@ -18,7 +18,7 @@ load helper
       SUBMITTED=$submitted SLURM_JOB_ID=7 run bash spool/slurm_script --version
       [[ $status == 0 && $output == "$name.sh "* ]]
     done
-    cp -- "$ROOT/scripts/slurm/$name.sh" "a repo/jobs/mine.sh" # below the folder of sbatch
+    cp -- "$ROOT/scripts/slurm/$name.sh" "a repo/jobs/mine.sh" # below the folder where sbatch ran
     SUBMITTED="$PWD/a repo/jobs/mine.sh" SLURM_SUBMIT_DIR="$PWD/a repo" run bash spool/slurm_script --version
     [[ $status == 0 && $output == "$name.sh "* ]]
     TRAIN_SCRIPT=x run "a repo/mine.sh" - --dry-run
@@ -46,7 +46,7 @@ load helper
   done
 }
 
-@test "other scripts under sbatch find launch-kit, too" {
+@test "other scripts under sbatch also find launch-kit" {
   mkdir -p repo/launch-kit spool
   ln -s -- "$ROOT/scripts" repo/launch-kit/scripts
   local script
@@ -57,13 +57,13 @@ load helper
   done
 }
 
-@test "an edited copy of an older batch script: exit 2, and what to do" {
+@test "an edited copy of an old batch script: exit 2, and what to do" {
   sed 's/^run_command .*/parse_arguments config "$@"/' "$ROOT/scripts/slurm/slurm_train.sh" >mine.sh
   SLURM_SUBMIT_DIR=$ROOT run bash mine.sh plain.yaml
   [[ $status == 2 && $output == "mine.sh: this is a copy of an older script; copy the new one, and edit it again [config-invalid]" ]]
 }
 
-@test "both batch scripts of SLURM find what they need in the same way" {
+@test "both SLURM batch scripts find the project in the same way" {
   code_of() { sed -n '/^set -euo/,$p' "$ROOT/scripts/slurm/$1.sh" | sed 's/^NAME=[^ ]*//'; }
   [[ $(code_of slurm_train) == *"scontrol show job"* ]]
   diff <(code_of slurm_train) <(code_of slurm_train_single_node)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# stage_env.sh, with a small environment, whose Python is a script around the real one.
+# stage_env.sh, with a small environment whose Python is a script that runs the real one.
 # shellcheck disable=SC2030,SC2031,SC2119,SC2120 # each test is a subshell, on purpose
 bats_require_minimum_version 1.5.0
 load helper
@@ -23,7 +23,7 @@ stage() { # [<word...>]
 }
 
 make_python() { # <prefix> <base prefix> [<where>]
-  # shellcheck disable=SC2016 # for the script
+  # shellcheck disable=SC2016 # expanded by the script
   printf '#!/bin/bash\n[[ $1 != -I ]] || exec printf "%%s\\n" %q %q %q %q\nPYTHON_IS=$0 exec "$REAL" "$@"\n' \
     "$1" "$2" "$1/lib/site-packages" "$1/lib/site-packages" >"${3:-env}/bin/python"
   chmod +x "${3:-env}/bin/python"
@@ -40,7 +40,7 @@ staged() {
 }
 
 # bats test_tags=slow
-@test "packed once, unpacked once, used from there; packed again after a package has been added" {
+@test "packed once, unpacked once, used from there; packed again after a package was added" {
   umask 002
   run launch
   [[ $status == 0 && $output == *"packing $PWD/env into $PWD/logs/environments-$UID/"*"$END, once"* ]]
@@ -60,7 +60,7 @@ staged() {
 }
 
 # bats test_tags=slow,long
-@test "an environment that a process runs from stays, and does not keep others waiting" {
+@test "an environment in use stays, and others do not wait for it" {
   launch
   local first lock
   first=$(staged)
@@ -83,14 +83,14 @@ staged() {
   [[ $status == 0 && $output == *"from $(staged)env/bin/python"* ]]
 }
 
-@test "what only launches unpacks nothing: --dry-run, a machine without ranks" {
+@test "a program that only launches unpacks nothing: --dry-run, a machine without ranks" {
   run launch --dry-run
   [[ $status == 0 && $output == *packing* && $output == *" $PWD/logs/environments-$UID/"*.python\ "$ROOT/scripts/lib/agent.py"* ]]
   [[ -z $(ls place) ]]
 }
 
 # bats test_tags=slow,long
-@test "an archive that is not whole, or not there, is refused" {
+@test "an incomplete or missing archive is refused" {
   launch
   local archive folder
   archive=$(echo logs/environments-$UID/*"$END")
@@ -111,7 +111,7 @@ staged() {
   [[ $status == 3 && $output == "stage_env.sh: $HOST: $PWD/logs/environments-$UID belongs to another user; give another LOG_DIR or FOLDER [env-missing]" ]]
 }
 
-@test "what someone else could have put there is not run" {
+@test "files that someone else could have put there are not run" {
   mkdir elsewhere
   ln -s "$PWD/elsewhere" "place/launch-kit-$UID"
   run launch
@@ -119,7 +119,7 @@ staged() {
 }
 
 # bats test_tags=slow
-@test "the machine that only launches need not have the nodes' folder" {
+@test "a machine that only launches does not need the nodes' folder" {
   fake_tool ssh 'exit 255'
   PYTHON=$(stage /nowhere/of-the-nodes) run "$ROOT/scripts/ssh/launch_torchrun_auto.sh" - 1 node1
   [[ $status == 3 && $output == *"[ssh-refused]"* ]]
@@ -130,13 +130,13 @@ staged() {
   [[ ! -e /nowhere ]]
 }
 
-@test "a folder without room is refused" {
+@test "a folder without enough space is refused" {
   fake_tool df 'printf "Avail\n1\n"'
   run launch
-  [[ $status == 3 && $output == *"$PWD/place/launch-kit-$UID has no room for "*"; give stage_env.sh a folder that has [disk-low]" ]]
+  [[ $status == 3 && $output == *"$PWD/place/launch-kit-$UID has no room for "*"; give stage_env.sh a folder with more space [disk-low]" ]]
 }
 
-@test "what cannot be copied is refused in one line" {
+@test "an environment that cannot be copied is refused in one line" {
   local folder
   for folder in place ""; do
     run "$ROOT/scripts/stage_env.sh" "$folder"
@@ -149,5 +149,5 @@ staged() {
   rm -r logs
   make_python /usr /usr
   run stage
-  [[ $status == 2 && $output == *": $PWD/env/bin/python is the system's Python, which each node has; set PYTHON, VENV or CONDA_ENV to an environment [env-missing]" ]]
+  [[ $status == 2 && $output == *": $PWD/env/bin/python is the system's Python, which is not copied; set PYTHON, VENV or CONDA_ENV to an environment [env-missing]" ]]
 }

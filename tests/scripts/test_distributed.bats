@@ -17,7 +17,7 @@ launch() {
 ${golden/--log-dir logs/--log-dir $typed_in/logs}"
 }
 
-@test "two processes where there is no GPU, else one per GPU" {
+@test "two processes without a GPU, otherwise one per GPU" {
   run launch --dry-run
   [[ $output == *"2 = 1 node x 2, gloo"* ]]
   fake_gpus 3
@@ -26,7 +26,7 @@ ${golden/--log-dir logs/--log-dir $typed_in/logs}"
 }
 
 # bats test_tags=slow
-@test "the verdict in one line; --json is relative to where one is" {
+@test "the verdict in one line; --json is relative to the current folder" {
   LOG_DIR=$PWD/logs run --separate-stderr launch 2 --test basic --json found.json
   [[ $status == 0 && ${lines[-1]} == "PASS  2 ranks on 1 node, gloo: "* ]]
   "$PYTHON" -c 'import json

@@ -12,7 +12,7 @@ make_distributed() {
 
 # bats test_tags=slow
 @test "sh SCRIPT works, where sh is dash and where it is bash" {
-  type -P dash || skip "no dash here"
+  type -P dash || skip "dash is not installed"
   local script
   for script in "$ROOT"/scripts/{,ssh/,slurm/,pbs/}*.sh; do
     run "$script" --help
@@ -43,7 +43,7 @@ make_distributed() {
   cat logs/one/node_0.log logs/one/failure.txt >job.out
   local words
   for words in "" one logs/one job.out; do
-    # shellcheck disable=SC2086 # no word at all
+    # shellcheck disable=SC2086 # "" must become no word
     run "$ROOT/scripts/explain.sh" $words
     [[ $status == 0 && $output == "$(<logs/one/failure.txt)" ]]
   done
@@ -52,13 +52,13 @@ make_distributed() {
 }
 
 # bats test_tags=slow
-@test "checkpoint.sh finds our package beside another distributed" {
+@test "checkpoint.sh finds our package beside another one called distributed" {
   make_distributed
   run "$ROOT/scripts/checkpoint.sh" ls none
-  [[ $status == 2 && $output == "checkpoint: none holds no checkpoint" ]]
+  [[ $status == 2 && $output == "checkpoint: none holds no checkpoint; correct the path" ]]
 }
 
-@test "checkpoint.sh says in a line that a Python has no torch" {
+@test "checkpoint.sh reports a Python without torch in one line" {
   mkdir torch
   echo "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')" >torch/__init__.py
   PYTHONPATH=$PWD run "$ROOT/scripts/checkpoint.sh" ls none
@@ -73,7 +73,7 @@ make_distributed() {
   done
 }
 
-@test "a reader that leaves, as head does, ends explain.sh without a word" {
+@test "a reader that leaves, as head does, ends explain.sh without a message" {
   run bash -c 'set -o pipefail; "$0" link-lost 2>err | head -c 1; cat err' "$ROOT/scripts/explain.sh"
   [[ $output == "#" ]]
 }

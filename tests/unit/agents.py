@@ -17,8 +17,8 @@ from launcher import processes
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
 LOOPS = str(ROOT / "tests/unit/own_loops.py")
-PROMISED_S = 2.0  # until all processes of a run end once one is killed: checked by `make prove`
-PATIENCE_S = 300.0  # only there to end a test that hangs: an idle machine needs less than a tenth
+PROMISED_S = 2.0  # from the kill of one process to the end of all; `make prove` checks it
+PATIENCE_S = 300.0  # only ends a test that hangs: an idle machine needs less than a tenth of it
 SECRET = "the same for all agents"
 WINGS = ("launcher", "distributed", "training", "scripts")
 MODULES = [ROOT / "train.py", *(file for wing in WINGS for file in (ROOT / wing).rglob("*.py"))]

@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Undo what was set for loading the worker's torch; programs that tests start set their own."""
+    """Undo the settings for the imports; the tests' programs set OMP_NUM_THREADS themselves."""
     os.environ.pop("OMP_NUM_THREADS", None)
     gc.freeze()
     gc.enable()
@@ -69,12 +69,12 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_testnodedown(node: Any) -> None:
-    """Take the number from a worker; it is the same for all."""
+    """Store the number that a worker reports; all workers report the same."""
     node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("deselected", 0)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the number, for tests/run.sh."""
+    """Print the number of omitted tests, for tests/run.sh."""
     if LEFT_OUT in config.stash:
         terminalreporter.write_line(f"{config.stash[LEFT_OUT]} deselected")
 

@@ -27,7 +27,7 @@ def hash_of(run_folder: Path) -> str:
 
 
 class Work:
-    """Trains with one config, and the given settings."""
+    """Trains with one config and the given settings."""
 
     def __init__(self, folder: Path, config: str, *settings: str) -> None:
         self.folder, self.config, self.settings = folder, config, settings
@@ -35,7 +35,7 @@ class Work:
     def run(self, run_id: str, nproc: int, *settings: str, code: int = 0, **more: str) -> str:
         """Train; returns what was printed."""
         options = [f"--nproc-per-node={nproc}", "--log-dir=logs", f"--rdzv-id={run_id}"]
-        # torch sets these in a process that has compiled anything, as another test may have done.
+        # If another test has compiled anything in this process, torch has set INDUCTOR variables.
         kept = {name: one for name, one in os.environ.items() if "INDUCTOR" not in name}
         variables = {"RUN_ID": run_id, "OMP_NUM_THREADS": "1", **more}
         done = subprocess.run(

@@ -30,7 +30,7 @@ def validate(step: int) -> None:
 
 
 def train_by_hand() -> None:
-    """DDP; one step for 8 batches (accumulated), or two optimizers, as in a GAN (two)."""
+    """Train with DDP: a step per batch or per 8 batches (accumulated), or two optimizers (two)."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=0.01)]

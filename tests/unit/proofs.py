@@ -23,7 +23,7 @@ from test_checkpoint import flip_old_ones
 from test_clean_up import VICTIMS, hit, start_run
 
 PIDS = Path(f"/sys/fs/cgroup/pids/prove-{os.getpid()}")
-NO_MORE_PROCESSES = "no process more (pids.max)"
+NO_MORE_PROCESSES = "no further process (pids.max)"
 LIMITS = {  # -> the command that becomes the agent
     "none": [],
     "128 open files": ["prlimit", "--nofile=128:128", "--"],
@@ -37,7 +37,7 @@ LIMITS = {  # -> the command that becomes the agent
 
 
 def prove_attacks(times: int) -> tuple[str, bool]:
-    """Attack with 50 * times byte sequences and messages, damaged files and invalid inputs."""
+    """Attack with 50 * times byte sequences and messages, with damaged files and invalid inputs."""
     parts = [prove_strangers(50 * times, 100 * times), prove_flips(), prove_inputs()]
     return "\n\n".join(text for text, _ in parts), all(kept for _, kept in parts)
 
@@ -76,7 +76,7 @@ def prove_flips() -> tuple[str, bool]:
 
 
 def prove_clean_up(times: int) -> tuple[str, bool]:
-    """Kill and stop supervisor and agent, under normal and tighter limits; ranks fork twice."""
+    """Kill or stop the supervisor, the agent or both, under several limits; ranks fork twice."""
     rows, limits = [], list(LIMITS)
     if not PIDS.parent.is_dir():
         limits.remove(NO_MORE_PROCESSES)
@@ -113,15 +113,15 @@ def end_once(victim: str, limit: str) -> tuple[float, int]:
 
 
 def prove_inputs() -> tuple[str, bool]:
-    """Try 10,000 environments and 10,000 settings: each gives a place, a value or one line."""
+    """Try 10,000 environments and 10,000 settings: each gives a rank, value or one-line error."""
     files = [
         str(Path(__file__).with_name(f"test_{name}.py")) for name in ("environment", "settings")
     ]
     command = [sys.executable, "-m", "pytest", "-q", "--hypothesis-profile=prove", "-k", "any_"]
-    command += ["-o", "faulthandler_timeout=0"]  # a slow machine takes longer
+    command += ["-o", "faulthandler_timeout=0"]  # a slow machine takes longer than the usual limit
     tried = subprocess.run([*command, *files])
     is_kept = tried.returncode == 0
-    told = "each gave a place or a value, or one line" if is_kept else "FAILED"
+    told = "each gave a rank, a value, or an error in one line" if is_kept else "FAILED"
     return f"10,000 environments and 10,000 settings: {told}.", is_kept
 
 
@@ -129,7 +129,7 @@ def prove_inputs() -> tuple[str, bool]:
 
 
 NPROC = 4
-KILLED = {  # -> the name in the last lines, and the launcher's exit code
+KILLED = {  # -> the fault in the last lines, and the launcher's exit code
     "a rank": ("[rank-killed]", 137),
     "the node agent": ("[agent-killed]", 137),
     "the launcher": ("", -9),
@@ -206,7 +206,7 @@ def prove_hangs(times: int) -> tuple[str, bool]:
         rows.append([what, f"{sum(ranks)} of {times}", f"{sum(named_steps)} of {times}", late])
         named += sum(ranks) + sum(named_steps)
     head = ["script", "rank named", "step named", "s from the last step to the end (max)"]
-    text = "One of three ranks sleeps for ever at a random step; `HANG_SECONDS` is 5, 30 or 60"
+    text = "One of three ranks sleeps forever at a random step; `HANG_SECONDS` is 5, 30 or 60"
     return f"{text}\n\n{render(head, rows)}", named == 2 * times * len(KINDS)
 
 
@@ -216,7 +216,7 @@ def hang(python: str, kind: str, where: str, steps: int, limit_s: int) -> tuple[
     agent = [python, str(ROOT / "scripts/lib/agent.py"), f"--nproc-per-node={RANKS}"]
     words = [LOOPS, kind, step, rank, where]
     run = run_program([*agent, *words], HANG_SECONDS=str(limit_s), OMP_NUM_THREADS="1")
-    silence = re.search(r"no sign of life for (\d+) s", run.stderr)
+    silence = re.search(r"no progress reported for (\d+) s", run.stderr)
     block = re.search(r"^FAILED   rank (\d+) .*, at step (\d+) ", run.stderr, re.M)
     if silence is None or block is None:
         print(run.stderr, file=sys.stderr)

@@ -147,7 +147,7 @@ PART_POINTS = {  # in each rank's part of a sharded checkpoint
     *("Saver.save", "Saver._write", "Parts.choose", "Parts.write", "Parts._write"),
     *("FileSystemWriter.write_data", "torch.save", "files.hash_file", "os.fsync"),
 }
-REACH = {"full": (40,), "sharded": (100, 25)}  # fault points of each rank, in one or two saves
+REACH = {"full": (40,), "sharded": (100, 25)}  # fault points that each rank reaches in 1 or 2 saves
 
 
 STOPS = ("SIGTERM", "SIGUSR1", "SIGINT")
@@ -194,7 +194,7 @@ def steps_lost(output: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a finished run: the hash of its weights, and (step, losses) of each metric."""
+    """The hash of a run's weights, and the step and both losses of each line of its metrics."""
 
     weights: str
     metrics: list[tuple[int, float | None, float | None]]

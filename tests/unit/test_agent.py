@@ -65,7 +65,7 @@ def test_one_dies_all_stop(
     )
     assert cause in block
     assert block.rstrip().endswith(f"see      TROUBLESHOOTING.md#{fault}")
-    assert "resume " not in err  # it has reported no save
+    assert "resume " not in err  # the rank has reported no save
     assert "ready 0" in run.output and "ready 1" not in run.output
     assert (logs / "latest").resolve() == logs / "r1"
     lines = (logs / "node_0.log").read_text().splitlines()
@@ -105,7 +105,7 @@ def test_a_stop_that_ranks_ignore_ends_after_the_grace(start: Start) -> None:
 @pytest.mark.slow
 def test_a_notice_that_the_script_does_not_handle_ends_nothing(start: Start) -> None:
     run = start("sleep", GRACE="600")
-    run.wait_for("asleep 0", "asleep 1")  # the agent would wait for one in a collective
+    run.wait_for("asleep 0", "asleep 1")  # the agent would wait for a rank in a collective
     run.process.send_signal(signal.SIGUSR1)
     run.process.send_signal(signal.SIGTERM)  # any earlier signal but SIGUSR1 would be named instead
     err = run.finish()
@@ -177,7 +177,7 @@ def test_max_restarts_forks_the_ranks_anew(tmp_path: Path) -> None:
     assert run.process.returncode == 0, err
     lines = run.output.splitlines()
     assert lines.count("attempt 2") == 2
-    assert len({line for line in lines if line.startswith("port ")}) == 3  # a new one for each
+    assert len({line for line in lines if line.startswith("port ")}) == 3  # a new port each time
     first, second = (line for line in err.splitlines() if "node agent: restart " in line)
     assert "restart 1 of 3 " in first and ": ValueError: of the first attempt; " in first
     assert "restart 2 of 3 " in second and ": exited with code 9" in second

@@ -70,7 +70,7 @@ def test_a_restart_goes_on_from_memory(
     job: Job, whole: Outcome, rank: int, shared: Sequence[str]
 ) -> None:
     name = f"restart-{rank}-{len(shared)}"
-    fault = f"SIGKILL {rank} 46"  # of step 23
+    fault = f"SIGKILL {rank} 46"  # in step 23
     code, output = job.run(name, 2, *TAKEN, *shared, restarts=1, FAULT=fault)
     assert code == 0, output
     assert "; from step 20, in memory, 2 steps lost; now on port " in output
@@ -93,7 +93,7 @@ def test_a_restart_from_memory_saves_what_was_due(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["nan-gradient 1 50", *rarely("nan 1 46")])  # of steps 23 and 25
+@pytest.mark.parametrize("fault", ["nan-gradient 1 50", *rarely("nan 1 46")])  # in steps 25 and 23
 def test_what_is_not_finite_gets_into_no_snapshot(
     job: Job, shared: Sequence[str], fault: str
 ) -> None:
@@ -124,7 +124,7 @@ def test_a_step_that_the_loss_scaler_skips_gets_into_a_snapshot(job: Job) -> Non
 def test_what_does_not_fit_is_refused_at_the_start(job: Job) -> None:
     settings = load(ROOT / "config/local3.yaml", TAKEN)
     model = nn.Linear(10**5, 10**5, bias=False, device="meta")
-    plan_snapshots(model, settings, detect({}))  # no agent, no snapshots
+    plan_snapshots(model, settings, detect({}))  # without an agent, there are none
     with_agent = detect({"HEARTBEAT_FILE": "the agent's"})
     with pytest.raises(
         SettingsError, match=r"^checkpoint.snapshot_every: .* 240.0 GB .* free; set"

@@ -56,14 +56,14 @@ def test_a_silent_node_is_named(start: Start) -> None:
     runs = start()
     for run in runs:
         run.wait_for("ready")
-    os.kill(runs[1].agent_pid(), signal.SIGSTOP)  # from the other side, it looks like a cut link
+    os.kill(runs[1].agent_pid(), signal.SIGSTOP)  # to the other agent, this looks like a cut link
     err = runs[0].finish()
     assert "FAILED   node agent 1 (" in err
     assert "[link-lost]" in err
 
 
 def test_a_node_that_comes_late_is_waited_for(port: int, tmp_path: Path) -> None:
-    """The late node has more ranks than the first one; their numbers follow the first one's."""
+    """The late node has more ranks than the first one; they are numbered after the first node's."""
     script = tmp_path / "count.py"
     script.write_text(
         "import os, torch.distributed as dist\n"
@@ -222,9 +222,9 @@ def test_a_node_of_another_run_is_sent_away_and_the_run_waits_on(
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(check_in, port, HERE)
         refused = check_in(port, replace(THERE, host="other", run_id="own"))
-        assert refused == [f"{told}do not set RUN_ID, or set the same one [wrong-world]"]
+        assert refused == [f"{told}do not set RUN_ID, or set one for all nodes [wrong-world]"]
         assert (check_in(port, THERE), first.result()) == (["1"], ["0"])
-    assert f"warning: {told}rejected it; still waiting for" in capsys.readouterr().err
+    assert f"warning: {told}rejected; still waiting for" in capsys.readouterr().err
 
 
 TWICE = [replace(one, num_nodes=3) for one in (HERE, THERE, THERE)]
@@ -235,7 +235,7 @@ ARGUED = [replace(one, files={ARGUMENTS: one.host}) for one in (HERE, THERE)]
     ("agents", "fault", "cause"),
     [
         (TWICE, "duplicate-node-rank", "node rank 1 was started twice, on there and on there; "),
-        ([HERE, replace(THERE, num_nodes=3)], "wrong-world", "was started as node 1 of 3, but h"),
+        ([HERE, replace(THERE, num_nodes=3)], "wrong-world", "started as node rank 1 of 3 nodes"),
         ([HERE, replace(THERE, files={})], "code-mismatch", "and 'missing' on node rank 1 (there)"),
         (ARGUED, "code-mismatch", "the same, or set SKIP_PREFLIGHT=1 on every node"),
         ([HERE, replace(THERE, versions={"torch": "2.14"})], "version-mismatch", "and '2.14' on "),
@@ -313,7 +313,7 @@ def send(port: int, data: bytes) -> None:
 
 
 def connect(port: int) -> socket.socket:
-    """Return a connection, once a program is listening there."""
+    """Return a connection, once a program is listening on the port."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:

@@ -147,7 +147,7 @@ def test_the_agent_knows_which_options_of_launch_have_a_value() -> None:
             | {"wait": True},
         ),
         ("test_distributed", ["--json=/a"], {"rest": ("--json", "/a")}),
-        # torchrun's
+        # torchrun's grammar
         (
             "launch",
             ["x.py", "-m", "--help", "a=b", "--"],
@@ -172,7 +172,7 @@ def test_what_is_read(
 
 @pytest.mark.parametrize(
     ("words", "environ", "expected"),
-    [  # the number of nodes, this one's rank, the master and the port
+    [  # the number of nodes, this node's rank, the master and the port
         (["--nnodes=2", "--rdzv-endpoint=a"], {}, ("2", None, "a", None)),
         (["--nnodes=2", "--rdzv-endpoint=[fd00::1]:4"], {}, ("2", None, "fd00::1", "4")),
         (["--nnodes=2", "--rdzv-endpoint=a:4", "--master-port=5"], {}, ("2", None, "a", "5")),
@@ -354,7 +354,7 @@ def test_it_shows_the_variables_that_it_reads(name: str) -> None:
     text = shown(name).partition("\nEnvironment variables")[2]
     assert re.search(r"^  RUN_ID ", text, re.M) and "\n  GRACE " in text
     typed = replace(parse(call_of(name), GIVEN.get(name, ()), {}), config="c.yaml")
-    if name != "submit_with_config":  # the job's own script reads it
+    if name != "submit_with_config":  # the job's own script reads these variables
         environ = {"TRAIN_SCRIPT": "own.py", "CONFIG_FLAG": "--conf"}
         words, _, _ = choose_program(replace(typed, environ=environ))
         assert ("own.py" in words) == ("\n  TRAIN_SCRIPT " in text)

@@ -274,7 +274,7 @@ def test_all_is_on_the_disk_before_it_gets_its_name(
 
 
 def test_what_a_run_finds_damaged_is_set_aside(tmp_path: Path) -> None:
-    """Otherwise it would count towards keep_last, in place of the second newest good one."""
+    """Otherwise, a damaged checkpoint would count towards keep_last, and a good one be deleted."""
     for step in (1, 2, 3):
         save(tmp_path, step, make_state(step), keep_last=3)
     for step in (2, 3):
@@ -293,12 +293,12 @@ def test_what_a_run_finds_damaged_is_set_aside(tmp_path: Path) -> None:
 
 
 def test_what_a_run_went_back_behind_is_deleted(tmp_path: Path) -> None:
-    """Otherwise the damaged one, as the newest, would be kept instead of a good one."""
+    """Otherwise, the damaged checkpoint, being the newest, would be kept instead of a good one."""
     for step in (1, 2, 3):
         save(tmp_path, step, make_state(step), keep_last=2)
     flip_a_bit(tmp_path / "step-3/model.pt")
     assert newest_step(tmp_path) == 2
-    flip_a_bit(tmp_path / "step-2/model.pt")  # the damaged one is replaced
+    flip_a_bit(tmp_path / "step-2/model.pt")  # the damaged checkpoint is replaced
     save(tmp_path, 2, make_state(2), keep_last=1)
     assert names(tmp_path) == ["latest", "step-2"] and newest_step(tmp_path) == 2
 
@@ -523,7 +523,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     cause = f"{run}/step-2/optimizer.pt differs from what was written (SHA-256)"
     assert damaged.endswith(f"damaged: {cause}")
     assert told("hash", tmp_path / "no") == (
-        2, "", f"checkpoint: {tmp_path}/no holds no checkpoint\n",
+        2, "", f"checkpoint: {tmp_path}/no holds no checkpoint; correct the path\n",
     )  # fmt: skip
     for wrong in ((), ("ls",), ("look", run), ("export", run)):
         assert told(*wrong)[0] == 2

@@ -127,7 +127,7 @@ def test_a_python_without_torch_gets_a_command_that_is_there(
 
     monkeypatch.setattr(text, "__file__", f"{tmp_path}/launcher/text.py")
     monkeypatch.setattr(sys, "executable", "/p/bin/python")
-    begin, pip = "set PYTHON to one that has it, or run ", "/p/bin/python -m pip install torch"
+    begin, pip = "set PYTHON to a Python that has it, or run ", "/p/bin/python -m pip install torch"
     assert told(sys.base_prefix) == f"{begin}{pip}"  # pip and make init install no Makefile
     (tmp_path / "Makefile").touch()
     assert told("/p") == f"{begin}{pip}"
@@ -304,7 +304,7 @@ def test_the_port_moves_on_from_one_in_use() -> None:
 
 
 def test_node_rank_0_opens_the_port_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It used to open and close the port first, as a test, and cut off a node that came then."""
+    """It used to open and close the port first, as a test, and cut off any node that connected."""
     opened = []
 
     def note(port: int, address: str = "") -> socket.socket:
@@ -448,7 +448,7 @@ def test_clocks_that_vendors_choose_are_no_fault() -> None:
     clocks = enumerate((2100, 2115, 1410))
     told = [Gpu(str(i), "", 0, model="RTX 3090", max_clock_mhz=clock) for i, clock in clocks]
     (odd,) = find_slow(told)
-    assert odd == "GPU 2 has at most 1410 MHz, but others of this model have 2115"
+    assert odd == "GPU 2 has a 1410 MHz maximum clock, but others of this model have 2115"
 
 
 # --- InfiniBand ---------------------------------------------------------------------------------

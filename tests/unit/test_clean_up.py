@@ -51,7 +51,7 @@ def start_run(folder: Path, *through: str, **environment: str) -> Run:
 
 
 def hit(run: Run, victim: str) -> None:
-    """Send each victim its signal, to one that is stopped first."""
+    """Send each victim its signal, SIGSTOP first."""
     pids = run.process.pid, run.agent_pid()
     for pid, signum in sorted(zip(pids, VICTIMS[victim], strict=True), key=lambda one: -one[1]):
         if signum:
@@ -90,7 +90,7 @@ def zombies_of(parents: set[int]) -> int:
 
 @pytest.mark.long
 def test_a_python_without_the_newest_calls_will_do(runs: list[Run], tmp_path: Path) -> None:
-    """Such Pythons are conda's, and those built for older kernels."""
+    """conda's Pythons, and those built for older kernels, lack these calls."""
     (tmp_path / "sitecustomize.py").write_text("import os\ndel os.memfd_create, os.pidfd_open\n")
     runs.append(run := start_run(tmp_path, PYTHONPATH=str(tmp_path)))
     hit(run, "agent")

@@ -75,7 +75,7 @@ def test_a_file_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
 
 def test_two_files_are_enough_and_one_is_split_where_it_is_named(tmp_path: Path) -> None:
     write_files(tmp_path, 1)
-    with pytest.raises(SettingsError, match="fewer than two text files; name one file to split"):
+    with pytest.raises(SettingsError, match="fewer than two text files; add files, or give one"):
         find_corpus(str(tmp_path))
     write_files(tmp_path, 2)
     train, validation = sides(tmp_path)
@@ -83,7 +83,7 @@ def test_two_files_are_enough_and_one_is_split_where_it_is_named(tmp_path: Path)
     file = tmp_path / "0.txt"
     train, validation = sides(file)
     assert train + validation == file.read_bytes()
-    assert len(validation) == 8  # of 140; whole tokens of every size
+    assert len(validation) == 8  # of 140 bytes; a multiple of every token size
 
 
 def test_what_is_left_out_is_named(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_only_the_first_tokens_count(tmp_path: Path, most: int, windows: int) ->
 @pytest.mark.long
 @pytest.mark.alone
 def test_a_start_takes_as_long_with_2_gb_of_text_as_with_20_mb(tmp_path: Path) -> None:
-    """With 2 GB, the first step takes at most 1.2 times as long, and the run 0.1 GB more memory."""
+    """With 2 GB, a first step takes up to 1.2 times as long; a run needs up to 0.1 GB more RAM."""
     line = " ".join(f"line {number}\n" for number in range(125_000))[:1_000_000]
     for count in (20, 2000):
         (tmp_path / str(count)).mkdir()
@@ -229,7 +229,7 @@ class Given(Task):
 def stream_of(
     data: Any, rank: int = 0, *, ranks: int = 1, at: Any = batches.START, workers: int = 0
 ) -> Batches:
-    """Return one rank's batches of 4, from a task or from one with this data."""
+    """Return one rank's batches of 4; `data` is a task, or the data of one."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     train = Train(batch_size=1, max_seconds=1)
@@ -382,9 +382,9 @@ def test_data_without_a_length_is_shared_out_and_goes_on_anywhere(done: int) -> 
 
 
 def test_data_that_fills_no_batch_is_refused() -> None:
-    with pytest.raises(SettingsError, match="fewer than 1 batches of 4"):
+    with pytest.raises(SettingsError, match="too small for one batch of 4 per rank"):
         stream_of(TensorDataset(torch.arange(3)))
-    with pytest.raises(SettingsError, match="epoch 0 has too few samples for one batch per rank"):
+    with pytest.raises(SettingsError, match="epoch 0 is too small for one batch per rank"):
         next(stream_of(Stream(3)))
 
 

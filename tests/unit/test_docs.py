@@ -36,7 +36,7 @@ GUIDES += [ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURI
 GUIDES += [ROOT / "bench/README.md", *sorted(ROOT.glob("docs/*.md"))]
 TEXT = {str(guide.relative_to(ROOT)): guide.read_text() for guide in GUIDES}
 TEXT["bench"] = TEXT.pop("bench/README.md")
-# The flags and settings there belong to the scripts that the bench runs.
+# The flags and settings in this part belong to the scripts that the bench runs.
 TEXT["bench"] = re.sub(r"<!-- shapes -->.*<!-- /shapes -->", "", TEXT["bench"], flags=re.DOTALL)
 LAUNCH_GUIDE = TEXT["LAUNCH_GUIDE.md"]
 SECTIONS = dict(re.findall(r"^## (.+)\n((?:(?!#).*\n)+)", TEXT["TROUBLESHOOTING.md"], re.M))
@@ -290,7 +290,7 @@ def test_every_script_answers_help_with_the_usage_of_the_guide(script: str) -> N
 
 
 def planned() -> list[str]:
-    # Those that ask SLURM, or need a run, are tested on the cluster in a box.
+    # Commands that query SLURM or need a run are tested on the cluster in a box.
     others = r"submit_with|explain|checkpoint|.* --(stop|stacks) "
     starts = rf"(\w+=\S+ )*scripts/(?!{others})|(?!.*~/).*\btrain\.py\b"
     return sorted({line for line in commands() if re.match(starts, line)})
@@ -299,7 +299,7 @@ def planned() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("line", planned())
 def test_every_command_of_the_guides_plans(line: str, tmp_path: Path) -> None:
-    """The guides' commands are accepted: a launch to its last step, train.py to `import torch`."""
+    """The guides' commands are accepted: launches with --dry-run, train.py with --check."""
     words = shlex.split(line)
     variables: dict[str, Any] = {}
     while "=" in words[0]:

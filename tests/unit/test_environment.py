@@ -212,7 +212,7 @@ def test_half_set_environment_names_what_is_missing(variables: Variables, missin
         (STEP | {TASKS: "2(x"}, f"{TASKS}=2(x cannot be read"),
         (STEP | {TASKS: "5"}, f"SLURM_STEP_NUM_NODES=2 is not a number from 1 to 1 ({TASKS}=5)"),
         (STEP | {"WORLD_SIZE": "3"}, "WORLD_SIZE=3 but SLURM_STEP_NUM_TASKS=4"),
-        (STEP | OTHER_GROUPS, "lists no hosts of the job's groups; "),
+        (STEP | OTHER_GROUPS, "has hosts that are in none of the job's groups; "),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR is not set; use mpirun -x or "),
         (MVAPICH, "MASTER_ADDR is not set; use mpirun -x or mpiexec -genv (MASTER_ADDR: first"),
         (MVAPICH | MASTER, "MASTER_PORT is not set; use mpirun -x or mpiexec"),
@@ -303,10 +303,10 @@ def test_local_sizes_follow_the_groups_of_a_heterogeneous_job() -> None:
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("batch-step", "srun did not start this process, one of the 4 tasks of job 1"),
-        ("array-batch-step", "srun did not start this process, one of the 2 tasks of job 5_5"),
-        ("salloc-interactive-step", "srun did not start this process, one of the 4 tasks of job 3"),
-        ("salloc-command", "srun did not start this process, one of the 4 tasks of job 2"),
+        ("batch-step", "job 1 has 4 tasks, but srun did not start this process"),
+        ("array-batch-step", "job 5_5 has 2 tasks, but srun did not start this process"),
+        ("salloc-interactive-step", "job 3 has 4 tasks, but srun did not start this process"),
+        ("salloc-command", "job 2 has 4 tasks, but srun did not start this process"),
         ("arbitrary-step", "srun --distribution=arbitrary can put rank 0 on any node"),
     ],
 )

@@ -18,7 +18,7 @@ LOGS = ROOT / "tests/logs"
 JUDGED = yaml.safe_load((LOGS / "judged/index.yaml").read_text())
 HEALTHY = yaml.safe_load((LOGS / "healthy/index.yaml").read_text())
 MADE_FROM = yaml.safe_load((LOGS / "made_from.yaml").read_text())  # in the order of the rules
-LEAST = 0.91  # of the logs from which no rule was made
+LEAST = 0.91  # the share that is recognised of the logs from which no rule was made
 
 
 def explain(file: Path) -> Sighting | None:
@@ -301,8 +301,8 @@ def test_a_run_that_starts_and_has_no_log_yet_is_described(
     [
         ([], "unknown command ''; choose from ls DIR, verify DIR, export DIR FILE, hash DIR"),
         (["verfy", "x"], "unknown command 'verfy'; did you mean verify? choose from ls DIR, "),
-        (["export", "x"], "export takes DIR FILE, but got x"),
-        (["ls"], "ls takes DIR, but got nothing"),
+        (["export", "x"], "export needs DIR FILE, but got x"),
+        (["ls"], "ls needs DIR, but got nothing"),
     ],
 )
 def test_wrong_words_for_checkpoint_sh_are_refused_in_one_line(

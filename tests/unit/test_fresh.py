@@ -59,5 +59,5 @@ def test_ranks_are_started_anew(
     words = ["--nproc-per-node", "2", "script.py", "x"]
     ended = execute(tmp_path, *AGENT, *words, FRESH=choice)
     assert ended.stdout == f"{threads} None True\n" * 2, ended.stderr
-    notice = "each rank imports torch itself, because script.py sets OMP_NUM_THREADS first"
+    notice = "each rank imports torch itself, because script.py sets OMP_NUM_THREADS earlier"
     assert (f"node agent: {notice}" in ended.stderr) == (not choice)

@@ -33,7 +33,7 @@ class Master:
         self.port = int(self.listener.getsockname()[1])
         self.said: list[str] = []
         self.acceptor = Acceptor(self.listener, access, self.said.append)
-        self.lines: list[bytes] = []  # of those let in
+        self.lines: list[bytes] = []  # the first lines of those let in
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -192,7 +192,7 @@ def test_only_the_masters_address_listens() -> None:
 
 
 def test_of_two_nodes_on_one_machine_one_alone_is_first() -> None:
-    """The first one stays first when it becomes the agent; once it is gone, the next can be."""
+    """The first one stays first when it becomes the agent; once it exits, the next can be first."""
     command = [sys.executable, "-c", FIRST, str(free_port())]
 
     def start() -> tuple[subprocess.Popen[str], str]:

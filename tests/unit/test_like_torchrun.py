@@ -65,7 +65,7 @@ open(os.environ["OUT"] + os.environ["RANK"], "w").write(json.dumps(seen))
 def look(
     launcher: list[str], arguments: list[str], out: Path, folder: Path
 ) -> list[dict[str, object]]:
-    own = {"OUT": str(out), RECORDER_SIZE: "0"}  # our agent's recorder answers from a thread
+    own = {"OUT": str(out), RECORDER_SIZE: "0"}  # otherwise, our flight recorder adds a thread
     done = run_program([*launcher, "--nproc-per-node", "2", *arguments], folder, **own)
     assert done.returncode == 0, done.stderr
     return [json.loads(out.with_name(out.name + str(rank)).read_text()) for rank in range(2)]
@@ -160,7 +160,7 @@ def memory_group() -> Iterator[Path]:
         group.mkdir()
         (group / limit).write_text(str(1 << 30))
     except OSError as error:
-        pytest.skip(f"no control group for memory can be made here: {error}")
+        pytest.skip(f"this machine allows no control group for memory: {error}")
     yield group
     group.rmdir()
 

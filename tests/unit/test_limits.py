@@ -15,7 +15,7 @@ PROMISE_S = 2.0  # README: for all processes of a run to end once one is killed
 @pytest.mark.parametrize(
     ("shorter", "longer"),
     [
-        # Signs of life: some may be late; a loop that runs once for each is not stuck.
+        # Signs of life: some may be late; a loop that runs once per sign is not stuck.
         (3 * limits.BEAT_S, limits.SILENCE_S),
         (2 * limits.BEAT_S, limits.STILL_S),
         (limits.STILL_S + limits.BEAT_S, limits.SILENCE_S),
@@ -44,7 +44,7 @@ PROMISE_S = 2.0  # README: for all processes of a run to end once one is killed
             limits.STACKS_SHOW_S,
         ),
         (helper.SILENCE_S, helper.FIRST_SILENCE_S),
-        # A start: the side that offers a place waits longer than the side that connects.
+        # A start: the side that waits for connections waits longer than the side that connects.
         (limits.PDSH_CONNECT_S, limits.PDSH_FETCH_S),
         (limits.PDSH_READY_S, limits.PDSH_FETCH_S),
         (limits.CHECKIN_TELL_S, limits.CHECKIN_CONNECT_S),

@@ -15,7 +15,7 @@ USUAL = 1e9  # bytes/s
 
 
 def all_links(nodes: int, slow: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """Return links that differ by up to half; `slow` has multiples of the usual bandwidth."""
+    """Return links that differ by up to half; `slow` gives some as multiples of the usual."""
     draw = random.Random(nodes)
     return {
         (source, target): USUAL * slow.get((source, target), draw.uniform(0.75, 1.25))
@@ -128,7 +128,7 @@ def test_a_slow_rank_is_named(ranks: int) -> None:
     )
 
 
-# GFLOP/s of four ranks that other programs disturb; rank 2 is slowed by half, in SLOWED*.
+# GFLOP/s of four ranks that other programs disturb; in SLOWED*, rank 2 is also 1.5 times slower.
 DISTURBED = ([64.0, 77.0, 93.0, 91.0], [95.0, 60.0, 90.0, 94.0], [70.0, 93.0, 92.0, 63.0])
 SLOWED = ([64.1, 77.3, 61.6, 91.7], [92.0, 96.0, 63.0, 72.0], [70.0, 94.0, 60.0, 95.0])
 DISTURBED_FOR_LONG = (*([60.0, 95.0, 95.0, 95.0],) * 9, [94.0, 95.0, 95.0, 95.0])
@@ -167,7 +167,7 @@ def test_a_fault_names_hosts_and_what_to_leave_out() -> None:
     found = all_links(4, slowed(2, 4, 0.01))
     findings = Findings(MEMBERS, HOSTS, found, {3: 1.52}, judge.slow_nodes(found))
     (rank, _), (link, _) = findings.faults()
-    assert link.startswith("c has a slow link: 10.00 MB/s at best, other nodes ")
+    assert link.startswith("c has a slow link: 10.00 MB/s at best; other nodes have ")
     assert link.endswith(" [slow-link]")
     assert rank == "rank 3 (d) takes 1.52 times as long to compute as others [slow-rank]"
     assert findings.excluded() == ["c", "d"]

@@ -31,7 +31,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_child_that_ends_after_the_loop_is_not_heard() -> None:
-    """Its SIGCHLD would go to a closed socket: a traceback, or a byte in another file."""
+    """Its SIGCHLD would be written to a closed socket: a traceback, or a byte in another file."""
     ended = run(
         "import signal, time\n"
         "loop = Loop({}, most_children=1)\n"
@@ -143,9 +143,9 @@ def test_a_node_is_ill_that_does_not_answer_has_a_fault_or_was_lost_twice(tmp_pa
 @pytest.mark.parametrize(
     ("ill", "over_ssh", "in_slurm", "told"),
     [
-        ({1}, "n0 n3 n2 n4", "n0,n2,n3,n4", "n3 takes n1's place"),
-        ({0, 2}, "n3 n1 n4", "n1,n3,n4", "n3 takes n0's place; n4 takes n2's place"),
-        ({1, 3}, "n0 n4 n2", "n0,n2,n4", "n3 cannot be a spare; n4 takes n1's place"),
+        ({1}, "n0 n3 n2 n4", "n0,n2,n3,n4", "n3 replaces n1"),
+        ({0, 2}, "n3 n1 n4", "n1,n3,n4", "n3 replaces n0; n4 replaces n2"),
+        ({1, 3}, "n0 n4 n2", "n0,n2,n4", "n3 cannot be a spare; n4 replaces n1"),
         ({4}, "n0 n1 n2 n3", "n0,n1,n2,n3", "n4 cannot be a spare"),
         ({0, 1, 2}, "", "", ""),
     ],

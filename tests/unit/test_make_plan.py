@@ -43,7 +43,7 @@ SPARE = {"SPARES": "1", "MAX_RESTARTS": "1"}
 PTY = captured("srun-pty-step", SLURM_STEP_NUM_TASKS="1", SLURM_STEP_NUM_NODES="1")
 FIRST = captured("one-per-node-step", SLURM_NODEID="0", SLURM_STEP_ID="3")
 MODULE, COMMAND = ({**LIKE, f"as_{kind}": True} for kind in ("module", "command"))
-COPIES = [  # and the variable with their number
+COPIES = [  # one copy's variables, and the variable with the number of copies
     ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE"),
     ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE"),
     ({"MVP_COMM_WORLD_RANK": "1", "MVP_COMM_WORLD_SIZE": "2"}, "MVP_COMM_WORLD_SIZE"),
@@ -90,7 +90,7 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
         ("variables", {"log_level": "ERROR"}, {"LOG_LEVEL": "INFO"}, {"LOG_LEVEL": "ERROR"}),
         ("variables", {}, {"SHOW_RANKS": "all", "FRESH": "1"}, {"SHOW_RANKS": "all", "FRESH": "1"}),
         ("variables", {}, {"NUMA_BINDING": "node"}, {"NUMA_BINDING": "node"}),
-        (  # in any case; a user's own script gets them unchanged
+        (  # upper or lower case; a user's own script gets them unchanged
             *("variables", {}, {"LOG_LEVEL": "info", "BACKEND": "GLOO"}),
             {"LOG_LEVEL": "INFO", "BACKEND": "gloo"},
         ),
@@ -112,7 +112,7 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
         ("run_id", {"run_id": "typed"}, {}, "typed"),
         ("run_id", {"run_id": "typed"}, {"RUN_ID": "typed.1"}, "typed.1"),  # a resume line
         ("run_id", {"run_id": "../a:b c"}, {}, "_._a_b_c"),
-        ("run_id", {"run_id": "typed", **BY_HAND}, {}, ""),  # node rank 0's
+        ("run_id", {"run_id": "typed", **BY_HAND}, {}, ""),  # node rank 0 names the run
         ("port", {"port": "0"}, {}, None),
         ("log_dir", {"log_dir": "typed"}, {"LOG_DIR": "mine"}, Path("typed")),
         ("max_restarts", {"max_restarts": "3"}, {"MAX_RESTARTS": "2"}, 3),
@@ -122,7 +122,7 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
         ("min_nodes", SSH, {"MAX_RESTARTS": "1", "SPARES": "0"}, 0),
         ("master_addr", SSH, SPARE, "n1"),
         ("master_addr", SRUN, captured("batch-step", MASTER_ADDR="n1i"), "n1i"),
-        # On a single node, it is left over from another run.
+        # On a single node, MASTER_ADDR is left over from another run.
         ("master_addr", SRUN, captured("requeued-batch-step", MASTER_ADDR="x"), "node1"),
         ("num_nodes", SRUN, {**captured("batch-step"), **SPARE}, 1),
         ("num_nodes", LIKE, captured("one-per-node-step"), 2),
@@ -205,7 +205,7 @@ def test_world_of_a_slurm_job(
         ({"fanout": "ssh", "node": ("n[1-2]", "n2:4")}, {}, "n2 is named twice"),
         (SRUN, {}, "this is not a SLURM job; use sbatch x.sh, or salloc first"),
         ({"has_health_check": True}, captured("batch-step"), "2 nodes, but srun did not start"),
-        *(({}, environ, f"mpiexec started this 2 times ({size})") for environ, size in COPIES),
+        *(({}, environ, f"started the launcher 2 times ({size})") for environ, size in COPIES),
         (SSH, COPIES[0][0], "start it once, without mpiexec; for separate runs, unset OMPI_COMM"),
     ],
 )
@@ -309,7 +309,7 @@ def test_the_nodes_of_a_step_meet_at_one_port_before_they_know_the_run() -> None
     [
         (b"\xef\xbb\xbfn1\r\nn2\r\n", ["n1", "n2"]),  # written on Windows
         (b"n1\nn1\nn2\nn1\n", ["n1:3", "n2:1"]),  # written by LSF and OAR
-        (b"n1:2\nn1:2\n", ["n1:2", "n1:2"]),  # rejected because it is named twice
+        (b"n1:2\nn1:2\n", ["n1:2", "n1:2"]),  # rejected later, because node n1 is named twice
     ],
 )
 def test_files_of_hosts_of_other_programs(text: bytes, words: list[str], tmp_path: Path) -> None:

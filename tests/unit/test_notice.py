@@ -46,7 +46,7 @@ class Group:
             for rank, process in enumerate(self.all.values())
             if process.poll() is None
         ]
-        Notice(ranks_of(living), facts, pytest.fail).look()  # it prints nothing
+        Notice(ranks_of(living), facts, pytest.fail).look()  # it must print nothing
         return {name for rank, name in enumerate(self.all) if rank in facts.noticed}
 
     def go_on(self, name: str) -> None:

@@ -88,7 +88,7 @@ def test_the_first_failure(failures: list[Failure], rank: int | None) -> None:
         (True, 1, [], True, False),
         (True, 1, [15], False, True),
         (False, 1, [15], False, False),  # its own error
-        (False, 143, [2], False, True),  # a scheduler may send several
+        (False, 143, [2], False, True),  # a scheduler may send several signals
         (False, 137, [15], False, False),
         (False, 137, [], False, False),
     ],
@@ -220,7 +220,7 @@ def test_what_a_node_tells_at_its_end() -> None:
 
 
 def outcome(code: int, failure: Failure | None = None, **more: Any) -> Outcome:
-    """Return the outcome sent by node rank 0, which knows about a save of step 40."""
+    """Return the outcome that node rank 0 sends after a save of step 40."""
     return Outcome(code, failure and replace(failure, saved_step=40), **more)
 
 
@@ -341,7 +341,7 @@ SILENT = replace(STOPPED, lost="no sign of life", is_silent=True)
         ([node(3), GONE], 3, ""),
         ([GONE, node(2)], 2, ""),
         ([node(7), node(7)], 7, "agent-killed"),
-        ([STOPPED, node(137), STOPPED], 137, "agent-killed"),  # so the others were stopped
+        ([STOPPED, node(137), STOPPED], 137, "agent-killed"),  # hence the others were stopped
         ([node(137), STOPPED], 137, "agent-killed"),
         ([STOPPED, node(127)], 127, "env-missing"),
         ([STOPPED, node(1, told(1, "env-missing"))], 1, "env-missing"),

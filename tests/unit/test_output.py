@@ -43,7 +43,7 @@ class Screen:
         self.stream = Stream(0, theirs, self.log, view, is_tty, _logged=time.monotonic())
 
     def write(self, data: bytes) -> None:
-        """The rank writes data, and the agent reads it."""
+        """Have the rank write data, and the agent read it."""
         os.write(self.rank, data)
         self.stream.pump()
         self.stream.tick(time.monotonic())
@@ -132,7 +132,7 @@ def test_a_line_is_not_logged_before_its_end_unless_it_redraws(
 
 
 def test_a_line_without_end_is_cut(screen: Screen) -> None:
-    screen.stream.view = None  # nothing reads here
+    screen.stream.view = None  # no terminal shows this stream
     for _ in range(40):
         screen.write(b"x" * 65536)
         assert len(screen.stream._partial) <= output._LONGEST_LINE
@@ -390,7 +390,7 @@ TRACEBACK = b"Traceback (most recent call last):\n  File x, line 1\nValueError: 
     [
         (b"loss 0.5\n", b""),
         (b"loss 0.5\n", b"[rank0]: "),
-        (b"\r 50%|     | 5/10 [00:01<00:01, 5.0it/s]", b""),  # a bar without the end of its line
+        (b"\r 50%|     | 5/10 [00:01<00:01, 5.0it/s]", b""),  # a bar, without a newline
         (b"[rank0]: x\n", b"[rank0]:   + Exception Group "),
         (b"", "╭──────── ".encode()),
         (b"ERROR:", b" "),
@@ -416,7 +416,7 @@ class OneRank(Screen):
     """One rank that writes to a pipe, and its log."""
 
     def show(self, data: bytes) -> bytes:
-        """The rank writes data; returns what the terminal shows of it."""
+        """Have the rank write data; returns what the terminal shows of it."""
         self.write(data)
         return self.shown()
 
@@ -468,7 +468,7 @@ def test_how_long_a_traceback_is_held_while_nothing_has_failed(tmp_path: Path) -
     now = time.monotonic()
     assert ranks.tick(now, is_ending=False)
     ranks.tick(now + 100, is_ending=True)
-    error_file.touch()  # it is about to exit
+    error_file.touch()  # the rank is about to exit
     ranks.tick(now + limits.RAISED_S - 0.1, is_ending=False)
     assert one.shown() == b""
     ranks.tick(now + limits.RAISED_S, is_ending=False)

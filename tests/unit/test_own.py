@@ -1,4 +1,4 @@
-"""Variables that belong to one node, where other nodes get their own, and what stays idle."""
+"""Variables specific to one node, how other nodes get their own, and what a run leaves idle."""
 
 import re
 from dataclasses import replace
@@ -76,7 +76,7 @@ def test_what_is_this_nodes_alone(
 
 
 def test_threads_that_a_real_pbs_has_set(tools: Path) -> None:
-    """A value in -v or -V is overwritten; `ompthreads` is the only way to choose with qsub."""
+    """A value in -v or -V is overwritten; only `ompthreads` chooses the number with qsub."""
     text = (CAPTURED / "omp-given-by-user.txt").read_text()
     defaults = []
     for select, threads, ncpus in re.findall(r"select=(\S+)\n\w+=(\d+) \w+=(\d+)", text):
@@ -135,7 +135,7 @@ def test_each_nodes_own_values_come_from_pbsdsh(tools: Path, tmp_path: Path) -> 
     found.ask(plan, told.append)
     assert len(told) == 1 and "are unknown (far); " in told[0]
     own.Own({"NCPUS"}, is_default=True).ask(plan, told.append)
-    assert len(told) == 1  # no one needs it
+    assert len(told) == 1  # a missing NCPUS is not reported
     assert found.values == {
         "n1": {"CUDA_VISIBLE_DEVICES": "GPU-of-1", "NCPUS": "3"},
         "me@n0": {"CUDA_VISIBLE_DEVICES": "GPU-here", "NCPUS": "2"},
@@ -157,7 +157,7 @@ def test_without_an_answer_a_value_stays_where_it_is(
     found.ask(job_of(tmp_path), told.append)
     assert found.values == {"me@n0": {"CUDA_VISIBLE_DEVICES": "GPU-here"}}
     assert told[0].startswith("warning: CUDA_VISIBLE_DEVICES: the scheduler's values for this node")
-    assert "(n1, n2, far); to send this node's, set FORWARD_ENV='CUDA_VISIBLE_DEVICES'" in told[0]
+    assert "n2, far); to send this node's values, set FORWARD_ENV='CUDA_VISIBLE_DEVICES'" in told[0]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def own(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> OwnTime:
 
 @pytest.mark.parametrize(
     ("turns", "silence_s", "passed_s"),
-    [  # seconds between readings -> seconds of silence since the first, and for deadlines
+    [  # seconds between readings -> seconds of silence, and seconds that count for deadlines
         ([2, 2, 2, 2, 2, 2], 12, 12),
         ([2, 2, limits.STILL_S], 9, 9),  # a slow iteration
         ([2, 25], 0, 2 + limits.STILL_S),  # suspended: the others were not silent

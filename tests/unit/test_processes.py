@@ -28,7 +28,7 @@ signal.pause()
 
 @pytest.fixture
 def foreign() -> Iterator[subprocess.Popen[str]]:
-    """Another user's process, with a name that is not text."""
+    """A process that belongs to no run, with a name that is not text."""
     with begun(NAMED) as process:
         yield process
 
@@ -135,8 +135,8 @@ def test_ctrl_c_while_our_own_modules_are_imported_shows_no_traceback(
     program: str, words: list[str], tmp_path: Path
 ) -> None:
     kill = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
-    (tmp_path / "tempfile.py").write_text(kill)  # replaces Python's
-    command = ["env", sys.executable, ROOT / "scripts/lib" / program, *words]  # not a fork
+    (tmp_path / "tempfile.py").write_text(kill)  # replaces Python's own module
+    command = ["env", sys.executable, ROOT / "scripts/lib" / program, *words]  # is not forked
     done = execute(tmp_path, *command, code=-signal.SIGINT, PYTHONPATH=str(tmp_path))
     assert done.stderr == ""
 

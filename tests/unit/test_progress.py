@@ -369,9 +369,9 @@ def test_wandb_asks_nothing_in_the_middle_of_a_run(
 # --- what each rank measures, and a rank that is slower than the others ---------------------------
 
 
-# SLOW_RANK computes for 1.3 times as long as the other rank. This is timed, because their CPUs may
-# differ in speed. If none is slow, both do the same work. With CLOCK, the task uses its own clock,
-# which other programs on this machine do not affect.
+# SLOW_RANK computes for 1.3 times as long as the other rank. Each computes for a fixed time, as the
+# CPUs may differ in speed. If no rank is slow, both do the same work. With CLOCK, the task has its
+# own clock, which other programs on this machine do not affect; its factor is 1.35.
 TASK = """
 import os, time, torch
 from torch import nn
@@ -448,10 +448,10 @@ OTHERS_HICCUP = [(0.154, 0.198), (0.155, 0.195), (0.153, 0.194), (0.211, 0.209),
 @pytest.mark.parametrize(
     ("readings", "ratio", "told"),
     [  # each list has readings of 10 steps
-        ([(1.0, 1.01, 0.99, 1.5)] * 6, 1.5, "rank 3 on node4 computes 1.50x as long as the median"),
+        ([(1.0, 1.01, 0.99, 1.5)] * 6, 1.5, "rank 3 on node4 takes 1.50x the compute time of"),
         ([(1.0, 1.01, 0.99, 1.5)] * 4, 1.5, ""),  # it must be slow for 50 steps
         ([(1.0, 2.0 if at == 6 else 1.0) for at in range(20)], 1.0, ""),  # a hiccup
-        (OTHERS_HICCUP, 1.26, "rank 1 on node2 computes 1.26x as long as the other rank"),
+        (OTHERS_HICCUP, 1.26, "rank 1 on node2 takes 1.26x the compute time of the other rank"),
         ([(0.01, 0.02, 0.01)] * 10, 2.0, ""),  # 1 ms per step: too short to matter
         # Of two ranks, at most one is named.
         ([(1.0, 1.5)] * 20 + [(1.5, 1.0)] * 20, 1.5, "rank 1 on node2 computes 1.50x as long as"),
@@ -483,7 +483,7 @@ def test_mfu_is_told_where_the_gpu_is_known(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 * 10**9)
         meter = Meter()
         pace = Pace(meter, Stopwatch(nn.Linear(1, 1)))
-        monkeypatch.setattr(meter, "read", lambda: (1e6, 0.01))  # tokens per second
+        monkeypatch.setattr(meter, "read", lambda: (1e6, 0.01))  # tokens/s, the share of loading
         return pace.read(10, "tokens", 8.6e8)
 
     assert read("NVIDIA H100 80GB HBM3")["mfu"] == pytest.approx(8.6e14 / 989e12)

@@ -46,7 +46,7 @@ def test_the_rank_that_hangs_is_named_with_its_step(
     block = err[err.index("FAILED") :]
     assert block.startswith("FAILED   rank 1 (local rank 1, ") and "[rank-stuck]" in block
     assert told in block
-    assert "no sign of life for " in block and f"; the limit, HANG_SECONDS, is {limit} s" in block
+    assert "no progress reported" in block and f"; the limit, HANG_SECONDS, is {limit} s" in block
     assert "in read_batch" in block.splitlines()[2]
     assert run.process.returncode == 137
 
@@ -108,7 +108,7 @@ def straggler_of(*nodes: list[RankState] | None) -> RankState | None:
         ([[rank(0, 5, 61), rank(1, 4, 61)]], (1, True)),
         ([[rank(0, 5, 61), rank(1, 4, 1)]], (1, False)),  # the rank they wait for is alive
         ([[rank(0, 4, 61, marks=2), rank(1, 4, 61, marks=1)]], (1, True)),
-        ([[rank(0, 4, 61), rank(1, 4, 70)]], (1, True)),  # the most silent of the equals
+        ([[rank(0, 4, 61), rank(1, 4, 70)]], (1, True)),  # of the equals, the longest silent
         ([[rank(0, 4, 70), rank(1, 4, 61, is_stopped=True)]], (1, True)),  # it cannot continue
         ([[rank(0, 4, 61), rank(1, 4, 1)]], (0, False)),  # one of the equals still moves
         ([[rank(0, -1), rank(1, 9, 61)]], (0, False)),  # a rank that never beats is not watched
@@ -193,7 +193,7 @@ CALL = "all_reduce of [8] Float"
     ("told", "line"),
     [
         ([DONE, DONE], ""),
-        ([IN_3, IN_3], ""),  # it began just now
+        ([IN_3, IN_3], ""),  # the collective began just now
         ([IN_3, DONE, IN_3], f"ranks 0, 2 in #3 {CALL}; rank 1 last called #2 {CALL}"),
         ([[call(1, False)], []], f"rank 0 in #1 {CALL}; rank 1 called none"),
         (
@@ -326,7 +326,7 @@ def test_the_limit_is_the_scripts_own_else_the_variable(beats: Heartbeats) -> No
 def test_steps_are_counted_until_the_script_tells_its_own(
     beats: Heartbeats, tmp_path: Path
 ) -> None:
-    """A rank that only saves reports no steps; unless they are counted, it stays behind."""
+    """A rank that only saves reports no steps; unless they are counted, it seems to be behind."""
     place = heartbeat.find_record(beats.name(1))
     assert place is not None
     count = StepCounter(Heart(*place, tmp_path / "x.stack", is_counted=True))

@@ -129,7 +129,7 @@ def test_a_stuck_rank_is_named_with_its_stack(job: Job, fault: str) -> None:
     block = output[output.index("FAILED") :]
     assert re.match(r"FAILED   rank 1 \(.*, at step 4 +\[rank-stuck\]\n", block)
     state = ", and its process is stopped (SIGSTOP)" if fault == "SIGSTOP" else ""
-    cause = rf"^cause    no sign of life for \d+ s{re.escape(state)}; the limit, .*, is 8 s$"
+    cause = rf"^cause    no progress reported for \d+ s{re.escape(state)}; the limit, .*, is 8 s$"
     assert re.search(cause, block, re.M)
     assert re.search(r"^         noisy.py:\d+ in loss$", block, re.M)
     assert re.search(r"^stacks   rank 0: .*train.py:\d+ in train", block, re.M)

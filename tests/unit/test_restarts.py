@@ -107,7 +107,7 @@ def test_a_restart_that_gained_nothing_is_the_last(
         (57, 50, False, "; from step 50, 7 steps lost"),
         (57, -1, False, "; from the beginning, 57 steps lost"),
         (57, 57, False, "; from step 57, 0 steps lost"),
-        (57, -1, True, ""),  # it may save by itself
+        (57, -1, True, ""),  # the script may save by itself
         (-1, -1, False, ""),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_newer_snapshot_is_a_gain(tmp_path: Path) -> None:
 
 
 def test_what_a_restart_from_memory_reaches_counts(tmp_path: Path) -> None:
-    """The checkpoint is not newer, and the ranks do not report the previous one."""
+    """After the restart, the ranks neither save a checkpoint nor report the earlier one."""
     beating = Beating(tmp_path)
     assert beating.reach(160, saved=100).reached() == (100, 160)
     beating.start()
@@ -150,9 +150,9 @@ def test_a_restart_says_who_took_over_and_what_node_rank_0_knows(tmp_path: Path)
     beats = Beating(tmp_path).reach(57, saved=50)
     gone = replace(FAILURE, fault="agent-killed", cause="its node agent is gone", rank=-1, step=-1)
     restarts = Restarts(3, beats)
-    told = restarts.note(gone, -1, 2, lost=["node2"], replaced=["node5 takes node2's place"])
+    told = restarts.note(gone, -1, 2, lost=["node2"], replaced=["node5 replaces node2"])
     text = "restart 2 of 3 after node agent 1 (node2): its node agent is gone"
-    assert told == f"{text}; node5 takes node2's place; from step 50, 7 steps lost"
+    assert told == f"{text}; node5 replaces node2; from step 50, 7 steps lost"
     assert restarts.all[0].lost == ("node2",)
     other = Restarts(3, Heartbeats(1)).note(gone, -1, 1, lost=["node2"])  # on a new node rank 0
     assert other == text.replace("2 of 3", "1 of 3")

@@ -208,7 +208,7 @@ def test_a_run_that_does_not_end_is_left_with_the_command_that_ends_it(
     assert f"has not ended yet; kill -KILL {process.pid} ends it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("begin", [refuse_live, note_start])  # two launches can both pass the first
+@pytest.mark.parametrize("begin", [refuse_live, note_start])  # two launches may pass refuse_live
 def test_a_live_run_is_not_started_again(
     process: subprocess.Popen[str], tmp_path: Path, begin: Callable[[Path, Environ], None]
 ) -> None:

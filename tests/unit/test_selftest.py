@@ -79,15 +79,15 @@ def _bytes_per_second(text: str) -> float:
 def test_a_rank_that_gives_up_tells_those_who_wait() -> None:
     store = HashStore()
     first, second = (Barrier(store, "two", 2) for _ in range(2))
-    raised = second.give_up("nothing came from a to b [slow-link]")
+    raised = second.give_up("no data from a to b [slow-link]")
     assert isinstance(raised, StuckError)
-    with pytest.raises(StuckError, match="nothing came from a to b"):
+    with pytest.raises(StuckError, match="no data from a to b"):
         first.wait_for_all("a round")
 
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
     barrier = Barrier(HashStore(), "two", 2)
-    with pytest.raises(StuckError, match=r"1 ranks have not finished a round \[rank-stuck\]"):
+    with pytest.raises(StuckError, match=r"1 rank did not finish a round \[rank-stuck\]"):
         barrier.wait_for_all("a round", limit_s=0.05)
 
 

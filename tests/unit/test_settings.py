@@ -243,7 +243,7 @@ def test_a_missing_file_names_those_beside_it(config: Path) -> None:
 def test_the_upper_layer_chooses_between_the_two_batch_sizes(config: Path) -> None:
     train = load(config, ["train.global_batch_size=12", "train.grad_accumulation=2"]).train
     assert train.batch_size is None
-    # If the batch is not divisible, the nearest one that is.
+    # If the batch is not divisible, the nearest divisible batch is used.
     assert [train.batch_size_on(ranks) for ranks in (2, 4, 5, 64)] == [3, 2, 1, 1]
     assert "has both" in error_of(config, "train.global_batch_size=12", "train.batch_size=2")
 

@@ -1,4 +1,4 @@
-"""Scripts modelled on public ones: the comparison with torchrun, and a sample of them."""
+"""How scripts modelled on public ones are compared with torchrun; a sample of them is compared."""
 
 import sys
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def cases() -> Iterator[object]:
         script = shape.words[0]
         if script == "ordinary.py":
             yield pytest.param(shape, id=script, marks=pytest.mark.another_torch("shapes"))
-        elif script in TORCHS and not shape.restarts:  # in which torchrun itself often fails
+        elif script in TORCHS and not shape.restarts:  # torchrun often fails to restart
             row = pytest.mark.another_torch("launch" if script == "ddp.py" else "shapes")
             marks = [pytest.mark.long, pytest.mark.in_shapes, row]
             yield pytest.param(shape, id=shape.name, marks=marks)
@@ -59,5 +59,5 @@ def test_a_shape_is_as_under_torchrun(shape: Shape) -> None:
     launchers = Launchers(Path(sys.executable), has_cluster=False, port=free_port())
     (cell, *_) = shapes.look(shape, launchers)
     if f"torchrun failed in {shapes.TRIES} of {shapes.TRIES} runs" in cell:
-        pytest.skip("this torch cannot do it")
+        pytest.skip("torchrun itself fails with this torch")
     assert not cell.startswith("differs"), cell

@@ -41,7 +41,7 @@ SHAPES = (16, 7, 1)  # of the model's layers; the ranks cannot share 7 or 1 even
 
 
 def _average(rank: int, folder: Path, shard: int) -> None:
-    """The gradient is the mean over the ranks, as under DDP."""
+    """Check that the gradient is the mean over the ranks, as under DDP."""
     model = helper.setup_distributed_models(
         nn.Linear(4, 4, bias=False), strategy="fsdp", sharding=helper.Sharding(shard=shard)
     )

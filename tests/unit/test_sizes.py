@@ -65,7 +65,7 @@ def parts_of_python(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def parts_of_bash(text: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the same for bash, as shfmt formats it: a function ends at a `}` in its own column."""
+    """Yield the same for bash, as shfmt formats it: a function ends at a `}` of its own indent."""
     for match in re.finditer(r"^( *)([\w-]+)\(\) [{(](?: #.*)?\n(?:.*\n)*?\1[})]", text, re.M):
         yield match[2], match[0].count("\n") + 1, FUNCTION
 

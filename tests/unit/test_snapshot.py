@@ -178,7 +178,7 @@ def on_nodes(ranks: int, function: Callable[..., None], folder: Path, *more: Any
     return node
 
 
-Lost = tuple[list[int], list[int], list[int]]  # ranks that lack the third, their own, a copy
+Lost = tuple[list[int], list[int], list[int]]  # ranks without the third, their own part, a copy
 
 
 def _lose_parts(
@@ -281,7 +281,7 @@ def test_the_end_of_a_program_waits_for_no_exchange(tmp_path: Path) -> None:
     node = on_nodes(2, _end_early, tmp_path)
     assert node.step() == 1
     size = max(buffer.header().size for buffer in node._own)
-    assert size > 60 * BEGIN  # it would take over a minute
+    assert size > 60 * BEGIN  # the exchange would take over a minute
     assert node.parts()[1] == {}
 
 

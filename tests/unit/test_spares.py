@@ -98,7 +98,7 @@ def test_a_spare_takes_the_place_of_a_node_whose_agent_is_gone(
     host = socket.gethostname()
     new_first = told[1 if lost == 0 else 0]
     line = f"restart 1 of 2 after node agent {lost} ({host}): its node agent is gone; "
-    assert f"{line}{host} takes {host}'s place" in new_first
+    assert f"{line}{host} replaces {host}" in new_first
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_without_a_spare_fewer_nodes_go_on(tmp_path: Path, start: Start, lost: i
     others = [run for place, run in enumerate(runs) if place != lost]
     told = finish(others, 0)
     assert seen(tmp_path, 1) == FOUR
-    assert "; 2 nodes without " in told[0]
+    assert "; continuing on 2 nodes, without " in told[0]
 
 
 # --- assignments --------------------------------------------------------------------------------
@@ -130,21 +130,21 @@ def team_of(server: socket.socket, nprocs: list[int], spares: list[int], min_nod
     return Team("r", members[: len(nprocs)], others, there, min_nodes)
 
 
-ALONE = "stopping: this node reaches only 0 of 3 others"
+ALONE = "stopping: this node reaches only 0 of 3 other agents"
 
 
 @pytest.mark.parametrize(
     ("nprocs", "spares", "min_nodes", "lost", "why", "told", "hosts", "world_size"),
     [
-        ([2, 2, 2], [2], 3, [1], "", ["n3 takes n1's place"], ["n0", "n3", "n2"], 6),
+        ([2, 2, 2], [2], 3, [1], "", ["n3 replaces n1"], ["n0", "n3", "n2"], 6),
         ([2, 2, 2], [2], 3, [1, 2], "not restarting: no spare is left for n1, n2", [], [], 0),
         ([2, 2, 2, 2], [2, 2], 4, [1, 3], "",
-         ["n4 takes n1's place", "n5 takes n3's place"], ["n0", "n4", "n2", "n5"], 8),
-        ([2, 4, 2], [2, 4], 3, [1], "", ["n4 takes n1's place"], ["n0", "n4", "n2"], 8),
+         ["n4 replaces n1", "n5 replaces n3"], ["n0", "n4", "n2", "n5"], 8),
+        ([2, 4, 2], [2, 4], 3, [1], "", ["n4 replaces n1"], ["n0", "n4", "n2"], 8),
         ([2, 4, 2], [2], 3, [1], "not restarting: no spare is left for n1", [], [], 0),
-        ([2, 4, 2], [2], 2, [1], "", ["2 nodes without n1"], ["n0", "n2"], 4),
+        ([2, 4, 2], [2], 2, [1], "", ["continuing on 2 nodes, without n1"], ["n0", "n2"], 4),
         ([2, 2, 2, 2], [], 2, [1, 2, 3], ALONE, [], [], 0),
-        ([2, 2], [], 1, [1], "", ["1 node without n1"], ["n0"], 2),
+        ([2, 2], [], 1, [1], "", ["continuing on 1 node, without n1"], ["n0"], 2),
         ([2, 2], [], 0, [1], "not restarting: a node's agent is gone", [], [], 0),
     ],
 )  # fmt: skip

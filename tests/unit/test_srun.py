@@ -103,7 +103,7 @@ def test_one_task_for_each_rank(plan: Plan) -> None:
     assert command[-6:] == ["OMP_NUM_THREADS=1", path, "/python", "-u", "own.py", "a b"]
     with pytest.raises(PlanError, match=r"needs 4 tasks per node.* has 2\(x2\); .*-world\]$"):
         srun.step_command(replace(plan, environ=environ), nproc=4, port=1234)
-    del environ["SLURM_NTASKS"]  # then the CPUs come from the other variable
+    del environ["SLURM_NTASKS"]  # then SLURM_TASKS_PER_NODE counts CPUs, not tasks
     with pytest.raises(PlanError, match=r"needs 2 tasks per node.* has 1; .*-world\]$"):
         srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
 
@@ -225,7 +225,7 @@ def test_an_srun_that_waits_for_a_lost_node_is_ended(
     assert result.returncode == 137
     assert result.stdout == "step 1\n"
     assert result.stderr.startswith("FAILED   node agent 1 (node2) ")
-    assert limits.SRUN_END_S <= took_s < limits.SRUN_END_S + 30  # srun takes 60
+    assert limits.SRUN_END_S <= took_s < limits.SRUN_END_S + 30  # srun would take 60 s
 
 
 @pytest.mark.slow

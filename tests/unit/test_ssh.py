@@ -169,7 +169,7 @@ def test_an_agent_starts_when_pdsh_comes(nodes: Nodes) -> None:
     nodes.agent("print('busy', rank)\nsys.exit(7 if rank == '1' else 0)")
     code, out, err = nodes.launch("-", "1", "n0", "n1", script=PDSH)
     assert code == 7 and sorted(out.splitlines()) == ["[0] busy 0", "[1] busy 1"]
-    assert "FAILED   node agent 1 (n1) " in err and "code     7" in err  # not pdsh's own last words
+    assert "FAILED   node agent 1 (n1) " in err and "code     7" in err  # not pdsh's own last line
 
 
 @needs_pdsh
@@ -305,7 +305,7 @@ def test_in_a_pbs_job_each_node_gets_its_own_gpus_and_no_threads(nodes: Nodes) -
     words = {"script": "../pbs/pbs_train.sh", "CUDA_VISIBLE_DEVICES": "GPU-0", "NCCL_DEBUG": "WARN"}
     code, _, err = nodes.launch("-", **job, **words)
     assert code == 0 and "variables  sent to the nodes: NCCL_DEBUG" in err, err
-    for rank, threads in (("0", None), ("1", "8")):  # two ranks, and one with all of its CPUs
+    for rank, threads in (("0", None), ("1", "8")):  # n0 has two ranks, n1 one for all CPUs
         environ = json.loads((nodes.nodes / rank).read_text())[1]
         assert environ["CUDA_VISIBLE_DEVICES"] == f"GPU-{rank}"
         assert environ.get("OMP_NUM_THREADS") == threads
@@ -384,7 +384,7 @@ def test_a_launcher_that_stood_still_says_so(nodes: Nodes) -> None:
     assert b"[launcher-killed]\n" in err
 
 
-# Like an agent that hears nothing from another, it saves and exits; that of n1 continues.
+# Saves and exits, like an agent that gets no messages from another; on n1, a minute later.
 SAVES = f"""
 import select
 open(os.environ['FAKE_NODES'] + '/agent.' + rank, 'w').write(str(os.getppid()))
@@ -424,7 +424,7 @@ def test_a_silent_node_is_a_lost_link_and_the_others_may_save(
 
 @pytest.mark.long
 def test_what_is_left_on_a_node_that_was_silent_at_the_end_is_ended(nodes: Nodes) -> None:
-    """Another node's agent gave up on it before the launcher did."""
+    """Another node's agent gives up on the silent node before the launcher does."""
     nodes.agent(f"if rank == '0': time.sleep({0.7 * limits.SILENCE_S}); sys.exit(137)\n{HELD}")
     launcher = nodes.start("-", "1", "n0", "n1")
     part = nodes.process("agent.1")
@@ -435,7 +435,7 @@ def test_what_is_left_on_a_node_that_was_silent_at_the_end_is_ended(nodes: Nodes
     assert not is_alive(part)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user, too")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_is_not_handed_the_start(tmp_path: Path) -> None:
     name = f"{os.getpid()}.test"
     script = (

@@ -37,7 +37,7 @@ def test_a_part_that_hangs_is_ended_and_counted(tmp_path: Path) -> None:
     (tmp_path / "tests/scripts/one.bats").write_text("@test one {\n  sleep 600\n}\n")
     done = run_program([tmp_path / "tests/run.sh", "fast"], PYTHON=str(tmp_path / "bin/python"))
     *_, why, count = done.stdout.splitlines()
-    assert why == "failed  fast-scripts: not done after 3s"
+    assert why == "failed  fast-scripts: did not finish within 3s"
     assert count.endswith(" passed, 1 failed, 0 skipped")
     eventually(lambda: not any(is_in(one, tmp_path) for one in Path("/proc").glob("[0-9]*/cwd")))
 

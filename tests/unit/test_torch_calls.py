@@ -288,7 +288,7 @@ def test_autocast_computes_in_the_type_that_is_named() -> None:
 
 
 def _skip(strategy: str) -> tuple[int, float, list[float]]:
-    """Rank 1's loss is infinite in the second of three steps, and affects the shard of one row."""
+    """Rank 1's loss is infinite in the second of three steps; this affects the shard of one row."""
     torch.manual_seed(0)
     model = helper.setup_distributed_models(nn.Linear(2, 2, bias=False), strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -146,7 +146,7 @@ def test_ranks_join_share_data_and_agree() -> None:
     first, other = found
     assert first == other  # the weights of both are rank 0's
     assert first["kinds"] == ["Linear", "DistributedDataParallel", "NoneType"]
-    assert first["gradients"] == (5.0, 5.5)  # 5 is kept; then the mean of 5 and 6
+    assert first["gradients"] == (5.0, 5.5)  # first its own 5, then the mean of 5 and 6
     assert (first["uneven"], first["empty"]) == ({"z": 2 / 3, "a": 1.5}, {"z": 4.0})
 
 
@@ -158,12 +158,12 @@ def _held_after_calls() -> int:
         tensor = torch.ones(1)
         with collectives.freed(tensor):
             torch.distributed.all_reduce(tensor)
-        held += sys.getrefcount(tensor) - 2  # the variable is one, the argument another
+        held += sys.getrefcount(tensor) - 2  # without those of the variable and the argument
     return held
 
 
 def test_no_thread_holds_a_tensor_after_the_call() -> None:
-    """It would take the GIL to release one; if the program exits just then, Python aborts."""
+    """A thread takes the GIL to release a tensor; if the program exits just then, Python aborts."""
     assert run_ranks(_held_after_calls, ranks=[0, 1], world_size=2) == [0, 0]
 
 
@@ -189,7 +189,7 @@ def test_missing_ranks_are_named_in_time() -> None:
     assert "within 2 s" in error and 2 < time.monotonic() - start < PATIENCE_S
     first, other = run_ranks(_join, 8.0, ranks=[0, 2], world_size=4)
     assert "2 of 4 ranks did not join" in first and ": rank 1, 3; " in first
-    assert other == first  # rank 0's store ends with rank 0, and not before
+    assert other == first  # rank 0 serves its store until all ranks know
 
 
 def test_missing_master_is_named_in_time_without_a_trace_of_torch() -> None:
@@ -345,7 +345,7 @@ def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKEND", "nccl")
     with pytest.raises(ValueError, match="needs a GPU"):
         helper.init_distributed(backend="auto")
-    helper.init_distributed(backend="gloo")  # the argument wins
+    helper.init_distributed(backend="gloo")  # the argument takes precedence
 
 
 # --- the end ---------------------------------------------------------------------------
@@ -440,7 +440,7 @@ def test_every_rank_that_joins_says_the_same_line(
     tmp_path: Path, launcher: str, fault: str
 ) -> None:
     if launcher == "mpirun" and shutil.which("mpirun") is None:
-        pytest.skip("there is no mpirun here")
+        pytest.skip("mpirun is not installed")
     train = [sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "config/local3.yaml")]
     train += ["train.max_steps=2", "model.layers=1", "distributed.join_timeout=10"]
     command = [*LAUNCHERS[launcher], "bash", "-c", WRONG, "bash", fault, *train]

@@ -435,7 +435,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def weights_of(launcher: str, folder: Path) -> str:
     """Train for a few steps, and return the hash of the final weights."""
-    run_id = f"same-{os.getpid()}"  # the port depends on it, and other workers may run one too
+    run_id = f"same-{os.getpid()}"  # it determines the port, and other workers run too
     environment = {**os.environ, "PYTHON": sys.executable, "RUN_ID": run_id, "BACKEND": "gloo"}
     environment |= {"LOG_DIR": f"{folder}/logs", "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
     settings = [*SHORT, f"checkpoint.dir={folder}/checkpoints"]

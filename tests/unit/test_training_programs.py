@@ -141,7 +141,7 @@ def test_without_a_checkpoint_it_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sample.main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"sample: {tmp_path} holds no checkpoint\n"
+    assert capsys.readouterr().err == f"sample: {tmp_path} holds no checkpoint; give another run\n"
 
 
 @pytest.mark.parametrize("option", ["--length=0", "--temperature=-1"])
@@ -199,7 +199,7 @@ def test_a_tokenizer_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyP
     facts = json.loads(Path("tokens/tokens.json").read_text())
     assert facts == {"dtype": "uint16", "vocabulary": 300, "tokenizer": "tokenizers:mine.json"}
     corpus = find_corpus("tokens")
-    tokenizer = Tokenizer(corpus.tokenizer, corpus.folder)  # the file was copied
+    tokenizer = Tokenizer(corpus.tokenizer, corpus.folder)  # the tokenizer's file was copied
     train, validation = all_tokens(Path("tokens"))
     assert tokenizer.end is not None
     assert train.count(tokenizer.end) + validation.count(tokenizer.end) == 40
@@ -271,7 +271,7 @@ def test_tokens_need_a_vocabulary_that_holds_them(tmp_path: Path) -> None:
 
 
 def test_tokens_of_an_unknown_vocabulary_are_looked_at(tmp_path: Path) -> None:
-    """nanoGPT's have no tokens.json; a token beyond the vocabulary would break the first step."""
+    """nanoGPT's files lack tokens.json; tokens beyond the vocabulary would break the first step."""
     write_tokens(tmp_path, 50_256)
     with pytest.raises(SettingsError, match=r"vocabulary is 256, but .* needs at least 50257"):
         task_of(tmp_path)

@@ -1,4 +1,4 @@
-"""The import rules: scripts -> launcher -> distributed <- training, train.py; only torch."""
+"""The import rules: scripts -> launcher -> distributed (only torch) <- training, train.py."""
 
 import ast
 import re

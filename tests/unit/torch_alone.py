@@ -29,7 +29,7 @@ def make(folder: Path) -> Path:
         package = distribution(name)
         tops = {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}
         for top in tops:
-            if not (site / top).is_symlink():  # several packages may share one, such as nvidia
+            if not (site / top).is_symlink():  # several packages may share a folder, such as nvidia
                 (site / top).symlink_to(str(package.locate_file(top)))
     return folder / "bin/python"
 

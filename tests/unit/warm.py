@@ -3,8 +3,8 @@
 The import takes 3 s of CPU time, which is most of the cost of a launch on one machine, and the same
 each time. A fork runs the same file with its own arguments, environment, folder and streams, as a
 child of the process that requested it, as if it had been executed; /proc shows its own environment.
-What needs another Python, Python's own variables or a terminal cannot be forked, so it is executed
-as usual. tests/scripts and tests/cluster execute everything.
+A program that needs another Python, Python's own variables or a terminal cannot be forked, so it is
+executed as usual. tests/scripts and tests/cluster execute everything.
 """
 
 import atexit
@@ -200,7 +200,7 @@ def show(environ: Mapping[str, str]) -> None:
 
 
 def reopened(stream: TextIO, mode: str) -> io.TextIOWrapper:
-    """Return a stream of the same kind for the file that is open there now."""
+    """Return a stream of the same kind for the file that is open at its descriptor now."""
     file = os.fdopen(stream.fileno(), mode, closefd=False)
     lines = stream is sys.stderr
     return io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=lines)

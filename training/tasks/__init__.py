@@ -60,9 +60,10 @@ class Task(Protocol):
         return len(batch if isinstance(batch, Tensor) else next(iter(batch)))
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[float | Tensor, float]]:
-        """Return (sum, weight) of each metric over a batch; its value is all sums / all weights.
+        """Return (sum, weight) of each metric over a batch.
 
-        For example `{"loss": ..., "accuracy": (right, len(labels))}`. "All" includes all ranks.
+        For example `{"loss": ..., "accuracy": (right, len(labels))}`. The metric's value is the
+        total of its sums divided by the total of its weights, over all batches and ranks.
         """
         terms = self.weight(batch)
         return {"loss": (self.loss(model, batch).item() * terms, terms)}
@@ -122,7 +123,7 @@ def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]
 
 
 def load_task(settings: Settings) -> Task:
-    """Create the task that the settings name. Raises SettingsError, for example without data."""
+    """Create the settings' task; raises SettingsError, for example if its data is missing."""
     ours = "training.tasks.language_model:LanguageModelTask"
     kind = load_class(ours if settings.task == BUILT_IN_TASK else settings.task)
     task: Task = make_task(kind, Task, settings.task, settings)

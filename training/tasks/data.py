@@ -1,13 +1,13 @@
 """The data of the built-in task: text or tokens, read from files where they are.
 
-    FOLDER    text: all files below it except hidden ones. One in sixteen is validation data, by the
-              SHA-256 of its name, so files stay on their side when others are added.
+    FOLDER    text: all files below it except hidden ones. One in sixteen is validation data, chosen
+              by the SHA-256 of its name, so adding files does not reassign the others.
     FOLDER    with train.bin and val.bin: tokens, as training/prepare.py and nanoGPT write them.
     FILE      text, or tokens in FILE.bin; its last sixteenth is validation data.
     null      the sources of Python's standard library, without its tests and IDLE.
 
-A sample is read when it is needed, so a start takes as long with 2 GB as with 20 MB. Files are not
-mapped into memory: mapped pages count as the process's memory, and if a file has since been
+A sample is read when it is needed, so a start takes no longer with 2 GB than with 20 MB. Files are
+not mapped into memory: mapped pages count as the process's memory, and if a file has since been
 truncated, the process is killed without a message.
 """
 
@@ -36,7 +36,7 @@ from training.settings import data_path
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}  # of the library
 SHARE = 16  # one in this many files or bytes is validation data
-VALIDATION_TOKENS = 131_072  # of the validation data that are used
+VALIDATION_TOKENS = 131_072  # the most tokens that a validation uses
 OPEN_FILES = 256  # at the same time, at most
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.uint32}
 FACTS = "tokens.json"  # beside train.bin: dtype, vocabulary, tokenizer
@@ -58,7 +58,7 @@ class Corpus:
     validation: Sequence[Piece]
     name: str  # shown to the user
     folder: Path = Path()  # where its tokenizer file is
-    left_out: Sequence[str] = ()  # files left out, and why
+    left_out: Sequence[str] = ()  # skipped files, and why
     dtype: torch.dtype = torch.uint8  # of one token
     vocabulary: int = 256
     tokenizer: str = "bytes"  # see training/tokenizer.py; empty: not known
@@ -214,7 +214,7 @@ def _text(folder: Path | None) -> Corpus:
     if len(train) + len(validation) < 2:
         raise SettingsError(
             f"data.path: {folder} holds fewer than two text files; "
-            "name one file to split it by position"
+            "add files, or give one file, which is split by position"
         )
     for empty, other in ((train, validation), (validation, train)):
         if not empty:  # with few files, all can be on one side

@@ -21,7 +21,7 @@ SAMPLE_PROMPT = b"\n    def "
 BITS = 1 / math.log(2)  # per nat
 NGRAM_ROWS = 1 << 12  # for each length
 HASH_FACTOR = 1_000_003  # a prime
-SHOWN = 3  # names of files left out
+SHOWN = 3  # names of skipped files
 
 
 class GPT(nn.Module):

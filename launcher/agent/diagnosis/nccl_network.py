@@ -1,8 +1,9 @@
 """Check from NCCL's own log whether it uses the network that it should (no torch).
 
 If NCCL cannot use InfiniBand, it uses TCP, which is many times slower, and reports that only in its
-log. If a port is active, rank 0 writes that log to a file, which no terminal shows. If the user has
-enabled the log, it is in the node's log. Rank 0's log is enough: if the ranks differ, NCCL fails.
+log. If an InfiniBand port is active, rank 0 writes that log to a file, which no terminal shows. If
+the user has enabled NCCL's log, the node's log contains it. Rank 0's log is enough: if the ranks
+differ, NCCL fails.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _REASON = re.compile(
 )
 _SWITCHED_OFF = b"NCCL_IB_DISABLE set by environment to 1"  # also if nccl.conf sets it
 _MOST = 1 << 20  # bytes of the log to read; NCCL names its network before the first collective
-CURE = "give ranks /dev/infiniband and libibverbs, see NCCL_IB_HCA, or set NCCL_PROFILE=ethernet"
+CURE = "give ranks /dev/infiniband and libibverbs, check NCCL_IB_HCA, or set NCCL_PROFILE=ethernet"
 
 
 @dataclass

@@ -18,11 +18,12 @@ from launcher.text import name_ranks
 from launcher.wire import limits
 
 STOPPED = "its process is stopped (SIGSTOP)"
-# A library frame and any frame, as faulthandler writes them; code in which a rank waits for others.
+# A frame in a library, and any frame, as faulthandler writes them.
 _IN_LIBRARY = re.compile(
     r'^ {2}File ".*/(site|dist)-packages/(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$'
 )
 _PLACE = re.compile(r'File "(?:.*/)?(.+)", line (\d+),? in (.+)')
+# Code that waits for other ranks.
 _WAITING = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 
 
@@ -77,8 +78,8 @@ def wait_for_stacks(files: Mapping[Path, int], limit_s: float) -> None:
 def read_stack(file: Path) -> list[str]:
     """Return the main thread's stack as faulthandler last wrote it, innermost call first.
 
-    It has the user's own frames, after the library function that they called, if any. If there are
-    no such frames, as at Python's exit, it has Python's own and one of another thread.
+    The stack has the user's own frames, after the innermost call if that is in a library. If there
+    are no such frames, as at Python's exit, it has Python's own, and one frame of another thread.
     """
     try:
         threads = ["", *file.read_text(errors="replace").split("hread 0x")]

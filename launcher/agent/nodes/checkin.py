@@ -116,8 +116,8 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Li
     def admit(peer: Link, node: NodeReport) -> bool:
         if node.run_id not in ("", me.run_id):
             cause = f"{node.host} has run id {node.run_id}, but {me.host} has {me.run_id}"
-            say(f"warning: {cause}; rejected it; still waiting for this run's nodes [wrong-world]")
-            cure = "do not set RUN_ID, or set the same one"
+            say(f"warning: {cause}; rejected; still waiting for this run's nodes [wrong-world]")
+            cure = "do not set RUN_ID, or set one for all nodes"
             peer.send(Refusal("wrong-world", f"{cause}; {cure}"))
             return False
         newcomers.append(peer)
@@ -153,8 +153,8 @@ def refuse(peers: Iterable[Link], refused: Refused) -> None:
 def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) -> None:
     """Raise Refused if a node that has checked in cannot be part of this run."""
     if node.num_nodes != me.num_nodes or not 0 <= node.node_rank < me.num_nodes:
-        cause = f"{node.host} was started as node {node.node_rank} of {node.num_nodes}"
-        cause += f", but {me.host} as node 0 of {me.num_nodes}"
+        cause = f"{node.host} was started as node rank {node.node_rank} of {node.num_nodes} nodes"
+        cause += f", but {me.host} as node rank 0 of {me.num_nodes}"
         raise Refused("wrong-world", f"{cause}; give every node the same number of nodes")
     if twice := nodes.get(node.node_rank):
         cause = f"node rank {node.node_rank} was started twice, on {twice.host} and on {node.host}"
@@ -165,7 +165,7 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
 
 
 def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> Meeting:
-    """On any other node, check in with node rank 0, and wait for the run to start.
+    """On a node other than the first, check in with node rank 0, and wait for the run to start.
 
     Raises Refused if node rank 0 cannot be reached in time, or rejects this node or the run.
     """

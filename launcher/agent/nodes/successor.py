@@ -1,8 +1,8 @@
 """When node rank 0 is lost, the remaining agents check in with its successor (no torch).
 
 Each tries the same agents in the same order, spares first (Assignment.successors). The first one
-that is reachable waits at its failover port for those after it. Without a majority the run ends,
-because node rank 0 may still be alive and connected to the others.
+that is reachable waits at its failover port for those after it. If fewer than a majority check in,
+the run ends, because node rank 0 may still be alive and connected to the rest.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
         refused = Refused("link-lost", why)
         checkin.refuse(peers.values(), refused)
         raise refused
-    took_over = [f"{me.host} takes {old.hosts[0]}'s place"] if is_spare else []
+    took_over = [f"{me.host} replaces {old.hosts[0]}"] if is_spare else []
     took_over += team.refill() if team.lost else []
     listener = checkin.listen(me.address, 0)
     own = team.assign(old.attempt + 1, me.address, listener.getsockname()[1])[me.node_id]

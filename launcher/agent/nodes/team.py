@@ -48,7 +48,7 @@ class Team:
             return ""
         if not self.is_majority:  # the others may continue the run without this node
             there = len(self.peers) + len(self.spares)
-            return f"stopping: this node reaches only {there} of {self.counted - 1} others"
+            return f"stopping: this node reaches only {there} of {self.counted - 1} other agents"
         left = len(self.members) - len(self.lost) + len({*self._find_spares()})
         if left < self.min_nodes:
             hosts = ", ".join(self.members[rank].host for rank in self.lost)
@@ -59,7 +59,7 @@ class Team:
         """Replace lost nodes with spares, or continue without them. Returns a line per change."""
         took_over = []
         for rank, spare in [*self._find_spares()]:
-            took_over.append(f"{spare.host} takes {self.members[rank].host}'s place")
+            took_over.append(f"{spare.host} replaces {self.members[rank].host}")
             self.members[rank] = spare
             self.peers[rank] = self.spares.pop(spare)
         if gaps := self.lost:
@@ -69,12 +69,12 @@ class Team:
             self.peers.clear()
             self.peers.update(peers)
             self.members[:] = [self.members[rank] for rank in kept]
-            took_over.append(f"{count(len(kept), 'node')} without {hosts}")
+            took_over.append(f"continuing on {count(len(kept), 'node')}, without {hosts}")
         self.counted = len(self.members) + len(self.spares)
         return took_over
 
     def _find_spares(self) -> Iterator[tuple[int, Member]]:
-        """Yield lost node ranks, each with a spare that runs the same number of ranks."""
+        """Yield lost node ranks, each with a spare that can run the same number of ranks."""
         free = [*self.spares]
         for rank in self.lost:
             nproc = self.members[rank].nproc

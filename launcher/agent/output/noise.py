@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 
 # torch looks up the host name of each client of its store, but uses it only in messages. If no name
-# server answers, the first message appears at every start and means nothing. So does the second,
-# in which torch before 2.8 reports that it lacks the store that serve_store tries first.
+# server answers, the first message below appears at every start, although nothing is wrong. In the
+# second message, torch before 2.8 reports that it lacks the store that serve_store tries first.
 _TEXT = b"[c10d] The "
 _LINES = re.compile(
     rb"^(\[rank\d+\]:)?\[(W[^\n]* socket|E[^\n]* TCPStore)\.cpp:\d+\] \[c10d\] The "

@@ -55,7 +55,7 @@ class Outputs:
             if kind in redirected | teed:
                 if self._files is None:
                     self._files = Path(tempfile.mkdtemp(prefix="torchelastic_"))
-                    say(f"the streams that --redirects or --tee names are in {self._files}")
+                    say(f"the files of --redirects and --tee are in {self._files}")
                 with writing_to(folder := self._files / f"attempt_{part.attempt}/{number}"):
                     stream.copy = (folder / f"{name}.log").open("wb", buffering=0)
             opened.append((writer, stream))

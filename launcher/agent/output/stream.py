@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 
 class NodeLog:
-    """`node_<rank>.log`: every rank's lines, each prefixed with its rank. It counts its lines."""
+    """`node_<node rank>.log`: every rank's lines, each prefixed with the rank, and their number."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -61,7 +61,7 @@ class NodeLog:
         self._file.close()
 
     def write(self, rank: int, lines: Sequence[bytes]) -> int:
-        """Append lines, given without newlines. Returns the line number of the last one, from 1."""
+        """Append lines that lack newlines. Returns the last one's line number, counted from 1."""
         self.lines += len(lines)
         head = b"[%d] " % rank
         data = memoryview(head + (b"\n" + head).join(lines) + b"\n")
@@ -77,7 +77,7 @@ class NodeLog:
 
 
 class RankView(View):
-    """A rank's stream on the terminal, with torch's noise dropped and tracebacks held at first."""
+    """A rank's stream on the terminal, with torch's noise dropped and tracebacks held back."""
 
     def __init__(
         self, screen: Terminal, *, is_alone: bool, label: bytes = b"", is_debug: bool = False
@@ -108,7 +108,7 @@ class RankView(View):
             super().put(held)
 
     def tick(self, now: float, traceback_s: float = math.inf) -> bool:
-        """Do what View does, and show a traceback held back for `traceback_s` seconds."""
+        """Do what View.tick() does, and show a traceback held back for `traceback_s` seconds."""
         if self.traceback.age(now) >= traceback_s:
             self.show_traceback()
         return super().tick(now) or bool(self.traceback.text)
@@ -232,7 +232,7 @@ class Stream:
             pass
 
     def end(self, *, is_consequence: bool = False) -> None:
-        """Read and show the rest, except a traceback that is only a consequence of a failure."""
+        """Read and show the rest, except a traceback that follows from another rank's failure."""
         self.drain()
         if self._partial:
             self._end_lines(b"")
@@ -269,7 +269,7 @@ def open_stream(
 ) -> tuple[int, Stream]:
     """Open one stream of a rank. Returns the rank's descriptor, and the agent's reading end.
 
-    If `terminal` is a terminal, the rank gets one of the same size, otherwise a pipe.
+    If `terminal` is a real one, the rank gets a pseudo-terminal of the same size, otherwise a pipe.
     """
     is_tty = terminal is not None and terminal.isatty()
     if terminal is not None and is_tty:

@@ -19,13 +19,13 @@ _TORCH = re.compile(r"(import (.+, )?|from )torch\b")
 # environ["NAME"] = ..., update({"NAME": ...}), update(NAME=...), setdefault("NAME", ...), putenv.
 _SETS = re.compile(
     rf"""["']({_READ_EARLY})["']\s*(?:\]\s*=(?!=)|[:,])|[(,]\s*({_READ_EARLY})="""
-    # Also assignments whose names are not in the text.
+    # Also assignments to variables whose names are not in the text.
     r"""|environ(?:\.update\((?!\s*(?:\{|\w+=))|\s*\|=(?!\s*\{)|\[(?!\s*["'])[^]]*\]\s*=(?!=))"""
 )
 
 
 def choose(program: Program, choice: str | None) -> Program:
-    """Return the program with `is_fresh` set: from FRESH, otherwise from the script's text."""
+    """Return the program with `is_fresh` determined by FRESH, otherwise by the script's text."""
     if choice in ("0", "1") or program.is_command:
         return replace(program, is_fresh=choice == "1")
     script = Path(program.name)
@@ -34,7 +34,7 @@ def choose(program: Program, choice: str | None) -> Program:
         script = script / "__main__.py" if script.is_dir() else script.with_suffix(".py")
     names = variables_set_early(script)
     if names:
-        say(f"each rank imports torch itself, because {program.name} sets {names[0]} first")
+        say(f"each rank imports torch itself, because {program.name} sets {names[0]} earlier")
     return replace(program, is_fresh=bool(names))
 
 
@@ -47,7 +47,7 @@ def variables_set_early(script: Path) -> list[str]:
         text = script.read_bytes()
         body = ast.parse(text).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return []  # Python will report it better
+        return []  # Python itself will report the error
     imports = (line for line in body if isinstance(line, ast.Import | ast.ImportFrom))
     ends = (line.lineno - 1 for line in imports if _TORCH.match(ast.unparse(line)))
     lines = text.splitlines(keepends=True)[: next(ends, None)]

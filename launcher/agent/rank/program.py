@@ -91,7 +91,7 @@ def run_and_exit(
         parent: the node agent's process id; the rank dies with it.
     """
     _restore_signals()
-    os.setsid()  # Ctrl-C reaches only the launcher; the agent sees that signals are reset
+    os.setsid()  # keeps Ctrl-C from the rank, and shows the agent that signals are reset
     processes.die_with_parent(parent)
     for fd, number in ((stdout, 1), (stderr, 2)):
         os.dup2(fd, number)
@@ -159,7 +159,7 @@ def _renew_seeds() -> None:
 
 
 def _hide_the_agent(program: Program) -> None:
-    """Give the user's script its own path, and let it import a `distributed` package of its own."""
+    """Give the user's script its own sys.path, and let it import another `distributed` package."""
     for name in list(sys.modules):
         if name.partition(".")[0] in ("distributed", "launcher"):
             del sys.modules[name]
@@ -173,10 +173,11 @@ def _hide_the_agent(program: Program) -> None:
 
 
 def _keep_groups() -> list[Any]:
-    """Keep references to the process groups that the script destroys. Returns them in a list.
+    """Keep references to the process groups that the script destroys, in the list returned.
 
-    The last reference is often a DistributedDataParallel's, which drops it with the GIL held.
-    The group then joins gloo's thread, which may need the GIL for the last tensor it reduced.
+    Otherwise, the last reference is often a DistributedDataParallel's, which drops it with the GIL
+    held. The group then joins gloo's thread, which may need the GIL for the last tensor that it
+    reduced: a deadlock.
     """
     destroy = dist.destroy_process_group
     kept: list[Any] = []

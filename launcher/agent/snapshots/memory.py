@@ -1,7 +1,7 @@
 """The node agent's memory for its ranks' snapshots (laid out in distributed/checkpoint/memory.py).
 
-Another node keeps a copy of rank 0's newest snapshot, in case node rank 0 is lost. The copy goes
-over the agents' link in small pieces, with time for other messages between them.
+Another node keeps a copy of rank 0's newest snapshot, in case node rank 0 is lost. The copy is
+sent over the agents' link in small pieces, so that it does not delay other messages.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def _new_file() -> int:
 
 
 class Snapshots:
-    """Two buffers for each rank of this node, and two for its copy of another node's snapshot.
+    """The buffers of this node: for each rank, two for its own parts and two for copied parts.
 
-    `_copies` holds parts that ranks exchange; `incoming` holds the copy that node rank 0 sends.
+    `_copies` holds the copied parts; `incoming` holds the copy of node rank 0's snapshot.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -77,7 +77,7 @@ class Snapshots:
         return None
 
     def leave_to(self, first_node: Link, parts: Parts | None, limit_s: float) -> None:
-        """On a node other than the first, hand over its parts, and wait for the first to finish.
+        """On any node but the first, hand over its parts, and wait for the first node to finish.
 
         Launchers give the other nodes little time once one node has finished.
         """
@@ -101,7 +101,7 @@ class Snapshots:
     def save(self, saved_step: int, *, is_first_node: bool, limit_s: float) -> int:
         """Save the newest snapshot as a checkpoint, if it is newer than the last checkpoint.
 
-        A node other than the first saves its copy. Returns the step, or -1 if none was saved.
+        A node other than the first saves its copy. Returns the step, or -1 if nothing was saved.
         """
         deadline = own_time.now() + limit_s
         buffers = self._own if is_first_node else self.incoming.buffers
@@ -145,7 +145,7 @@ def _run(
     folder: str = "",  # for handing over parts between nodes
     is_handed_over: bool = False,  # to the first node, which saves it
 ) -> bool:
-    """Save files in a separate process, as the disk may hang. Returns whether that succeeded."""
+    """Save files in a child process, because the disk may hang. Returns whether that succeeded."""
     agent = os.getpid()
     processes.die_with_parent(os.getppid())  # the event loop no longer watches the supervisor
     if (pid := os.fork()) == 0:
@@ -180,7 +180,7 @@ class Outgoing:
         self.next_at = math.inf
 
     def begin(self) -> None:
-        """Start sending: this is the first of several nodes, and another one keeps a copy."""
+        """Start sending: this is the first of several nodes, and another node keeps a copy."""
         self.next_at = own_time.now()
 
     def on_time(self, peers: Mapping[int, Link]) -> None:
@@ -232,5 +232,5 @@ class Incoming:
         if offset == BEGIN:
             self._next = min(self.buffers, key=lambda buffer: buffer.header().step)
             os.ftruncate(self._next.fd, 0)
-        if self._next is not None:  # otherwise this agent missed its beginning
+        if self._next is not None:  # otherwise this agent missed the snapshot's beginning
             os.pwrite(self._next.fd, arrived.data, offset)

@@ -16,9 +16,9 @@ from launcher.agent.output.stream import say
 
 
 def save(files: Sequence[int], folder_name: str = "") -> int:
-    """Save a snapshot whose parts, one per rank, are in these files or in those of a folder.
+    """Save a snapshot whose parts, one per rank, are in these files and, if given, in a folder.
 
-    The folder is in the run's checkpoint folder, and is deleted afterwards. Returns an exit code.
+    That folder is in the run's checkpoint folder, and is deleted afterwards. Returns an exit code.
     """
     step = Buffer(files[0]).header().step if files else -1
     try:
@@ -53,7 +53,7 @@ def hand_over(files: Sequence[int], folder_name: str) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(f"/proc/self/fd/{buffer.fd}", folder / str(buffer.header().rank))
     except Exception as error:
-        say(f"warning: part of the snapshot in memory could not be handed over: {error}")
+        say(f"warning: this node's part of the snapshot could not be written: {error}")
         return 1
     return 0
 

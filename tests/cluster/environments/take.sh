@@ -13,8 +13,8 @@ main() {
   trap '"$HERE/../cluster.sh" down; rm -rf -- "$WORK"' EXIT
   "$HERE/../cluster.sh" up 3
   make_tell
-  # A job of 2 x 2 tasks: written by the batch script, by the last task, by a step only on the
-  # second node, and by the second of two tasks on different nodes.
+  # A job of 2 x 2 tasks: the batch script, the last task, a step only on the second node, and the
+  # second of two tasks on different nodes each write their variables.
   job -N2 --ntasks-per-node=2 --gres=gpu:2 --wrap "tell batch-step; srun tell srun-step 3
     srun -N1 -n1 -w node2 tell sub-step; srun -n2 --ntasks-per-node=1 tell one-per-node-step 1"
   on_login salloc -N2 --ntasks-per-node=2 tell salloc-command
@@ -22,14 +22,14 @@ main() {
   on_login script -qc 'salloc -N2 --ntasks-per-node=2' /dev/null <<<$'tell salloc-interactive-step; exit\n'
   on_login script -qc 'srun -N2 -n4 --pty tell srun-pty-step' /dev/null
   job --array=5 -n2 --wrap "tell array-batch-step; srun tell array-step 1"
-  # Two groups, 1 x 1 and 2 x 2 tasks: written by the first task of each, and of srun's default.
+  # Groups of 1 x 1 and 2 x 2 tasks: the first task of each, and of a plain srun, writes its own.
   job -N1 -n1 : -N2 --ntasks-per-node=2 --wrap "tell het-batch-step; srun tell het-plain-step
     srun --het-group=0,1 bash -c 'tell het-group-0-step 0; tell het-group-1-step 1'"
   # Here, hosts are listed in a different order from the tasks: task 0 is on node3.
   on_login salloc -w node3 -N1 -n1 : -w 'node[1-2]' -N2 --ntasks-per-node=2 srun --het-group=0,1 tell het-reversed-step 0
   printf 'node3\nnode1\nnode1\n' >"$WORK/hosts"
   SLURM_HOSTFILE=$WORK/hosts on_login srun -n3 --distribution=arbitrary tell arbitrary-step 0
-  # shellcheck disable=SC2016 # for the job
+  # shellcheck disable=SC2016 # expanded in the job
   job --wrap 'if [ "$SLURM_RESTART_COUNT" ]; then tell requeued-batch-step; else scontrol requeue $SLURM_JOB_ID; sleep 60; fi'
 }
 
@@ -41,7 +41,7 @@ job() {
   on_login sbatch --wait --output=/dev/null "$@"
 }
 
-# tell NAME [TASK]: writes this process's variables if it is that task.
+# tell NAME [TASK]: writes this process's variables if it is task TASK (default: 0).
 make_tell() {
   cat >"$WORK/tell" <<'END'
 #!/usr/bin/env bash
