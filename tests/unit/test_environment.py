@@ -315,7 +315,7 @@ def test_refused_in_a_real_slurm(name: str, cause: str) -> None:
         detect(captured(name))
     assert raised.value.fault == ("batch-step" if "srun did not" in cause else "wrong-world")
     if name == "batch-step":  # only --nodes was requested
-        with pytest.raises(LauncherError, match="one of the 2 tasks of job 1; put srun before"):
+        with pytest.raises(LauncherError, match="job 1 has 2 tasks, but srun did not start this"):
             detect(without(BATCH, "SLURM_NTASKS"))
 
 

@@ -421,7 +421,7 @@ def names_slow_rank(told: str, rank: str) -> bool:
     """Return whether the run named only that rank or, for "", whether it named none."""
     here = os.uname().nodename
     lines = [line for line in told.splitlines() if "[slow-rank]" in line]
-    starts = [f"warning: rank {rank} on {here} computes 1."] if rank else []
+    starts = [f"warning: rank {rank} on {here} takes 1."] if rank else []
     return len(lines) == len(starts) and all(map(str.startswith, lines, starts))
 
 
@@ -454,7 +454,11 @@ OTHERS_HICCUP = [(0.154, 0.198), (0.155, 0.195), (0.153, 0.194), (0.211, 0.209),
         (OTHERS_HICCUP, 1.26, "rank 1 on node2 takes 1.26x the compute time of the other rank"),
         ([(0.01, 0.02, 0.01)] * 10, 2.0, ""),  # 1 ms per step: too short to matter
         # Of two ranks, at most one is named.
-        ([(1.0, 1.5)] * 20 + [(1.5, 1.0)] * 20, 1.5, "rank 1 on node2 computes 1.50x as long as"),
+        (
+            [(1.0, 1.5)] * 20 + [(1.5, 1.0)] * 20,
+            1.5,
+            "rank 1 on node2 takes 1.50x the compute time of",
+        ),
     ],
 )
 def test_which_rank_is_named_as_slow(
