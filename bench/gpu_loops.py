@@ -37,7 +37,7 @@ SAVES = 3
 
 
 class Training:
-    """The model, its optimizer and its data, as the settings say, without any wrapper."""
+    """The model, its optimizer and its data, according to the settings, without any wrapper."""
 
     def __init__(self, settings: Settings, steps: int) -> None:
         self.task = LanguageModelTask(settings)

@@ -29,11 +29,11 @@ _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
 _MEANING = {  # of an exit code or a signal
     "126": "the command could not be executed",
     "127": "the command was not found",
-    "SIGKILL": "SIGKILL, from outside this run (no out-of-memory kill on this node)",
+    "SIGKILL": "SIGKILL from outside this run (this node recorded no out-of-memory kill)",
     "SIGSEGV": "SIGSEGV: a crash in native code; the stack is in the log",
     "SIGABRT": "SIGABRT: native code aborted; its last message is in the log",
     "SIGBUS": "SIGBUS: often a full /dev/shm",
-    "SIGTERM": "SIGTERM, from outside this run",
+    "SIGTERM": "SIGTERM from outside this run",
 }
 
 

@@ -82,12 +82,12 @@ def _read_private(file: Path) -> str:
     try:
         file = file.expanduser()
         if file.stat().st_mode & 0o077:
-            raise PlanError("RUN_SECRET names a file that other users can read; chmod 600 it")
+            raise PlanError("other users can read the file in RUN_SECRET; run chmod 600 on it")
         return file.read_text().strip() or "-"
     except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: an unknown ~user
         why = error.strerror if isinstance(error, OSError) else "not text"
         raise PlanError(
-            f"RUN_SECRET names a file that cannot be read ({why}); correct its path; a secret "
+            f"the file in RUN_SECRET cannot be read ({why}); correct its path; a secret "
             "itself must not contain /"
         ) from None
 

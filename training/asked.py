@@ -82,7 +82,7 @@ def _unread(section: Tree, prefix: str) -> Iterator[tuple[str, str]]:
 def make_task(kind: Any, base: Any, name: str, settings: Any) -> Any:
     """Create a task and check that it has what `base` has; raises SettingsError otherwise."""
     if not callable(kind):
-        _refuse(None, f"{name} is not a class; name a Task subclass")
+        _refuse(None, f"{name} is not a class; set task to a Task subclass")
     # As in Task: Python 3.10 replaces the __init__ of a Protocol.
     _check_call(kind, lambda self, settings: None, kind.__init__, f"{name}.__init__")
     task = kind(settings)

@@ -49,10 +49,10 @@ START = {"step": 0, "epoch": 0, "samples": 0}
 class Batches:
     """An endless stream of this rank's batches, epoch after epoch, each epoch in its own order.
 
-    A stream that starts at another's `position()` returns the same batches, drawn with the same
-    random numbers, as an uninterrupted stream. Only data without a length must be read again up to
-    that position. Creating a stream leaves this process's random generators unchanged. Raises
-    SettingsError if the dataset is too small for one batch on each rank.
+    A stream that starts at another stream's `position()` returns what that stream would have
+    returned next: the same batches, with the same random numbers. Only data without a length must
+    be read again up to that position. Creating a stream leaves this process's random generators
+    unchanged. Raises SettingsError if the dataset is too small for one batch on each rank.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_model(task: Task, saved: State | None, settings: Settings, cache: Path) -> nn.Module:
-    """Return the model on this rank's device, wrapped as the settings say.
+    """Return the model on this rank's device, wrapped according to the settings.
 
     All ranks must call this. The results of torch.compile are kept in `cache`, for all ranks and
     later starts of the run.

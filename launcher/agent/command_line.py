@@ -15,8 +15,8 @@ _FLAGS = (  # options without a value
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return torchrun's options, and the program with its arguments.
 
-    No parser may see the program's arguments: argparse would reject a script's `--log`, because
-    two options of torchrun begin with it.
+    No parser may see the program's arguments: argparse would reject a script's `--log` as
+    ambiguous, because two torchrun options begin with it.
     """
     at = 0
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "-":

@@ -84,7 +84,7 @@ def _compare(test: PairTest) -> Iterator[Fault]:
     """Yield what differs between node rank 0 and this node."""
     skew = time.time() - test.time
     if abs(skew) > limits.SKEW_S:
-        cause = f"the clock is {skew:+.0f} s from node rank 0's"
+        cause = f"the clock differs from node rank 0's by {skew:+.0f} s"
         yield Fault("clock-skew", cause, "synchronize both clocks", warns=True)
     if test.file and not os.path.exists(test.file):
         cause = f"{os.path.dirname(test.file)!r} is not the same folder as on node rank 0"

@@ -25,7 +25,7 @@ from launcher.record.run_json import ASKED, SHOWN, Record, read
 from launcher.text import count, did_you_mean, warn
 from launcher.wire import limits
 
-TAIL_BYTES = 8192  # of a file, to find its last line
+TAIL_BYTES = 8192  # read from the end of a file, to find its last line
 LONGEST = 100  # characters of that line to show
 
 

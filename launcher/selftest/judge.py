@@ -105,7 +105,7 @@ def slow_nodes(links: Links) -> dict[int, float]:
 
 
 def slow_pairs(links: Links) -> dict[Pair, float]:
-    """Return the slow links between nodes that are not slow, with the usual bandwidth.
+    """Return each slow link with the usual bandwidth, except the links of slow nodes.
 
     Each link is given as source and target, in the slower of the two directions.
     """

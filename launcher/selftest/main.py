@@ -197,7 +197,7 @@ def advice(findings: Findings) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the test as the arguments say. Returns the exit code."""
+    """Run the test according to the arguments. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m distributed.selftest")
     parser.add_argument("--test", choices=("basic", "all"), default="all", help="basic: no speeds")
     parser.add_argument("--quick", action="store_true", help="run only the all-reduce, and briefly")

@@ -130,7 +130,7 @@ class Static(Right):
         ("Loader", "it should accept (self, batch_size, *, rank, world_size, epoch, skip)"),
         ("NoData", "test_asked:NoData has no validation; set self.validation in __init__"),
         ("Alone", "test_asked:Alone has no weight; make it a subclass of training.tasks.Task"),
-        ("HERE", "test_asked:HERE is not a class; name a Task subclass"),
+        ("HERE", "test_asked:HERE is not a class; set task to a Task subclass"),
     ],
 )
 def test_a_task_is_checked_when_it_is_loaded(kind: str, told: str) -> None:

@@ -168,7 +168,7 @@ def test_the_secret_comes_from_the_environment_or_a_private_file(tmp_path: Path)
         ({"RUN_SECRET": "/nonexistent/file"}, "(No such file or directory); correct its path"),
         ({"RUN_SECRET": "~/no/such-secret-file"}, "(No such file or directory); correct its path"),
         ({"RUN_SECRET": "keys/0123456789abcdef"}, "a secret itself must not contain /"),
-        ({"RUN_SECRET": "OPEN"}, "that other users can read; chmod 600 it"),
+        ({"RUN_SECRET": "OPEN"}, "other users can read the file in RUN_SECRET; "),
         ({"HOSTS": "nonesuch.invalid"}, "HOSTS names 'nonesuch.invalid', which is unknown"),
         ({"HOSTS": "n[1-"}, "unmatched '['"),
     ],

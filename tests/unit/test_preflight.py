@@ -252,7 +252,7 @@ def test_clocks(listener: int, ahead: float, sound: bool) -> None:
     assert sound == (not faults)
     for fault in faults:
         assert (fault.name, fault.warns) == ("clock-skew", True)
-        assert fault.cause == f"the clock is {ahead:+d} s from node rank 0's"
+        assert fault.cause == f"the clock differs from node rank 0's by {ahead:+d} s"
 
 
 def test_another_port_that_is_closed() -> None:

@@ -63,7 +63,7 @@ def size_of(file: Path) -> int:
 
 
 def wait_for_stacks(files: Mapping[Path, int], limit_s: float) -> None:
-    """Wait until all files have grown beyond their old sizes, but at most `limit_s`."""
+    """Wait up to `limit_s` for all files to grow beyond their old sizes."""
     deadline = time.monotonic() + limit_s
     sizes: list[int] = []
     same = 0  # checks without a change: a busy machine writes a stack in parts

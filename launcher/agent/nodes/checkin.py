@@ -124,7 +124,9 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Li
         _compare(me, node, nodes)
         skew = node.time - time.time()
         if abs(skew) > limits.SKEW_S:
-            say(f"warning: {node.host}'s clock is {skew:+.0f} s from {me.host}'s [clock-skew]")
+            say(
+                f"warning: {node.host}'s clock differs from {me.host}'s by {skew:+.0f} s [clock-skew]"
+            )
         nodes[node.node_rank] = node
         return True
 
