@@ -248,7 +248,7 @@ def plain(v: _Variables) -> Environment:
         raise LauncherError(f"{cause}; put srun before the command", fault="batch-step")
     for name in ("WORLD_SIZE", "LOCAL_RANK", "--local-rank"):
         if v[name]:
-            raise LauncherError(f"{name} is set, but RANK is not; set both, or neither")
+            raise LauncherError(f"{name} is set, but RANK is not set; set both, or neither")
     return Environment("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", port_from_id(_run_id(v)))
 
 

@@ -250,7 +250,7 @@ def test_a_whole_block_is_shown_wherever_it_stands_in_the_output_of_a_job(
         ("[1] distributed.environment.LauncherError: 2 ranks, not 3; x [wrong-world]", "", 1),
         ("FAIL  2 ranks on 2 nodes, gloo: n1 has a slow link [slow-link]", "", 1),
         ("[1] TimeoutError: 1 of 2 ranks did not join; check them [node-missing]", "", 4),
-        ("[0] node agent: warning: n2's clock differs from n1's by +9 s [clock-skew]", None, 0),
+        ("[0] node agent: warning: n2's clock and n1's differ by +9 s [clock-skew]", None, 0),
         ("[0] a list [of-words]", None, 0),
         ("[0] ValueError: of a list [of-words]", "rank-error", 2),
     ],

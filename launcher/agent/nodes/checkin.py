@@ -125,7 +125,7 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Li
         skew = node.time - time.time()
         if abs(skew) > limits.SKEW_S:
             say(
-                f"warning: {node.host}'s clock differs from {me.host}'s by {skew:+.0f} s [clock-skew]"
+                f"warning: {node.host}'s clock and {me.host}'s differ by {skew:+.0f} s [clock-skew]"
             )
         nodes[node.node_rank] = node
         return True
