@@ -147,8 +147,9 @@ class Run:
             chosen = settings.checkpoint.model_dump(include={"keep_last", "format"})
             self.saver = checkpoint.Saver(self.folder, enabled=is_main, **chosen)
         with refuse_together(environment):  # the ranks load together, or not at all
-            is_restart = environment.restart_count > 0
-            saved = resume.find_checkpoint(settings.resume, self.folder, is_restart=is_restart)
+            saved = resume.find_checkpoint(
+                settings.resume, self.folder, is_restart=environment.restart_count > 0
+            )
             batch_size = resume.choose_batch_size(settings.train, world_size, saved)
             position = saved.progress if saved else START
             self.unsaved = position if saved and saved.is_snapshot else {}  # it was in memory
@@ -164,6 +165,7 @@ class Run:
                 raise SettingsError(f"data: ranks 0 and {odd} differ; give all nodes the same data")
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")
             plan_snapshots(self.model, settings, environment)
+            self.saver.check_folder()  # no rank waits for the others after this
         optimizer = self.task.optimizer(self.model)
         self.optimizer = optimizer or make_optimizer(self.model, settings.train)
         own_schedule = self.task.schedule(self.optimizer, last_step)
@@ -322,8 +324,7 @@ class Run:
 
     def print_summary(self, step: int, validated: Mapping[str, float]) -> None:
         """Print how the run ended, on rank 0. All ranks that share a model compute the summary."""
-        model = helper.unwrap(self.model)
-        rows = self.task.summary(model, validated) if validated else []
+        rows = self.task.summary(helper.unwrap(self.model), validated) if validated else []
         if not self.environment.is_main:
             return
         time = timedelta(seconds=round(self.meter.wall()))

@@ -71,8 +71,7 @@ def _unread(section: Tree, prefix: str) -> Iterator[tuple[str, str]]:
         if key in section.asked:
             yield from _unread(dict.__getitem__(section, key), f"{prefix}{key}.")
         else:
-            missed = section.asked - {*dict.keys(section)}
-            near = difflib.get_close_matches(key, missed, 1)
+            near = difflib.get_close_matches(key, section.asked - {*dict.keys(section)}, 1)
             yield f"{prefix}{key}", f"{prefix}{near[0]}" if near else ""
 
 
@@ -103,8 +102,7 @@ def _check_method(task: Any, base: Any, method: str, name: str) -> None:
         own = {one: getattr(task, one) for one in dir(task) if not hasattr(base, one)}
         near = difflib.get_close_matches(method, own, 1)
         cure = f"did you mean {near[0]}?" if near else "write one"
-        place = own[near[0]] if near else task.__init__
-        _refuse(place, f"{name} has no method {method}; {cure}")
+        _refuse(own[near[0]] if near else task.__init__, f"{name} has no method {method}; {cure}")
     _check_call(given, plain, given, f"{name}.{method}")
 
 

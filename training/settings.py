@@ -332,8 +332,7 @@ def _explain(error: Any) -> str:
 
 
 def _suggest(key: tuple[str, ...]) -> str:
-    known = [*Settings.model_fields, *KNOWN]
-    if near := difflib.get_close_matches(".".join(key), known, n=1):
+    if near := difflib.get_close_matches(".".join(key), [*Settings.model_fields, *KNOWN], n=1):
         return f"did you mean {near[0]}?"
     section: Any = Settings
     for name in key[:-1]:

@@ -170,8 +170,9 @@ def export(weights: dict[str, Tensor], file: str) -> None:
     try:
         from safetensors.torch import save_file
     except ImportError:
-        cause = f"{file} needs the safetensors package, which is not installed; pip install "
-        raise CheckpointError(cause + "safetensors, or export to a .pt file") from None
+        raise CheckpointError(
+            f"{file} needs safetensors; pip install safetensors, or export to a .pt file"
+        ) from None
     whole = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(whole, file, metadata={"format": "pt"})  # other programs expect this
 
@@ -276,8 +277,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def read_progress(folder: Path) -> dict[str, Any]:
     """Return progress.json. Raises CheckpointError if it is damaged, or if the manifest is."""
-    content = _read_file(folder, read_manifest(folder)["files"], "progress.json")
-    return dict(json.loads(content))
+    return dict(json.loads(_read_file(folder, read_manifest(folder)["files"], "progress.json")))
 
 
 def score(folder: Path) -> float:

@@ -90,10 +90,16 @@ class Saver:
                 run_folder.mkdir(parents=True, exist_ok=True)
                 self._lock = RunLock(run_folder, f"run {run_folder.name}")
             except OSError as error:
-                cause = (
-                    f"cannot write under '{run_folder}' ({error.strerror}); change checkpoint.dir"
-                )
+                cause = f"cannot write under '{run_folder}' ({error.strerror}); set checkpoint.dir"
                 raise with_fault(CheckpointError, "dir-unwritable", cause) from None
+
+    def check_folder(self) -> None:
+        """Raise CheckpointError if this rank's node does not see the folder of sharded checkpoints.
+
+        Call it once rank 0 has created its Saver; otherwise, the first save finds out.
+        """
+        if self._parts is not None:
+            check_shared(self.folder)
 
     def save(self, step: int, state: State) -> None:
         """Wait for the previous save, copy the state, and write the copy in the background.
@@ -112,8 +118,9 @@ class Saver:
         else:
             trees, chosen = self._parts.choose(trees)
             copies = self._copy(chosen)
-        arguments = (step, replace(state, **trees), copies)
-        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(step, replace(state, **trees), copies), daemon=True
+        )
         self._thread.start()
 
     def snapshot(self, step: int, state: State) -> None:
@@ -175,3 +182,14 @@ class Saver:
             files.delete_leftovers(self.folder)
         temporary.mkdir()
         return temporary
+
+
+def check_shared(folder: Path) -> None:
+    """Raise CheckpointError if this node does not see a folder that rank 0 has created."""
+    if not folder.is_dir():
+        raise with_fault(
+            CheckpointError,
+            "dir-not-shared",
+            f"{folder} does not exist on {socket.gethostname()}; "
+            "a sharded checkpoint needs a folder on a disk that all nodes share",
+        )

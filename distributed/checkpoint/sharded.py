@@ -15,7 +15,6 @@ from __future__ import annotations
 import copyreg
 import enum
 import json
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass, replace
 from functools import partial
@@ -30,10 +29,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from ..collectives import gather_bytes, own_rank
-from ..errors import with_fault
 from ..torch_internals import tree_map_only
 from . import files
 from .files import CheckpointError
+from .saver import check_shared
 from .snapshots import named_tensors
 
 Trees = dict[str, Any]  # "model" and "optimizer": what their state_dict() returned
@@ -110,7 +109,7 @@ class Parts:
         return {name: entry for one, _ in told for name, entry in json.loads(one).items()}
 
     def _write(self, writer: FileSystemWriter, copies: Sequence[Tensor]) -> bytes:
-        _check_shared(folder := Path(writer.path))
+        check_shared(folder := Path(writer.path))
         plan = self._planner.plan
         self._planner.copies = {i.index: one for i, one in zip(plan.items, copies, strict=True)}
         results = writer.write_data(plan, self._planner).wait()
@@ -150,7 +149,7 @@ def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
 
     Raises CheckpointError if this node cannot see the folder.
     """
-    _check_shared(folder)
+    check_shared(folder)
     found: metadata.Metadata = files.unpack(index)
 
     def place(tensor: Tensor) -> Tensor:
@@ -167,10 +166,3 @@ def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
         return trees
 
     return read
-
-
-def _check_shared(folder: Path) -> None:
-    if not folder.is_dir():
-        cause = f"{folder} does not exist on {socket.gethostname()}; a sharded checkpoint needs a "
-        cause += "folder on a disk that all nodes share"
-        raise with_fault(CheckpointError, "dir-not-shared", cause)

@@ -79,7 +79,7 @@ def _meet(
         me = NodeReport(request.node_rank, request.num_nodes, 1, host, request.run_id)
         return between_nodes.visit_master(address, port, me, access.secret, wait)
     # A SLURM job may restart on other nodes. Outside SLURM, full checkpoints are only for node
-    # rank 0, and saving sharded ones checks the folder.
+    # rank 0, and the ranks themselves check the folder of sharded ones.
     folder = None
     if request.checkpoint_dir and "SLURM_JOB_ID" in environ:
         folder = request.directory / request.checkpoint_dir

@@ -115,6 +115,26 @@ def test_what_no_longer_fits_is_one_line(job: Job, whole: Outcome) -> None:
     assert "train.py: model: the checkpoint is from a different model (size mismatch" in output
 
 
+def test_sharded_checkpoints_in_a_folder_that_is_not_shared_are_refused_at_the_start(
+    job: Job,
+) -> None:
+    apart = written(
+        job.folder / "apart.py",
+        "import os, runpy, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    os.chdir('elsewhere')\n"
+        f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n",
+    )
+    (job.folder / "elsewhere").mkdir()
+    for name in ("job.yaml", "noisy.py"):
+        (job.folder / "elsewhere" / name).symlink_to(job.folder / name)
+    code, output = job.run("apart", 2, *SHARDED, script=apart)
+    assert code == 2
+    assert "rank 1: checkpoints/apart does not exist on " in output
+    assert "[dir-not-shared]" in output and "step 1/" not in output
+
+
 @pytest.mark.parametrize(
     "fault",
     [

@@ -1,5 +1,6 @@
 """Sharded checkpoints: a part from each rank, and one checkpoint of all parts."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -162,6 +163,9 @@ def _work_apart(rank: int, folder: Path, run: Path) -> None:
     (folder / str(rank)).mkdir()
     os.chdir(folder / str(rank))
     saver = Saver(Path("run"), keep_last=1, enabled=rank == 0, format="sharded")
+    expected = pytest.raises(CheckpointError, match=r"^run does not exist on .*\[dir-not-shared\]$")
+    with expected if rank == 1 else contextlib.nullcontext():
+        saver.check_folder()
     saver.save(1, make_state(1, "fsdp"))
     unseen = r"rank 1: run/step-1.tmp-.* does not exist on .*\[dir-not-shared\]$"
     with pytest.raises(CheckpointError, match=unseen):
