@@ -160,7 +160,7 @@ class Run:
         share = share_of(self.task.validation, rank, world_size)
         self.validation = DataLoader(share, batch_size, collate_fn=self.task.collate)
         with refuse_together(environment):
-            told = helper.gather_json(self.batches.per_epoch)
+            told = helper.gather_json(self.batches.sizes)
             if odd := next((rank for rank, one in enumerate(told) if one != told[0]), 0):
                 raise SettingsError(f"data: ranks 0 and {odd} differ; give all nodes the same data")
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")
@@ -195,7 +195,7 @@ class Run:
         """Load everything in a checkpoint except the weights; returns this rank's own state."""
         progress, rank = saved.progress, self.environment.rank
         with refuse_together(self.environment):
-            load_moments(self.optimizer, self.model, saved)
+            load_moments(self.optimizer, self.model, saved, self.settings.train)
         if self.schedule.own is not None:  # rank 0's state, also on additional ranks
             self.schedule.own.load_state_dict(saved.ranks[0]["schedule"])
         if progress.get("scaler"):  # empty if saved without one

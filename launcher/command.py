@@ -12,8 +12,7 @@ def main() -> NoReturn:
     """Execute the entry script, with this installation's Python unless the user chose another."""
     scripts = Path(__file__).parents[1] / "scripts"
     name = Path(sys.argv[0]).stem.removeprefix("launch-")
-    files = scripts.glob(f"**/{name}.sh")
-    (script,) = (path for path in files if path.parent.name != "lib")
+    (script,) = (path for path in scripts.glob(f"**/{name}.sh") if path.parent.name != "lib")
     os.environ["LAUNCH_PYTHON"] = sys.executable
     os.environ["LAUNCH_AS"] = sys.argv[0]
     os.execvp("bash", ["bash", str(script), *sys.argv[1:]])

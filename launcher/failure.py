@@ -134,8 +134,7 @@ def describe_end(
 
 def read_traceback(last_line: str, time: float) -> RaisedError:
     """Return the error that a rank's last line shows. A full disk can prevent an error file."""
-    has_left = last_line.startswith("KeyboardInterrupt")  # as Python prints it
-    return RaisedError(last_line, "", 1, time, has_left=has_left)
+    return RaisedError(last_line, "", 1, time, has_left=last_line.startswith("KeyboardInterrupt"))
 
 
 def fault_of(message: str) -> str:
@@ -222,5 +221,7 @@ def user_frames(stack: str) -> list[str]:
 
 def short_path(path: str) -> str:
     """Return a path relative to the working directory if it lies inside, otherwise unchanged."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
+    with contextlib.suppress(OSError):  # the working directory was deleted
+        relative = os.path.relpath(path)
+        path = path if relative.startswith("..") else relative
+    return path

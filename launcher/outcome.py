@@ -130,8 +130,7 @@ def end_attempt(
         before = f"rank {min(finished)} had already exited with code 0"
         first = replace(first, cause=f"{first.cause} ({before})")
     stacks = [line for each in failures for line in each.stacks]
-    saved_step = max(nodes[0].saved_step, first.saved_step)
-    first = replace(first, stacks=stacks, saved_step=saved_step)
+    first = replace(first, stacks=stacks, saved_step=max(nodes[0].saved_step, first.saved_step))
     return replace(chosen, failure=first, lost_peer=len(lost), stopped=len(stopped))
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 from torch.utils.data import get_worker_info as worker_info
 
 from distributed.environment import Environment
+from distributed.heartbeat import beat
 from distributed.stop_signals import STOP_SIGNALS
 from distributed.torch import seed_everything
 from distributed.torch_internals import tree_map_only
@@ -66,6 +67,7 @@ class Batches:
         share = _Share(batch_size, environment.rank, environment.world_size)
         self.samples = share.samples  # of one batch on all ranks
         self.per_epoch: int | None = None  # batches, if known
+        self.sizes = [len(task.validation)]  # type: ignore[arg-type] # the same on all nodes
         self._epoch, self._batch = position["epoch"], position["samples"] // self.samples
         self._numbers: Callable[[int], Iterator[_Batch]] | None = None  # after this many batches
         if type(task).loader is not Task.loader:
@@ -79,6 +81,7 @@ class Batches:
             self._rest = _epochs(whole, self._epoch, self._batch)
         else:
             length, block = len(task.train), getattr(task.train, "block", 1)  # type: ignore[arg-type]
+            self.sizes.append(length)
             self.per_epoch = length // self.samples
             if self.per_epoch == 0:
                 raise SettingsError(f"data: too small for one batch of {batch_size} per rank")
@@ -182,8 +185,9 @@ def _read_all(
     """Yield a rank's batches of data that can only be read in order, as many as on other ranks."""
     stream = iter(data)
     groups = iter(lambda: list(itertools.islice(stream, share.samples)), [])
-    for group in itertools.islice(groups, skip, None):
-        if len(group) == share.samples:
+    for number, group in enumerate(groups):
+        beat()  # reading what was trained on before can take long
+        if number >= skip and len(group) == share.samples:
             yield make_batch(group[share.rank :: share.ranks])
 
 

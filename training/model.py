@@ -110,9 +110,10 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
     _log.info(f"snapshots  every {every} steps, in {needed / 1e6:,.0f} MB of memory")
 
 
-def load_moments(optimizer: Optimizer, model: nn.Module, saved: State) -> None:
+def load_moments(optimizer: Optimizer, model: nn.Module, saved: State, settings: Train) -> None:
     """Load an optimizer's state_dict() that was saved under any strategy.
 
+    The weight decay of make_optimizer() is that of the settings, which may have changed.
     Raises SettingsError if it belongs to another optimizer.
     """
     state = saved.optimizer
@@ -127,6 +128,9 @@ def load_moments(optimizer: Optimizer, model: nn.Module, saved: State) -> None:
             f"resume: the checkpoint is from a different optimizer ({error}); "
             "use the task it was saved with, or another RUN_ID"
         ) from None
+    for group in optimizer.param_groups:
+        if "follows_config" in group:
+            group["weight_decay"] = settings.weight_decay
 
 
 def choose_forward(model: nn.Module, settings: Train) -> None:

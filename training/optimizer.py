@@ -18,7 +18,7 @@ def make_optimizer(model: nn.Module, settings: Train) -> AdamW:
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": matrices, "weight_decay": settings.weight_decay, "follows_config": True},
         {"params": others, "weight_decay": 0.0},
     ]
     return AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)

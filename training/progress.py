@@ -86,7 +86,7 @@ class Progress:
     ) -> None:
         self._folder, self._metrics = folder, folder / plot.METRICS
         self._unit, self._limits, self._trackers = unit, limits, trackers
-        self._start, self._shown = time.monotonic(), 0.0
+        self._start, self._shown, self._draw_at = time.monotonic(), 0.0, 0.0
         self._status = ""  # loss and speed
         self._details = ""  # the slowest rank, data, memory
         self._validation = ""  # the metrics of the newest validation
@@ -113,6 +113,7 @@ class Progress:
                 self._bar.stop()
                 _log_to(sys.stderr, instead_of=above)
         if self._trackers.close():
+            self._draw_at = 0.0
             self.draw()
 
     def step(self, step: int) -> None:
@@ -153,10 +154,12 @@ class Progress:
             self.draw()  # imports matplotlib now rather than at the end
 
     def draw(self) -> None:
-        """Draw loss.png from metrics.jsonl."""
-        if self._enabled and is_installed("matplotlib", "no loss plot"):
+        """Draw loss.png from metrics.jsonl, unless that would take more than 1% of the time."""
+        began = time.monotonic()
+        if self._enabled and began >= self._draw_at and is_installed("matplotlib", "no loss plot"):
             with may_be_lost(self._folder, "no loss plot"):
                 plot.draw({"": self._folder}, self._folder / "loss.png", ["loss"], plot.SMALL)
+            self._draw_at = began + 100 * (time.monotonic() - began)
 
     def sync(self) -> None:
         """Flush metrics.jsonl to the disk: a checkpoint must not be ahead of it."""

@@ -26,6 +26,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import time
 from collections import UserList
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ import torch
 from torch import Tensor
 
 from ..lock import is_locked_here, update_link
+from ..torch_internals import tree_map_only
 
 MANIFEST = "manifest.json"
 TENSORS = ("model", "optimizer", "ranks")  # each in its own file, written by torch.save
@@ -65,7 +67,8 @@ def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> 
     `parts` has the manifest's entries for files that the ranks have written and flushed there.
     """
     for name, content in tensors.items():
-        torch.save(getattr(content, "data", content), folder / f"{name}.pt")  # Ranks: still packed
+        content = plain(getattr(content, "data", content))  # Ranks: still packed
+        torch.save(content, folder / f"{name}.pt")
     (folder / "progress.json").write_text(json.dumps(progress))
     files = sorted(file for file in folder.iterdir() if file.name not in parts)
     entries = {**{file.name: entry_of(file) for file in files}, **parts}
@@ -98,8 +101,14 @@ def hash_file(file: Path) -> str:
 
 def pack(content: object) -> bytes:
     """Return tensors and plain types in the format of torch.save."""
-    torch.save(content, file := io.BytesIO())
+    torch.save(plain(content), file := io.BytesIO())
     return file.getvalue()
+
+
+def plain(content: Any) -> Any:
+    """Return the content with Python's numbers for NumPy's, which unpack() would not accept."""
+    numpy = sys.modules.get("numpy")
+    return tree_map_only(numpy.generic, lambda one: one.item(), content) if numpy else content
 
 
 def unpack(data: bytes) -> Any:

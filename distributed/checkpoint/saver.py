@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import threading
@@ -106,11 +107,13 @@ class Saver:
 
         Raises CheckpointError if the previous save failed; earlier checkpoints are intact.
         """
-        self.last_step = step
+        is_first, self.last_step = self.last_step < 0, step
         if not self.enabled and self._parts is None:
             return
         self.wait()
         trees = state.trees()
+        if is_first:
+            check_types([tree_map_only(Tensor, lambda _: 0, trees), next(iter(state.ranks), 0)])
         if self._parts is None:
             copies = self._copy([leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)])
             ours = iter(copies)
@@ -193,3 +196,15 @@ def check_shared(folder: Path) -> None:
             f"{folder} does not exist on {socket.gethostname()}; "
             "a sharded checkpoint needs a folder on a disk that all nodes share",
         )
+
+
+def check_types(content: Any) -> None:
+    """Raise CheckpointError if content could be saved, but not loaded again."""
+    try:
+        files.unpack(files.pack(content))
+    except Exception as error:  # torch's, or that of an object's own pickling
+        kind = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise CheckpointError(
+            f"the state holds {kind[1] if kind else 'an object'}, which is not loaded from a file "
+            "for safety; keep only tensors, numbers, text, lists and dicts in it"
+        ) from None

@@ -7,6 +7,7 @@ rank 0 serves the store, and ranks are numbered in node rank order. Options that
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -138,7 +139,8 @@ class NodeAgent:
             )
         if self.folder is not None and own.members and own.attempt:  # a lost node may still write
             self.error_files = self.folder.failures / f"attempt_{own.attempt}"
-            self.error_files.mkdir(exist_ok=True)
+            with contextlib.suppress(OSError):  # a full disk
+                self.error_files.mkdir(exist_ok=True)
         if begins:
             folder = str(self.folder.path) if self.folder and self.restarts.record else ""
             command = resume_command(args, has_saved=False)
@@ -275,8 +277,7 @@ class NodeAgent:
         self, first: Failure, held_step: int, lost: Sequence[str], replaced: Sequence[str]
     ) -> None:
         """On node rank 0, record and report why the ranks restart, and on which nodes."""
-        number = self.own.attempt
-        line = self.restarts.note(first, held_step, number, lost=lost, replaced=replaced)
+        line = self.restarts.note(first, held_step, self.own.attempt, lost=lost, replaced=replaced)
         self.outputs.say(f"{line}; now on port {self.own.port}")
         if replaced:
             self._tell_membership()
@@ -291,8 +292,7 @@ class NodeAgent:
         """Report to the launcher which nodes the run continues with."""
         if (team := self.meeting.team) is not None:
             nodes = [member.node_id for member in (*team.members, *team.spares)]
-            membership = Membership(self.own.attempt, nodes)
-            self.outputs.tell(membership, self.supervisor.control)
+            self.outputs.tell(Membership(self.own.attempt, nodes), self.supervisor.control)
 
     # --- the end ------------------------------------------------------------------------------
 

@@ -275,7 +275,8 @@ class Attempt:
             if peer.is_silent:
                 self._drop_peer(node)
         if self.is_first_node and not self.facts.failures:
-            suspect = find_straggler([here, *map(self.stragglers.get, self.peers)])
+            running = self.peers.keys() - self.facts.nodes.keys()  # nodes whose ranks live
+            suspect = find_straggler([*filter(None, [here]), *map(self.stragglers.get, running)])
             if suspect is not None and suspect.is_stuck:
                 self.query.ask_about(suspect)
 

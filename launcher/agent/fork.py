@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -39,7 +40,8 @@ def fork_ranks(
     agent = os.getpid()
     for local_rank, (variables, cpus) in enumerate(given):
         number, error_file = int(variables["RANK"]), Path(variables["TORCHELASTIC_ERROR_FILE"])
-        error_file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it does not exist, or the disk is read-only
+            error_file.unlink()
         (stdout, out), (stderr, err) = outputs.open(part, local_rank)
         if (pid := os.fork()) == 0:
             processes.take_name(f"rank{number}")
@@ -90,8 +92,7 @@ def variables_of(
         proposed[RECORDER_SIZE] = DEFAULT_SIZE
     variables |= {name: value for name, value in proposed.items() if name not in args.environ}
     if args.virtual_gpus:
-        gpu = args.virtual_gpus[local_rank]
-        variables |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": gpu}
+        variables |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": args.virtual_gpus[local_rank]}
     return {name: str(value) for name, value in variables.items()}
 
 

@@ -99,7 +99,8 @@ class Query:
             peer.send(message)
 
     def _take(self, node: int, told: NodeStacks) -> None:
-        self._told[node] = told
+        if node == 0 or self._told:  # otherwise the answer is late: the request has ended
+            self._told[node] = told
         if self._told.keys() >= {0, *self.peers}:
             self._end.set_within(0.0)
 

@@ -217,8 +217,7 @@ def _master(args: argparse.Namespace, num_agents: int) -> tuple[str, int]:
     if args.rdzv_endpoint:
         host, _, port = args.rdzv_endpoint.rpartition(":")
         return (host.strip("[]"), int(port)) if host else (args.rdzv_endpoint, 29500)
-    default_port = 0 if num_agents == 1 else 29500
-    port = default_port if args.master_port is None else args.master_port
+    port = (0 if num_agents == 1 else 29500) if args.master_port is None else args.master_port
     return args.master_addr.strip("[]") if num_agents > 1 else "127.0.0.1", port
 
 

@@ -116,8 +116,7 @@ def await_pdsh(name: str, token: str) -> int | None:
 
 def is_ours(connection: socket.socket) -> bool:
     """Return whether the process at the other end belongs to this user."""
-    size = struct.calcsize("3i")
-    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", peer)
     return bool(user == os.getuid())
 

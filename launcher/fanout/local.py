@@ -62,8 +62,7 @@ def check_here(plan: Plan) -> Report:
     if plan.is_dry_run or not plan.container:
         return check_node(plan.request(), plan.environ)
     check = [*plan.module_command("launcher.preflight.check_node"), encode(plan.request())]
-    result = plan.run_inside(check, stdout=subprocess.PIPE)
-    if reports := read_reports(result.stdout.encode()):
+    if reports := read_reports(plan.run_inside(check, stdout=subprocess.PIPE).stdout.encode()):
         return reports[0]
     raise Refused(
         "env-missing",

@@ -65,8 +65,7 @@ class Nodes:
 
     def sweep(self, node: Connection) -> None:
         """Connect again to a lost node, to end the processes that are left there."""
-        token = f"{os.urandom(16).hex()}.0"
-        look = self._connect(node.name, token, lambda line, is_error: None)
+        look = self._connect(node.name, f"{os.urandom(16).hex()}.0", lambda line, is_error: None)
         look.ask(Sweep(node.token))
         self._looks[node] = look
 

@@ -124,8 +124,7 @@ def ask_nodes(plan: Plan) -> list[Report]:
     pieces = in_pieces(encode(plan.request(meeting_size=plan.num_agents)), LONGEST)
     check = plan.inside([*plan.module_command("launcher.preflight.check_node"), *pieces])
     command = ["env", f"--chdir={plan.root}", *check]
-    step = node_step(plan, ["--kill-on-bad-exit=0"], command)
-    srun = start(plan, step, subprocess.PIPE)
+    srun = start(plan, node_step(plan, ["--kill-on-bad-exit=0"], command), subprocess.PIPE)
     answers = receive(srun, plan)
     code = processes.shell_code(srun.returncode)
     if code == 128 + signal.SIGTERM and has_ended(plan.job):
@@ -187,7 +186,9 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
     """
     if not plan.engine:
         agent = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=None))
-        options = ["--kill-on-bad-exit=0", "--no-kill"] if plan.min_nodes else [KILL_ALL]
+        options = (
+            ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if plan.min_nodes else [KILL_ALL]
+        )
         return node_step(plan, options, plan.with_variables(agent))
     environ = plan.environ
     tasks = environ.get("SLURM_TASKS_PER_NODE", "1") if environ.get("SLURM_NTASKS") else "1"

@@ -282,8 +282,7 @@ class Fanout:
         ).outcome()
         if left := sum(ended.left for node in self.connections if (ended := node.answer(Exit))):
             self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
-        there = f"on {count(len(plan.nodes), 'node')}"
-        where = "on the reachable nodes" if unreachable else there
+        where = "on the reachable nodes" if unreachable else f"on {count(len(plan.nodes), 'node')}"
         self.out.drain(limits.DRAIN_S)
         err = self.err.text
         print_row("ended", f"code {outcome.code}; nothing is left running {where}", err)

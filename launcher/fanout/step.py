@@ -194,9 +194,10 @@ def find_outcome(
 ) -> Outcome | None:
     """Return the outcome of a step; None if no agent has reported anything about its end.
 
-    `code` is srun's, the highest code of a task; a task without a report may have been killed.
+    `code` is srun's, the highest code of a task; a task without a report may have been killed. If
+    an outcome was reported, await_end() may have killed srun, because tasks took long to exit.
     """
-    is_killed = code >= KILLED and not asked
+    is_killed = code >= KILLED and not (asked or output.has_outcome)
     parts = output.parts(plan.hosts, KILLED if is_killed else 0)
     if not any(part.told or part.code for part in parts):
         return None

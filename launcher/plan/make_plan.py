@@ -157,8 +157,7 @@ def _find_hosts(typed: Typed) -> Typed:
     if nodes != "job":
         if Path(nodes).is_file():
             return replace(typed, fanout=via, hostfile=nodes)
-        words = re.split(r",(?![^\[]*\])", nodes)  # not within brackets
-        return replace(typed, fanout=via, node=words)
+        return replace(typed, fanout=via, node=re.split(r",(?![^\[]*\])", nodes))  # not in []
     if typed.environ.get("SLURM_JOB_ID"):
         return replace(typed, fanout="srun")
     if pbs.read_lines(typed.environ):
@@ -222,8 +221,7 @@ def _first(given: str | None, environ: Environ, variable: str) -> str | None:
 
 def _read_named(typed: Typed, nproc: int | None) -> World:
     """Return the nodes that the user or PBS names one by one."""
-    is_named = typed.node or typed.hostfile
-    if typed.nodefile or (typed.fanout == "auto" and not is_named):
+    if typed.nodefile or (typed.fanout == "auto" and not (typed.node or typed.hostfile)):
         nodes = pbs.read_nodefile(typed.environ, nproc)
     else:
         more = hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()

@@ -90,8 +90,7 @@ def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
     chunks: list[dict[str, str]] = []
     for chunk in filter(None, asked.split("+")):  # 2:ncpus=16:ngpus=4
         number, _, rest = chunk.partition(":") if chunk[0].isdecimal() else ("1", "", chunk)
-        resources = dict(word.partition("=")[::2] for word in rest.split(":"))
-        chunks += [resources] * int(number)
+        chunks += [dict(word.partition("=")[::2] for word in rest.split(":"))] * int(number)
     return chunks
 
 

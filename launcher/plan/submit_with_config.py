@@ -125,8 +125,7 @@ def choose_size(gpus: int, nodes: Sequence[int]) -> Size:
     """
     most = max(nodes)
     sizes = [n for n in range(-(-gpus // most), gpus + 1) if gpus % n == 0]
-    fitting = (n for n in sizes if sum(have >= gpus // n for have in nodes) >= n)
-    num_nodes = next(fitting, sizes[0])
+    num_nodes = next((n for n in sizes if sum(have >= gpus // n for have in nodes) >= n), sizes[0])
     return Size(num_nodes, gpus // num_nodes, is_exclusive=gpus == num_nodes * most)
 
 

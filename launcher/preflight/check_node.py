@@ -117,6 +117,5 @@ def main(arguments: Sequence[str], environ: Environ) -> int:
     """Check this node as requested; a long request is split into several arguments."""
     request = parse(Request, "".join(arguments))
     node_rank = int(environ.get("SLURM_NODEID") or request.node_rank)
-    report = check_node(replace(request, node_rank=node_rank), environ)
-    tell(f"{MARK}.{node_rank}", report)
+    tell(f"{MARK}.{node_rank}", check_node(replace(request, node_rank=node_rank), environ))
     return 0

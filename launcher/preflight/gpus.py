@@ -92,8 +92,7 @@ def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:
         gpus = [*_amd_gpus(until)]
         seen = environ.get("ROCR_VISIBLE_DEVICES")
         if seen is not None:  # HIP numbers only those that ROCm shows
-            shown = _select(gpus, seen)
-            gpus = [replace(gpu, index=str(index)) for index, gpu in enumerate(shown)]
+            gpus = [replace(gpu, index=str(index)) for index, gpu in enumerate(_select(gpus, seen))]
         wanted = environ.get("HIP_VISIBLE_DEVICES", wanted)
     else:
         return ()

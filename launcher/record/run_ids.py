@@ -81,5 +81,4 @@ def _take(folder: Path, start: int) -> bool:
     The reservation lasts until this process exits or becomes the agent; then the run's record
     decides. The next start of a job ignores reservations by a start that was cut off.
     """
-    key = f"{folder.absolute()} {start}"
-    return processes.claim(hashlib.sha256(key.encode()).hexdigest())
+    return processes.claim(hashlib.sha256(f"{folder.absolute()} {start}".encode()).hexdigest())

@@ -248,6 +248,29 @@ def test_a_rank_that_fails_after_its_log_is_lost_is_named_with_its_error(tmp_pat
     assert "During handling" not in done.stderr
 
 
+@pytest.mark.slow
+def test_a_working_directory_that_is_deleted_hides_no_error(tmp_path: Path) -> None:
+    (here := tmp_path / "here").mkdir()
+    text = "import os\nos.rmdir(os.getcwd())\nraise ValueError('batch 120 holds no samples')\n"
+    done = execute(here, *AGENT, written(tmp_path / "x.py", text), code=1)
+    assert "cause    ValueError: batch 120 holds no samples" in done.stderr
+
+
+@pytest.mark.slow
+def test_ranks_restart_although_their_log_disk_is_lost(tmp_path: Path) -> None:
+    script = written(
+        tmp_path / "x.py",
+        "import os, pathlib, shutil\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    folder = pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE']).parent\n"
+        "    shutil.rmtree(folder)\n"
+        "    folder.touch()  # no file can be written or deleted below it\n"
+        "    os._exit(9)\n",
+    )
+    options = ["--max-restarts", "1", "--log-dir", "logs", "--rdzv-id", "r"]
+    assert "restart 1 of 1" in execute(tmp_path, *AGENT, *options, script).stderr
+
+
 @pytest.mark.parametrize(
     ("cause", "line"),
     [

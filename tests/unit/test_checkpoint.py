@@ -1,6 +1,7 @@
 """Checkpoints: complete or absent, whatever happens, and the same on every rank."""
 
 import contextlib
+import datetime
 import errno
 import os
 import pickle
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from forked_ranks import on_ranks
@@ -56,6 +58,25 @@ def make_state(step: int, **progress: float) -> State:
     place = {"step": step, "epoch": 0, "samples": 8, **progress}
     own = {"rng": checkpoint.rng_state()}
     return State(model.state_dict(), optimizer.state_dict(), place, [own])
+
+
+def test_numbers_of_numpy_are_loaded_as_pythons(tmp_path: Path) -> None:
+    state = make_state(1)
+    state.optimizer["param_groups"][0]["lr"] = numpy.float64(0.5)  # as from a schedule with numpy
+    save(tmp_path, 1, replace(state, ranks=[{"last_lr": [numpy.float32(0.25)]}]), keep_last=1)
+    loaded = state_of(tmp_path)
+    assert repr(loaded.optimizer["param_groups"][0]["lr"]) == "0.5"
+    assert loaded.ranks[0] == {"last_lr": [0.25]}
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_what_could_not_be_loaded_is_refused_by_the_first_save(
+    tmp_path: Path, is_own: bool
+) -> None:
+    state, odd = make_state(1), {"when": datetime.timedelta(1)}
+    state = replace(state, ranks=[odd]) if is_own else replace(state, optimizer=odd)
+    with pytest.raises(CheckpointError, match=r"^the state holds datetime.timedelta, which is not"):
+        save(tmp_path, 1, state, keep_last=1)
 
 
 def newest_step(run: Path) -> int:

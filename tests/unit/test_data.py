@@ -217,7 +217,7 @@ class Given(Task):
     """A task with this data."""
 
     def __init__(self, data: Any) -> None:
-        self.train = self.validation = data
+        self.train, self.validation = data, TensorDataset(torch.empty(0))
 
     def model(self) -> nn.Module:
         raise AssertionError
@@ -379,6 +379,15 @@ def test_data_without_a_length_is_shared_out_and_goes_on_anywhere(done: int) -> 
         opened = stream_of(Stream(22), rank, ranks=2, at=whole.position())
         assert [next(opened).tolist() for _ in range(4)] == [next(whole).tolist() for _ in range(4)]
     assert sorted(both) == list(range(16))
+
+
+def test_reading_again_what_was_trained_on_counts_as_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    beats: list[int] = []
+    monkeypatch.setattr(batches, "beat", lambda: beats.append(1))
+    next(stream_of(Stream(100), at={"step": 20, "epoch": 0, "samples": 80}))
+    assert len(beats) == 21
 
 
 def test_data_that_fills_no_batch_is_refused() -> None:

@@ -11,6 +11,7 @@ import shutil
 import struct
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,23 @@ def values(loss: float) -> dict[str, float]:
 
 def lines_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_drawing_takes_little_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+
+    def draw(*_: object) -> None:
+        drawn.append(1)
+        time.sleep(1.0)
+
+    monkeypatch.setattr(plot, "draw", draw)
+    shown = make(tmp_path / "run")
+    for step in range(5):
+        shown.record(step, values(4.5))
+        shown.draw()
+    assert len(drawn) == 1
+    shown.close()
+    assert len(drawn) == 2
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from agents import LOOPS, PATIENCE_S, ROOT, Run, written
+from agents import LOOPS, PATIENCE_S, ROOT, Run, world, written
+from ports import free_port
 
 from distributed import heartbeat
 from distributed.heartbeat import Beat, Heart, beat
@@ -86,6 +87,49 @@ def test_what_another_node_tells_is_shown_harmlessly() -> None:
     query.receive(1, told)
     assert query.on_time() is None
     assert shown[0].splitlines()[1] == "  rank 7: \\x1b[2Ja.py:1 in f"
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_after_the_first_node_has_finished_is_named(
+    runs: list[Run], tmp_path: Path
+) -> None:
+    script = written(
+        tmp_path / "x.py",
+        "import os, sys, time\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from distributed.heartbeat import beat\n"
+        "beat(7)\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    time.sleep(1000)\n",
+    )
+    port = free_port()
+    for node in (0, 1):
+        runs.append(Run([*world(port, node), str(script)], HANG_SECONDS="5"))
+    err = runs[0].finish()
+    assert "FAILED   rank 1 (" in err and "[rank-stuck]" in err and "at step 7 " in err
+    runs[1].finish()
+
+
+class Peer:
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+def test_an_answer_that_comes_too_late_does_not_prevent_the_next_request() -> None:
+    peer, shown = Peer(), list[str]()
+    ranks = NodeRanks([], Heartbeats(1), 0, "here")
+    query = Query(ranks, ["here", "there"], {1: peer}, shown.append, None)  # type: ignore[dict-item]
+    for request in (1, 2):
+        query.ask()
+        query.on_time()
+        assert len(peer.sent) == request
+        query._end.set_within(0.0)  # the other node has not answered in time
+        query.on_time()
+        assert len(shown) == request and "there: no answer" in shown[-1]
+        query.receive(1, NodeStacks([]))
 
 
 # --- which rank is stuck --------------------------------------------------------------------------

@@ -65,6 +65,7 @@ def test_a_step_with_spares_outlives_a_node(plan: Plan) -> None:
     plan = replace(plan, num_nodes=2, num_spares=1, min_nodes=2, environ=environ)
     command = srun.step_command(plan, nproc=2, port=1234)
     assert {"--nodes=3", "--ntasks=3", "--kill-on-bad-exit=0", "--no-kill"} <= {*command}
+    assert "--wait=0" in command  # otherwise a site's WaitTime ends the step
     assert {"SPARES=1", "MIN_NODES=2"} <= {*command}
     plan = Plan(**{**vars(plan), "left_out": ["node2", "node9"]})
     command = srun.step_command(plan, nproc=2, port=1234)
@@ -226,6 +227,18 @@ def test_an_srun_that_waits_for_a_lost_node_is_ended(
     assert result.stdout == "step 1\n"
     assert result.stderr.startswith("FAILED   node agent 1 (node2) ")
     assert limits.SRUN_END_S <= took_s < limits.SRUN_END_S + 30  # srun would take 60 s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_run_whose_nodes_take_long_to_exit_ends_as_node_rank_0_says(
+    tmp_path: Path, tools: Path, capfd: pytest.CaptureFixture[str], code: int
+) -> None:
+    begun = "".join(f"{BEGIN}t0ken.{rank} \n" for rank in range(2))
+    (tmp_path / "told").write_text(begun + told(0, capfd, Outcome(code)))
+    make_tool(tools / "srun", "cat told; exec sleep 60")  # as while memory is being freed
+    result, _ = run_step(tmp_path)
+    assert result.returncode == code and "FAILED" not in result.stderr
 
 
 @pytest.mark.slow

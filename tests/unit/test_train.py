@@ -15,12 +15,14 @@ import torch
 from agents import AGENT, PATIENCE_S, ROOT, execute, rarely, run_agent, run_program
 from launched import Work, hash_of, state_of
 from ports import free_port
+from torch import nn
 
 from distributed.checkpoint import State, weights_hash
 from distributed.environment import detect
 from distributed.errors import STOPPED
 from training.config_file import SettingsError
-from training.optimizer import find_last_step, share_of_peak
+from training.model import load_moments
+from training.optimizer import find_last_step, make_optimizer, share_of_peak
 from training.resume import choose_batch_size, resume_line
 from training.settings import Train
 from training.settings import load as load_config
@@ -178,6 +180,15 @@ def test_a_mistake_of_one_rank_is_one_line(tmp_path: Path, text: Path) -> None:
     assert [rank.returncode for rank in ranks] == [2, 2]
     mistake = "rank 1: data.path: there is no folder or file text; correct it"
     assert said == [f"train.py: {mistake} [config-invalid]\n", ""]
+
+
+def test_a_changed_weight_decay_is_that_of_the_settings_after_a_resume() -> None:
+    before, now = (Train(batch_size=1, max_steps=1, weight_decay=one) for one in (0.1, 0.05))
+    model = nn.Linear(2, 2)
+    saved = State({}, make_optimizer(model, before).state_dict(), {})
+    optimizer = make_optimizer(model, now)
+    load_moments(optimizer, model, saved, now)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.05, 0.0]
 
 
 # --- whole runs ---------------------------------------------------------------------------------

@@ -115,5 +115,4 @@ def find_odd(straggler: RankState, stacks: Mapping[int, Sequence[str]]) -> int |
     last = {rank: tuple(stacks[rank]) for rank in straggler.equals if rank in stacks}
     places = Counter(last.values())
     busy = [rank for rank, frames in last.items() if not "".join(frames[:1]).startswith(_WAITING)]
-    odd = min(busy, key=lambda rank: places[last[rank]], default=None)
-    return odd if len(places) > 1 else None
+    return min(busy, key=lambda rank: places[last[rank]], default=None) if len(places) > 1 else None

@@ -215,14 +215,12 @@ def check_in(
         cause = f"{me.host}: cannot reach node rank 0 at {address}:{port} ({why})"
         lost = Refused("mtu-too-large", f"{cause}; {CURES['mtu-too-large']}")
         with contextlib.suppress(OSError):
-            short = connect(address, port, secret, limits.CHECKIN_CONNECT_S)
-            refuse([Link(short)], lost)
+            refuse([Link(connect(address, port, secret, limits.CHECKIN_CONNECT_S))], lost)
         raise lost
     # Node rank 0 may have started later, so its limit may expire later.
     limit_s = wait.timeout_s + limits.CHECKIN_TELL_S
     while isinstance(answer := peer.wait(own_time.now() + limit_s), PairTest):
-        faults = [*meeting.try_members(answer.members, me.node_rank, limits.PAIRS_S)]
-        peer.send(PairResult(faults))
+        peer.send(PairResult([*meeting.try_members(answer.members, me.node_rank, limits.PAIRS_S)]))
     if me.attempt or not (isinstance(answer, Assignment) and answer.members):
         failover.close()  # this agent already has one, or needs none
     if isinstance(answer, Assignment):

@@ -84,8 +84,7 @@ class Snapshots:
         deadline = own_time.now() + limit_s
         processes.die_with_parent(os.getppid())  # the event loop no longer watches the supervisor
         if parts is not None:
-            files = self._files(parts)
-            _run(files, parts.step, deadline, folder=parts.folder, is_handed_over=True)
+            _run(self._files(parts), parts.step, deadline, folder=parts.folder, is_handed_over=True)
             first_node.send(HandedOver())
         first_node.wait_for_end(deadline)
 
