@@ -9,8 +9,10 @@ from tqdm.auto import tqdm, trange
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 FORMAT = "{desc}: {n_fmt}/{total_fmt} {bar:10}{postfix}"
-for epoch in trange(2, bar_format=FORMAT, file=sys.stdout, disable=rank != 0, desc="epochs"):
-    bar = tqdm(range(5), bar_format=FORMAT, mininterval=0, disable=rank != 0, desc=f"epoch {epoch}")
+# mininterval=0 draws every step, however much time has passed.
+bars = {"bar_format": FORMAT, "mininterval": 0, "disable": rank != 0}
+for epoch in trange(2, file=sys.stdout, desc="epochs", **bars):
+    bar = tqdm(range(5), desc=f"epoch {epoch}", **bars)
     for step in bar:
         loss = torch.tensor(float(step + rank))
         dist.all_reduce(loss)
