@@ -281,14 +281,12 @@ def differences(ours: Outcome, once: Outcome, again: Outcome, code: int) -> list
 
 def compare(what: str, ours: list[str], theirs: list[str]) -> list[str]:
     missing, more = (Counter(theirs) - Counter(ours)), (Counter(ours) - Counter(theirs))
-    found = (
-        [f"{what} lacks {missing.total()} lines, such as {next(iter(missing))!r}"]
-        if missing
-        else []
-    )
-    return found + (
-        [f"{what} has {more.total()} more, such as {next(iter(more))!r}"] if more else []
-    )
+    found = []
+    if missing:
+        found.append(f"{what} lacks {missing.total()} lines, such as {next(iter(missing))!r}")
+    if more:
+        found.append(f"{what} has {more.total()} more lines, such as {next(iter(more))!r}")
+    return found
 
 
 def without_numbers(lines: list[str]) -> list[str]:
