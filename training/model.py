@@ -113,10 +113,11 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
 def load_moments(optimizer: Optimizer, model: nn.Module, saved: State, settings: Train) -> None:
     """Load an optimizer's state_dict() that was saved under any strategy.
 
-    The weight decay of make_optimizer() is that of the settings, which may have changed.
+    If the setting train.weight_decay has changed, the groups that follow it get the new value.
     Raises SettingsError if it belongs to another optimizer.
     """
-    state = saved.optimizer
+    state, before = saved.optimizer, saved.progress["settings"]["train"]["weight_decay"]
+    ours = ["follows_config" in group for group in optimizer.param_groups]
     try:
         if helper.is_sharded(model):
             from distributed import fsdp
@@ -128,8 +129,8 @@ def load_moments(optimizer: Optimizer, model: nn.Module, saved: State, settings:
             f"resume: the checkpoint is from a different optimizer ({error}); "
             "use the task it was saved with, or another RUN_ID"
         ) from None
-    for group in optimizer.param_groups:
-        if "follows_config" in group:
+    for group, is_ours in zip(optimizer.param_groups, ours, strict=True):
+        if is_ours and before != settings.weight_decay:
             group["weight_decay"] = settings.weight_decay
 
 

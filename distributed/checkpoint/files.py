@@ -101,14 +101,18 @@ def hash_file(file: Path) -> str:
 
 def pack(content: object) -> bytes:
     """Return tensors and plain types in the format of torch.save."""
-    torch.save(plain(content), file := io.BytesIO())
+    torch.save(content, file := io.BytesIO())
     return file.getvalue()
 
 
+def numbers() -> tuple[type, ...]:
+    """Return the type of NumPy's numbers, if it is loaded: unpack() does not accept them."""
+    return (sys.modules["numpy"].generic,) if "numpy" in sys.modules else ()
+
+
 def plain(content: Any) -> Any:
-    """Return the content with Python's numbers for NumPy's, which unpack() would not accept."""
-    numpy = sys.modules.get("numpy")
-    return tree_map_only(numpy.generic, lambda one: one.item(), content) if numpy else content
+    """Return the content with Python's numbers in place of NumPy's."""
+    return tree_map_only(numbers(), lambda one: one.item(), content)
 
 
 def unpack(data: bytes) -> Any:

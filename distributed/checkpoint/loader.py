@@ -69,7 +69,7 @@ def _broadcast(data: bytes | None) -> bytes:
 
 def gather_ranks(own: dict[str, Any]) -> files.Ranks:
     """Return every rank's dictionary on rank 0, in order of rank, and nothing on the others."""
-    gathered = gather_bytes(files.pack(own))
+    gathered = gather_bytes(files.pack(files.plain(own)))
     return files.Ranks(gathered if own_rank() == 0 else [])
 
 

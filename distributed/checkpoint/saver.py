@@ -107,13 +107,14 @@ class Saver:
 
         Raises CheckpointError if the previous save failed; earlier checkpoints are intact.
         """
-        is_first, self.last_step = self.last_step < 0, step
+        trees, is_first = state.trees(), self.last_step < 0
+        if is_first and (self.enabled or self._parts is not None):
+            packed = getattr(state.ranks, "data", state.ranks)
+            check_types(tree_map_only(Tensor, lambda _: 0, trees), *packed[:1])
+        self.last_step = step
         if not self.enabled and self._parts is None:
             return
         self.wait()
-        trees = state.trees()
-        if is_first:
-            check_types([tree_map_only(Tensor, lambda _: 0, trees), next(iter(state.ranks), 0)])
         if self._parts is None:
             copies = self._copy([leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)])
             ours = iter(copies)
@@ -189,7 +190,7 @@ class Saver:
 
 def check_shared(folder: Path) -> None:
     """Raise CheckpointError if this node does not see a folder that rank 0 has created."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise with_fault(
             CheckpointError,
             "dir-not-shared",
@@ -198,10 +199,11 @@ def check_shared(folder: Path) -> None:
         )
 
 
-def check_types(content: Any) -> None:
-    """Raise CheckpointError if content could be saved, but not loaded again."""
+def check_types(*contents: Any) -> None:
+    """Raise CheckpointError if contents, packed or not, could be saved, but not loaded again."""
     try:
-        files.unpack(files.pack(content))
+        for one in contents:
+            files.unpack(one if isinstance(one, bytes) else files.pack(files.plain(one)))
     except Exception as error:  # torch's, or that of an object's own pickling
         kind = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise CheckpointError(

@@ -21,7 +21,7 @@ from ..collectives import gather_bytes, to_bytes
 from ..heartbeat import beat, find_record
 from ..torch_internals import copy_each, tree_map_only
 from . import exchange
-from .files import pack, unpack
+from .files import numbers, pack, unpack
 from .memory import BEGIN, FILES, Header, Memory, reused
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
@@ -176,11 +176,15 @@ class Snapshots:
             if any(place.is_shard() and not place.is_shard(0) for place in places):
                 raise ValueError(f"{name} is not sharded by rows; do not take snapshots of it")
         marks = (f"{_MARK}{number}" for number in range(len(tensors)))
+
+        def stand_in(leaf: Any) -> Any:
+            return next(marks) if isinstance(leaf, Tensor) else leaf.item()
+
         parts = [one.to_local() if hasattr(one, "to_local") else one for one in tensors.values()]
         rest = {
             **about,
             "progress": json.dumps(about["progress"]),
-            "trees": tree_map_only(Tensor, lambda _: next(marks), trees),
+            "trees": tree_map_only((Tensor, *numbers()), stand_in, trees),
             "shapes": [tuple(tensor.shape) for tensor in tensors.values()],
             "places": [(tuple(part.shape), part.dtype) for part in parts],
             "shared": shared,

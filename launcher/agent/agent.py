@@ -102,6 +102,8 @@ class NodeAgent:
         self.outputs = Outputs(args)
         self.signals: list[int] = []  # received from outside this run
         self.is_spare = True  # until it has ranks
+        # Resumes the run; empty if the program may not be able to resume, unless it saves.
+        self.resume_command = args.command if os.path.realpath(args.program.name) == TRAIN else ""
         self._take_part(meeting)
 
     def _take_part(self, meeting: Meeting) -> None:
@@ -143,8 +145,8 @@ class NodeAgent:
                 self.error_files.mkdir(exist_ok=True)
         if begins:
             folder = str(self.folder.path) if self.folder and self.restarts.record else ""
-            command = resume_command(args, has_saved=False)
-            note = AgentNote(own.run_id, own.node_rank, self.started, args.nproc, folder, command)
+            resume = self.resume_command
+            note = AgentNote(own.run_id, own.node_rank, self.started, args.nproc, folder, resume)
             self.supervisor.tell(note)
 
     # --- one attempt after another ------------------------------------------------------------
@@ -323,8 +325,8 @@ class NodeAgent:
             return
         if shows_no_rank(self) and outcome.code == 0:
             self.outputs.say("the run has ended with code 0")
-        can_resume = outcome.code != BAD_INPUT
-        command = resume_command(self.args, has_saved=outcome.has_saved) if can_resume else ""
+        command = self.args.command if outcome.has_saved else self.resume_command
+        command = command if outcome.code != BAD_INPUT else ""
         run_id = self.own.run_id
         outcome = replace(outcome, started=self.started, run_id=run_id, command=command)
         folder = self.folder and self.folder.path
@@ -337,9 +339,3 @@ def shows_no_rank(agent: NodeAgent) -> bool:
     """Return whether this node has a terminal to itself, and rank 0 is elsewhere."""
     is_alone = agent.supervisor.control is None and not agent.args.is_in_step
     return is_alone and agent.own.node_rank > 0
-
-
-def resume_command(args: Arguments, *, has_saved: bool) -> str:
-    """Return the command that resumes the run; empty if the program may not be able to resume."""
-    can_resume = has_saved or os.path.realpath(args.program.name) == TRAIN
-    return args.command if can_resume else ""

@@ -134,7 +134,7 @@ class Attempt:
         """Do what is due: SIGTERM to the ranks, then SIGKILL to all descendants."""
         if self.term.take():
             for each in self.ranks.living():
-                if each.error_file.exists():  # it has raised, and is about to exit
+                if os.path.exists(each.error_file):  # it has raised, and is about to exit
                     self._record_failure(self.ranks.describe_end(each))
             self.facts.stopped.update(each.rank for each in self.ranks.living())
             self.ranks.send(signal.SIGTERM)

@@ -5,6 +5,7 @@ What each rank's process does after the fork is in launcher/agent/rank/program.p
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -136,7 +137,7 @@ class NodeRanks:
         """
         is_waiting = False
         for each in self.all:
-            limit_s = limits.RAISED_S if each.error_file.exists() else limits.TRACEBACK_S
+            limit_s = limits.RAISED_S if os.path.exists(each.error_file) else limits.TRACEBACK_S
             has_gone_on = each.code is None and not is_ending
             for stream in each.streams:
                 is_waiting |= stream.tick(now, limit_s if has_gone_on else math.inf)
@@ -245,7 +246,8 @@ class NodeRanks:
         asked = [each for each in living if processes.has_signal(each.pid, "SigBlk", DUMP_SIGNAL)]
         files = {each.rank: collectives.file_of(each.error_file) for each in asked}
         for file in files.values():
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it does not exist, or the disk is read-only
+                file.unlink()
         processes.send([each.pid for each in asked], DUMP_SIGNAL)
         return collectives.read(files, limits.STACKS_WRITE_S)
 

@@ -251,8 +251,9 @@ def test_a_rank_that_fails_after_its_log_is_lost_is_named_with_its_error(tmp_pat
 @pytest.mark.slow
 def test_a_working_directory_that_is_deleted_hides_no_error(tmp_path: Path) -> None:
     (here := tmp_path / "here").mkdir()
-    text = "import os\nos.rmdir(os.getcwd())\nraise ValueError('batch 120 holds no samples')\n"
-    done = execute(here, *AGENT, written(tmp_path / "x.py", text), code=1)
+    error = "raise ValueError('batch 120 holds no samples')"
+    written(here / "x.py", f"import os, shutil\nshutil.rmtree(os.getcwd())\n{error}\n")
+    done = execute(here, *AGENT, "x.py", code=1)
     assert "cause    ValueError: batch 120 holds no samples" in done.stderr
 
 

@@ -104,7 +104,7 @@ def test_a_rank_that_hangs_after_the_first_node_has_finished_is_named(
     )
     port = free_port()
     for node in (0, 1):
-        runs.append(Run([*world(port, node), str(script)], HANG_SECONDS="5"))
+        runs.append(Run([*world(port, node), str(script)], HANG_SECONDS="12"))
     err = runs[0].finish()
     assert "FAILED   rank 1 (" in err and "[rank-stuck]" in err and "at step 7 " in err
     runs[1].finish()

@@ -22,8 +22,8 @@ LIKE = Outcome(0, ["a 1", "b"], ["warned"], {"out/x": "hash", "time": "1"})
     [
         (LIKE, []),
         (replace(LIKE, code=3), ["exit code 3"]),
-        (replace(LIKE, stdout=["a 2", "b"]), ["stdout lacks 1 lines", "stdout has 1 more"]),
-        (replace(LIKE, stdout=["a 1", "b", "b"]), ["stdout has 1 more"]),
+        (replace(LIKE, stdout=["a 2", "b"]), ["stdout lacks 1 lines", "stdout has 1 more lines"]),
+        (replace(LIKE, stdout=["a 1", "b", "b"]), ["stdout has 1 more lines"]),
         (replace(LIKE, stderr=["run  7", "warned"]), []),
         (replace(LIKE, stderr=[]), ["stderr lacks 1 lines"]),
         (replace(LIKE, files={"out/x": "other", "time": "3"}), ["content of out/x"]),
@@ -32,7 +32,7 @@ LIKE = Outcome(0, ["a 1", "b"], ["warned"], {"out/x": "hash", "time": "1"})
 )
 def test_what_counts_as_different(ours: Outcome, found: list[str]) -> None:
     told = differences(ours, LIKE, replace(LIKE, files={"out/x": "hash", "time": "2"}), 0)
-    assert [one.partition(", as")[0] for one in told] == found
+    assert [one.partition(", such as")[0] for one in told] == found
 
 
 def test_numbers_that_differ_under_torchrun_itself_do_not_count() -> None:

@@ -19,8 +19,8 @@ from agents import ROOT
 WINGS = {
     ("launcher",): 96_350,
     ("distributed",): 12_600,
-    ("distributed/checkpoint",): 10_100,
-    ("training", "train.py"): 22_120,
+    ("distributed/checkpoint",): 10_190,
+    ("training", "train.py"): 22_160,
 }
 SCRIPTS = 911  # lines; planned: 900
 FILE, CLASS, FUNCTION = 350, 250, 60  # lines

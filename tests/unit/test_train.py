@@ -185,7 +185,11 @@ def test_a_mistake_of_one_rank_is_one_line(tmp_path: Path, text: Path) -> None:
 def test_a_changed_weight_decay_is_that_of_the_settings_after_a_resume() -> None:
     before, now = (Train(batch_size=1, max_steps=1, weight_decay=one) for one in (0.1, 0.05))
     model = nn.Linear(2, 2)
-    saved = State({}, make_optimizer(model, before).state_dict(), {})
+    progress = {"settings": {"train": before.model_dump()}}
+    moments = make_optimizer(model, before).state_dict()
+    for group in moments["param_groups"]:
+        del group["follows_config"]  # as in an older checkpoint
+    saved = State({}, moments, progress)
     optimizer = make_optimizer(model, now)
     load_moments(optimizer, model, saved, now)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.05, 0.0]

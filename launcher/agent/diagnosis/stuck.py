@@ -6,6 +6,7 @@ Ranks write their Python stacks to files when they receive a signal (distributed
 from __future__ import annotations
 
 import operator
+import os
 import re
 import time
 from collections import Counter
@@ -59,7 +60,7 @@ def find_straggler(ranks: Sequence[RankState | None]) -> RankState | None:
 
 def size_of(file: Path) -> int:
     """Return the size of a file in bytes; 0 if it does not exist."""
-    return file.stat().st_size if file.exists() else 0
+    return file.stat().st_size if os.path.exists(file) else 0
 
 
 def wait_for_stacks(files: Mapping[Path, int], limit_s: float) -> None:
