@@ -206,8 +206,7 @@ def refusal(words: Sequence[str]) -> str:
     """Return why SLURM could never start a job; empty if it could."""
     command = ["sbatch", "--test-only", *words]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = result.stdout.strip().splitlines() or ["no answer"]
-    return lines[-1] if result.returncode else ""
+    return (result.stdout.strip().splitlines() or ["no answer"])[-1] if result.returncode else ""
 
 
 def submit(words: Sequence[str], *, is_dry_run: bool) -> tuple[str, subprocess.Popen[str] | None]:

@@ -75,8 +75,7 @@ class Gpu:
     @property
     def is_taken(self) -> bool:
         """Whether a significant part of its memory is in use."""
-        used = self.used_mib or 0
-        return used >= max(LEAST_TAKEN_MIB, LEAST_TAKEN * (self.total_mib or 0))
+        return (self.used_mib or 0) >= max(LEAST_TAKEN_MIB, LEAST_TAKEN * (self.total_mib or 0))
 
 
 def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:

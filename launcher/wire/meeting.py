@@ -186,7 +186,8 @@ def find_loss(connection: socket.socket, within_s: float) -> str:
 
 
 def is_busy(connection: socket.socket) -> bool:
-    """Return whether the other end has not yet received all that was sent."""
+    """Return whether the other end is still there, and has not yet received all that was sent."""
     with contextlib.suppress(OSError):  # a sandbox's kernel may not support it
-        return any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))  # SIOCOUTQ, tcp(7)
+        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) != b"\x07":  # TCP_CLOSE
+            return any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))  # SIOCOUTQ, tcp(7)
     return False

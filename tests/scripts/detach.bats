@@ -177,7 +177,7 @@ the end of 0"* ]]
     [[ $status == 2 && $output == *"there is no run '$name' in logs"* ]]
   done
   run launch --stop
-  [[ $status == 2 && $output == *"--stop takes one run"* ]]
+  [[ $status == 2 && $output == *"--stop needs one run id"* ]]
   run launch --status --strict
   [[ $status == 2 && $output == *"--strict cannot be used with --status"* ]]
   LOG_DIR=none run launch --status

@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import PATIENCE_S, PROGRAM, SECRET, Run, kill_what_is_left, rarely, world, written
+from agents import (
+    PATIENCE_S,
+    PROGRAM,
+    SECRET,
+    Run,
+    eventually,
+    kill_what_is_left,
+    rarely,
+    world,
+    written,
+)
 from ports import free_port
 
 from distributed.errors import Refused
@@ -25,7 +35,7 @@ from launcher.agent.nodes import checkin
 from launcher.handshake import Acceptor, Access
 from launcher.preflight import must_match
 from launcher.preflight.must_match import ARGUMENTS
-from launcher.wire import messages
+from launcher.wire import meeting, messages
 from launcher.wire.meeting import Wait
 from launcher.wire.messages import NodeReport
 from launcher.wire.node_link import Link
@@ -183,6 +193,19 @@ def test_a_node_whose_report_is_lost_ends_the_check_in_of_all(
     assert first == second
     assert first.startswith(f"there: cannot reach node rank 0 at 127.0.0.1:{port} (it is lost); ")
     assert first.endswith(" [mtu-too-large]")
+
+
+def test_a_node_rank_0_that_ends_while_data_arrives_is_not_taken_for_a_bad_link() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = socket.create_connection(server.getsockname())
+        first, _ = server.accept()
+    connection.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            connection.send(bytes(1 << 16))
+    assert meeting.is_busy(connection)
+    first.close()  # with unread data, so the kernel resets the connection
+    eventually(lambda: not meeting.is_busy(connection))
 
 
 HERE = NodeReport(0, 2, 2, "here", "run", {"torch": "2.13.0"}, {"x.py": "0123"})

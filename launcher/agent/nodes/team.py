@@ -49,8 +49,7 @@ class Team:
         if not self.is_majority:  # the others may continue the run without this node
             there = len(self.peers) + len(self.spares)
             return f"stopping: this node reaches only {there} of {self.counted - 1} other agents"
-        left = len(self.members) - len(self.lost) + len({*self._find_spares()})
-        if left < self.min_nodes:
+        if len(self.members) - len(self.lost) + len({*self._find_spares()}) < self.min_nodes:
             hosts = ", ".join(self.members[rank].host for rank in self.lost)
             return f"not restarting: no spare is left for {hosts}"
         return ""

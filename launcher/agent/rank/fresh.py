@@ -50,6 +50,5 @@ def variables_set_early(script: Path) -> list[str]:
         return []  # Python itself will report the error
     imports = (line for line in body if isinstance(line, ast.Import | ast.ImportFrom))
     ends = (line.lineno - 1 for line in imports if _TORCH.match(ast.unparse(line)))
-    lines = text.splitlines(keepends=True)[: next(ends, None)]
-    early = b"".join(lines).decode(errors="replace")
+    early = b"".join(text.splitlines(keepends=True)[: next(ends, None)]).decode(errors="replace")
     return [found[1] or found[2] or "variables" for found in _SETS.finditer(early)]

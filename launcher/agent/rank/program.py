@@ -66,15 +66,13 @@ class Program:
         """Whether a fork can run it; some programs need a new process."""
         if self.is_command or self.is_fresh:
             return False
-        is_file = os.path.isfile(self.name) and not zipfile.is_zipfile(self.name)
-        return self.is_module or is_file
+        return self.is_module or (os.path.isfile(self.name) and not zipfile.is_zipfile(self.name))
 
     def command(self) -> list[str]:
         """Return the command line that starts it in a new process, as torchrun would."""
         if self.is_command:
             return [self.name, *self.arguments]
-        option = ["-m"] if self.is_module else []
-        return [sys.executable, "-u", *option, self.name, *self.arguments]
+        return [sys.executable, "-u", *["-m"] * self.is_module, self.name, *self.arguments]
 
 
 def run_and_exit(
