@@ -134,7 +134,8 @@ def describe_end(
 
 def read_traceback(last_line: str, time: float) -> RaisedError:
     """Return the error that a rank's last line shows. A full disk can prevent an error file."""
-    return RaisedError(last_line, "", 1, time, has_left=last_line.startswith("KeyboardInterrupt"))
+    has_left = last_line.startswith("KeyboardInterrupt")  # as Python prints it
+    return RaisedError(last_line, "", 1, time, has_left=has_left)
 
 
 def fault_of(message: str) -> str:

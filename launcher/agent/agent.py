@@ -145,8 +145,9 @@ class NodeAgent:
                 self.error_files.mkdir(exist_ok=True)
         if begins:
             folder = str(self.folder.path) if self.folder and self.restarts.record else ""
-            resume = self.resume_command
-            note = AgentNote(own.run_id, own.node_rank, self.started, args.nproc, folder, resume)
+            note = AgentNote(
+                own.run_id, own.node_rank, self.started, args.nproc, folder, self.resume_command
+            )
             self.supervisor.tell(note)
 
     # --- one attempt after another ------------------------------------------------------------
@@ -326,9 +327,8 @@ class NodeAgent:
         if shows_no_rank(self) and outcome.code == 0:
             self.outputs.say("the run has ended with code 0")
         command = self.args.command if outcome.has_saved else self.resume_command
-        command = command if outcome.code != BAD_INPUT else ""
-        run_id = self.own.run_id
-        outcome = replace(outcome, started=self.started, run_id=run_id, command=command)
+        command = "" if outcome.code == BAD_INPUT else command
+        outcome = replace(outcome, started=self.started, run_id=self.own.run_id, command=command)
         folder = self.folder and self.folder.path
         if folder and self.own.node_rank and (folder / "run.json").exists():
             folder = None  # on a shared disk, node rank 0 keeps it

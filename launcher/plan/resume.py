@@ -70,9 +70,8 @@ def _set_for_it(typed: Typed) -> Iterator[str]:
     theirs = {*typed.activated, *find_own(typed, again).names} - {"PYTHON"}
     for name in sorted({*environ} - theirs):
         is_other = name.startswith(FORWARDED) and not _SECRET.search(name)
-        if (
-            is_other or name in ("PYTHON", "PYTHONPATH")
-        ) and f"{name}={environ[name]}" not in again:
+        is_wanted = is_other or name in ("PYTHON", "PYTHONPATH")
+        if is_wanted and f"{name}={environ[name]}" not in again:
             yield name
 
 
