@@ -85,7 +85,7 @@ def print_block(outcome: Outcome, failure: Failure, out: TextIO) -> None:
     """Print the failure block, the last thing a user sees of a failed run."""
     after = f"{failure.time - outcome.started:.0f} s after the start"
     at_step = f", at step {failure.step}" if failure.step >= 0 else ""
-    from_step = f"     (from step {failure.saved_step})" if failure.saved_step >= 0 else ""
+    from_step = f"(from step {failure.saved_step})" if failure.saved_step >= 0 else ""
     by_signal = f" ({signal_name(failure.code)})" if signal_name(failure.code) else ""
     rows = [
         ("FAILED", f"{failure.who} {after}{at_step}       [{failure.fault}]"),
@@ -95,7 +95,8 @@ def print_block(outcome: Outcome, failure: Failure, out: TextIO) -> None:
         ("code", f"{failure.code}{by_signal}"),
         ("others", _others(outcome, failure.fault)),
         ("log", failure.log),
-        ("resume", outcome.command and f"RUN_ID={outcome.run_id} {outcome.command}{from_step}"),
+        ("resume", outcome.command and f"RUN_ID={outcome.run_id} {outcome.command}"),
+        ("", from_step if outcome.command else ""),
         ("see", f"TROUBLESHOOTING.md#{failure.fault}"),
     ]
     for name, text in rows:

@@ -195,6 +195,7 @@ class NodeAgent:
         return Attempt(
             here,
             peers=peers,
+            everyone=meeting.everyone,
             supervisor=self.supervisor.socket,
             facts=Facts(signals=self.signals),
             grace_s=args.grace_s,
@@ -221,7 +222,7 @@ class NodeAgent:
 
     def _on_beat(self) -> None:
         if self.meeting.team is not None:
-            self.meeting.team.beat(self._on_lost_spare)
+            self.meeting.team.check_spares(self._on_lost_spare)
         self.network.look(self.outputs.say)
         self.restarts.look()
         if shows_no_rank(self):
@@ -259,7 +260,7 @@ class NodeAgent:
         busy = team.peers.keys() - facts.nodes.keys()  # nodes whose ranks are still running
         for node_rank in busy if team.min_nodes else ():
             team.peers.pop(node_rank).close()
-        team.beat(self._on_lost_spare)
+        team.check_spares(self._on_lost_spare)
         why, held_step = team.why_not(are_all_quiet=not busy), self.snapshots.step()
         if not why and not team.lost:
             why = self.restarts.why_not(first, held_step)

@@ -41,7 +41,7 @@ from launcher.wire.messages import (
     StopRequest,
     Verdict,
 )
-from launcher.wire.node_link import Link
+from launcher.wire.node_link import Link, Pulse
 
 
 @dataclass
@@ -50,6 +50,7 @@ class Attempt:
 
     ranks: NodeRanks
     peers: dict[int, Link]
+    everyone: Callable[[], list[Link]]  # the peers and the spares
     supervisor: socket.socket  # its other end closes when the supervisor dies
     facts: Facts  # its signals include those received between attempts
     grace_s: float  # for the ranks to save, after a request to stop
@@ -80,7 +81,7 @@ class Attempt:
         self._listen_to(wake, lambda: wake.recv(4096))
         self._listen_to_all()
         processes.outlive_parent()  # the loop notices the supervisor's death, and ends the ranks
-        beat = Deadline()
+        beat, pulse = Deadline(), Pulse(self.everyone)
         beat.set_within(0.0)
         while not self._is_over():
             shown_at, now = time.monotonic(), own_time.now()
@@ -98,7 +99,8 @@ class Attempt:
             self.snapshots.outgoing.on_time(self.peers)
             if beat.take():
                 beat.set_within(limits.BEAT_S)
-                self._beat()
+                self._beat(pulse)
+        pulse.end()
         signal.set_wakeup_fd(-1)
         wake.close()
         waker.close()
@@ -265,12 +267,12 @@ class Attempt:
         if node not in self.facts.nodes and self.facts.verdict is None:
             self._fail(peer.loss(node, self.query.hosts[node]))
 
-    def _beat(self) -> None:
+    def _beat(self, pulse: Pulse) -> None:
         """Send a heartbeat to the other nodes; check for silent nodes and a stuck rank."""
         self.on_beat()
         self.notice.look()
         here = self.ranks.straggler()
-        self.send_all(NodeBeat(here))
+        pulse.note(NodeBeat(here))
         for node, peer in list(self.peers.items()):
             if peer.is_silent:
                 self._drop_peer(node)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from launcher import own_time
@@ -20,7 +22,7 @@ from launcher.failure import Failure
 from launcher.processes import KILLED
 from launcher.typed_json import MessageError
 from launcher.wire import limits, messages
-from launcher.wire.messages import SnapshotData, SnapshotPiece
+from launcher.wire.messages import NodeBeat, SnapshotData, SnapshotPiece
 
 _MAX_BYTES = 1 << 20
 
@@ -33,18 +35,26 @@ class Link:
         self.socket = connection
         self.heard = time.monotonic()
         self._buffer = received
+        self._sending = threading.Lock()
 
-    def send(self, message: object) -> None:
-        """Send one message. If the node is gone, the next read reports that."""
+    def send(self, message: object, *, may_wait: bool = True) -> None:
+        """Send one message. If the node is gone, the next read reports that.
+
+        Without `may_wait`, send nothing while another thread is sending.
+        """
         line, data = message, b""
         if isinstance(message, SnapshotData):
             line, data = message.piece, message.data
+        if not self._sending.acquire(blocking=may_wait):
+            return
         try:
             self.socket.settimeout(limits.SILENCE_S)
             self.socket.sendall(f"{messages.write(line)}\n".encode() + data)
         except OSError:
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)  # the next read finds the end
+        finally:
+            self._sending.release()
 
     def receive(self, limit_s: float = limits.SILENCE_S) -> list[Any] | None:
         """Return the messages that have arrived; None if the node is gone or sends other data."""
@@ -115,3 +125,34 @@ class Link:
 
     def close(self) -> None:
         self.socket.close()
+
+
+class Pulse:
+    """A thread that sends an agent's heartbeats, also while its event loop waits for a file system.
+
+    After HELD_UP_S without news of the loop, no more are sent: the agent counts as lost.
+    """
+
+    def __init__(self, everyone: Callable[[], Sequence[Link]]) -> None:
+        self._everyone, self._is_over, self._news = everyone, False, threading.Event()
+        self.note(NodeBeat(None))
+        self._thread = threading.Thread(target=self._send, daemon=True)
+        self._thread.start()
+
+    def note(self, newest: NodeBeat) -> None:
+        """Send this heartbeat at once, and again every BEAT_S."""
+        self._newest, self._noted = newest, time.monotonic()
+        self._news.set()
+
+    def _send(self) -> None:
+        while not self._is_over:
+            if time.monotonic() - self._noted < limits.HELD_UP_S:
+                for link in self._everyone():
+                    link.send(self._newest, may_wait=False)
+            self._news.wait(limits.BEAT_S)
+            self._news.clear()
+
+    def end(self) -> None:
+        self._is_over = True
+        self._news.set()
+        self._thread.join()

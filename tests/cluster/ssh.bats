@@ -669,6 +669,24 @@ PY
   end_by_a_cut cut "$PID"
 }
 
+# bats test_tags=prove,long
+@test "a node whose log's file system answers nothing for 20 s is not lost" {
+  truncate --size 64M disk.img
+  mkfs.ext4 -q -F disk.img
+  mkdir logs
+  on node1 mount --options loop disk.img "$PWD/logs"
+  start frozen config/local3.yaml 1 node1 node2 "${LONG[@]}"
+  on node1 fsfreeze --freeze "$PWD/logs"
+  sleep 20 # twice SILENCE_S
+  on node1 fsfreeze --unfreeze "$PWD/logs"
+  on login kill -TERM "$(launcher_of "${LONG[-1]}")"
+  end_of "$PID"
+  on node1 umount "$PWD/logs"
+  cat frozen.out
+  ((CODE == 75))
+  run ! grep -q -e FAILED -e link-lost frozen.out
+}
+
 @test "by hand: a firewall that opens only the master's port, and a path that drops large packets" {
   make_idle
   on node1 iptables --append INPUT --source 10.0.0.2 --protocol tcp --syn ! --dport 29500 --jump DROP

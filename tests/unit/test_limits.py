@@ -19,6 +19,7 @@ PROMISE_S = 2.0  # README: for all processes of a run to end once one is killed
         (3 * limits.BEAT_S, limits.SILENCE_S),
         (2 * limits.BEAT_S, limits.STILL_S),
         (limits.STILL_S + limits.BEAT_S, limits.SILENCE_S),
+        (limits.SILENCE_S, limits.HELD_UP_S),
         (limits.SILENCE_S, limits.DECIDE_S),
         # A stop: the agent's snapshot, the launcher's last request, the supervisor, the launcher,
         # the command that requested it.

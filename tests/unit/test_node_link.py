@@ -15,7 +15,7 @@ from launcher.agent.diagnosis.stuck import RankState
 from launcher.failure import Failure
 from launcher.outcome import NodeEnd, Outcome
 from launcher.typed_json import MessageError, decode, encode
-from launcher.wire import messages
+from launcher.wire import limits, messages
 from launcher.wire.launcher_link import BEGIN, LONGEST_MESSAGE, Answers, read_request, tell
 from launcher.wire.messages import (
     Assignment,
@@ -30,8 +30,9 @@ from launcher.wire.messages import (
     Sweep,
     Verdict,
 )
-from launcher.wire.node_link import Link
+from launcher.wire.node_link import Link, Pulse
 
+FAR_S = 60.0  # only ends a test that hangs
 FAILURE = Failure("rank-error", "ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[])
 NEXT = Assignment("r1", 0, 8, ["node1"], 0, 1, members=[], spares=[])
 EXAMPLES = [  # with every type that a field can have
@@ -119,6 +120,31 @@ def test_a_line_without_end_is_no_agents() -> None:
         if peer.receive() is None:
             return
     raise AssertionError("took more than 2 MiB")
+
+
+def test_heartbeats_go_on_while_the_loop_is_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BEAT_S", 0.01)
+    (first, theirs), (other, its) = connect(), connect()
+    pulse = Pulse(lambda: [first, other])
+    state = NodeBeat(RankState(3, (120, 2), True, False, 61.5))
+    first._sending.acquire()  # a long message is on its way
+    pulse.note(state)
+    listener, of_other = Link(theirs), Link(its)
+    until = time.monotonic() + FAR_S
+    while of_other.wait(until) != state:
+        pass  # sent before note()
+    assert [of_other.wait(until) for _ in range(3)] == [state] * 3  # without another note()
+    first._sending.release()
+    assert isinstance(listener.wait(until), NodeBeat)
+    pulse.end()
+
+
+def test_an_agent_that_is_held_up_for_too_long_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HELD_UP_S", 0.0)
+    link, theirs = connect()
+    Pulse(lambda: [link]).end()
+    link.close()
+    assert theirs.recv(1) == b""
 
 
 # --- a node's stdout: output, with messages in between --------------------------------------------

@@ -455,6 +455,13 @@ def test_the_block_that_ends_a_log_is_found(log: str, is_end: bool, tmp_path: Pa
     assert find_end(tmp_path / "job.out") == (printed(END).rstrip("\n") if is_end else "")
 
 
+def test_the_resume_row_holds_nothing_but_the_command() -> None:
+    saved = replace(END, failure=replace(ERROR, saved_step=100), command="a.sh c.yaml 2")
+    rows = printed(saved).splitlines()
+    assert rows[-3:-1] == ["resume   RUN_ID=r1 a.sh c.yaml 2", "         (from step 100)"]
+    assert "from step" not in printed(replace(saved, command=""))
+
+
 def test_of_several_ends_the_last_counts(tmp_path: Path) -> None:
     stopped = printed(replace(END, code=75, failure=None))
     (tmp_path / "job.out").write_text(f"{PLANNED}{printed(END)}{PLANNED}{stopped}")

@@ -182,13 +182,13 @@ def test_a_spare_that_is_gone_is_told_and_counts_no_more(
 ) -> None:
     team, told = team_of(server, [2, 2], [2, 2], 2), list[Failure]()
     ends = [server.accept()[0] for _ in range(3)]
-    team.beat(told.append)
+    team.check_spares(told.append)
     assert (told, [spare.host for spare in team.spares], team.counted) == ([], ["n2", "n3"], 4)
     ends[2].close()
-    team.beat(told.append)
+    team.check_spares(told.append)
     assert [(loss.fault, loss.host) for loss in told] == [("agent-killed", "n3")]
     assert ([spare.host for spare in team.spares], team.counted) == (["n2"], 3)
     monkeypatch.setattr(limits, "SILENCE_S", 0.0)
-    team.beat(told.append)
+    team.check_spares(told.append)
     assert [(loss.fault, loss.host) for loss in told[1:]] == [("link-lost", "n2")]
     assert (team.spares, team.counted) == ({}, 3)

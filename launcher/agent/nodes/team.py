@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from launcher.failure import Failure
 from launcher.text import count
 from launcher.wire import limits
-from launcher.wire.messages import Assignment, Member, NodeBeat, Verdict
+from launcher.wire.messages import Assignment, Member, Verdict
 from launcher.wire.node_link import Link
 
 
@@ -114,10 +114,9 @@ class Team:
 
     # --- spares during an attempt, which continues if one is lost -------------------------------
 
-    def beat(self, on_lost: Callable[[Failure], None]) -> None:
-        """Exchange heartbeats with the spares, and report those that are lost."""
+    def check_spares(self, on_lost: Callable[[Failure], None]) -> None:
+        """Receive the spares' heartbeats, and report those that are lost."""
         for spare, peer in list(self.spares.items()):
-            peer.send(NodeBeat(None))
             is_gone = peer.receive(limits.POLL_S) is None
             if is_gone or peer.is_silent:
                 del self.spares[spare]
