@@ -114,7 +114,7 @@ class _Reader:
         if _SETTING.match(word) and not os.path.exists(word):
             self._append("setting", word)
         elif not self.arguments:
-            raise PlanError(f"unexpected argument {word!r}; {self.see}")
+            raise PlanError(f"unexpected argument {word!r}; usage: {self.values['usage']}")
         elif self.arguments[0] == "node":
             self._append("node", word)
         else:

@@ -72,7 +72,7 @@ $command"
   run launch -x 2
   assert_refused 2 "unknown option '-x'"
   run launch plain.yaml
-  assert_refused 2 "unexpected argument 'plain.yaml'"
+  assert_refused 2 "unexpected argument 'plain.yaml'; usage: scripts/run_ddp.sh [-n NPROC] [-c CONFIG]"
 }
 
 @test "an allocation of several nodes: exit 2, and what to use" {

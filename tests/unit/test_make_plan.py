@@ -202,6 +202,7 @@ def test_world_of_a_slurm_job(
         ({"config": "2"}, {"TRAIN_SCRIPT": "a.py"}, "give the path of a YAML file, or - for none"),
         ({"config": "-"}, {}, "this project's train.py needs a config, but '-' passes none; give"),
         ({"fanout": "ssh", "node": ("-o",)}, {}, "'-o' is not a node"),
+        ({"fanout": "ssh", "node": ("./hosts.txt",)}, {}, "'./hosts.txt' is not a node"),
         ({"fanout": "ssh", "node": ("n[1-2]", "n2:4")}, {}, "n2 is named twice"),
         (SRUN, {}, "this is not a SLURM job; use sbatch x.sh, or salloc first"),
         ({"has_health_check": True}, captured("batch-step"), "2 nodes, but srun did not start"),
