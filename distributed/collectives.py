@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .torch_internals import time_limit
+
 
 def own_rank() -> int:
     """Return this process's rank in the process group; 0 without one."""
@@ -23,6 +25,12 @@ def own_rank() -> int:
 def count_ranks() -> int:
     """Return how many ranks have joined; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gloo_group() -> dist.ProcessGroup:
+    """Return a new group of all ranks, with gloo, and with the default group's time limit."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=time_limit())
+    return group
 
 
 def barrier() -> None:

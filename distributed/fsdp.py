@@ -18,7 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .collectives import take_first_ranks
 from .environment import LauncherError, detect
 from .strategy import Sharding, check_strategy
-from .torch_internals import can_shard_on_cpu, import_dtensor, import_fsdp, tree_map_only
+from .torch_internals import (
+    can_shard_on_cpu,
+    import_dtensor,
+    import_fsdp,
+    set_time_limit,
+    tree_map_only,
+)
 
 fsdp2, dtensor = import_fsdp(), import_dtensor()
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -34,7 +40,11 @@ def shard(
     """
     if is_cpu := device.type == "cpu":
         _refuse_unless(can_shard_on_cpu())
+    if how.cpu_offload and dist.get_backend() == "nccl":
+        cause = "fsdp.cpu_offload needs collectives on the CPU, which NCCL does not have"
+        raise LauncherError(f"{cause}; set it to false, or use the gloo backend")
     mesh = _mesh(device, how.shard)
+    set_time_limit(mesh.get_all_groups())
     must_sum = is_cpu and not _can_average(mesh)
     _refuse_unless(not must_sum or hasattr(fsdp2.FSDPModule, "set_force_sum_reduction_for_comms"))
     dtype = getattr(torch, how.dtype) if how.dtype else None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import socket
 import struct
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,9 @@ _LIVE, _COMMIT = 0, 1  # bytes of the lock file
 # Locks of the open file: a process that copied the folder would lose ordinary locks (fcntl(2)).
 _SET, _SET_WAITING = 37, 38  # F_OFD_SETLK, F_OFD_SETLKW; missing from fcntl in some Pythons
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, process
+# Lustre mounted without flock, NFSv3 without lockd.
+_NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP
+_log = logging.getLogger(__name__)
 
 
 class RunLock:
@@ -32,8 +38,8 @@ class RunLock:
     node that the scheduler cannot reach. So does a launch that has restarted its ranks. Each new
     lock file replaces the previous one. A kernel lock on its first byte shows whether the holder is
     alive; a lock on its second byte is held during a commit. The lock works on NFS, and forked
-    processes do not inherit it. Raises Refused if a live process holds it, or if the folder belongs
-    to another job with the same id.
+    processes do not inherit it. A file system without locks causes only a warning. Raises Refused
+    if a live process holds it, or if the folder belongs to another job with the same id.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
@@ -102,7 +108,18 @@ class RunLock:
 
 
 def _set_lock(fd: int, kind: int, byte: int, how: int = _SET) -> None:
-    fcntl.fcntl(fd, how, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+    try:
+        fcntl.fcntl(fd, how, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        _warn(error.strerror)
+
+
+@cache
+def _warn(cause: str) -> None:
+    cure = "mount it with flock; until then, never start two runs with one id"
+    _log.warning("warning: the file system has no locks (%s); %s", cause, cure)
 
 
 def _try_lock(fd: int, byte: int) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from . import limits
+from .collectives import gloo_group
 from .stop_signals import Interrupts, handled_signals
 
 
@@ -44,7 +45,7 @@ class Stop:
         self._work: dist.Work | None = None
         self._flags = torch.zeros(3)  # stop, save, end
         if dist.is_initialized() and dist.get_backend() != "gloo":
-            self._group = dist.new_group(backend="gloo")  # does not wait for a GPU
+            self._group = gloo_group()  # does not wait for a GPU
         for signum in handled_signals():
             signal.signal(signum, self._on_signal)
 

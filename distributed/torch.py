@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import itertools
 import os
 import random
 import socket
@@ -68,7 +69,7 @@ from .models import (
 from .rendezvous import rendezvous
 from .stop import Stop
 from .strategy import Sharding
-from .torch_internals import default_store
+from .torch_internals import default_store, skip_worker_joins
 
 __all__ = (
     "STOPPED",
@@ -206,9 +207,16 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 class EpochSampler(DistributedSampler[Any]):
     """Begins a new epoch each time it is iterated over; `set_epoch(n)` sets the next one."""
 
+    _done = 0
+
+    def set_epoch(self, epoch: int, done: int = 0) -> None:
+        """Set the next epoch; without this rank's first `done` samples, which a run has seen."""
+        super().set_epoch(epoch)
+        self._done = done
+
     def __iter__(self) -> Iterator[Any]:
-        shares = super().__iter__()
-        self.epoch += 1
+        shares = itertools.islice(super().__iter__(), self._done, None)
+        self.epoch, self._done = self.epoch + 1, 0
         return shares
 
 
@@ -227,9 +235,10 @@ def get_dataloader_for_distributed(
 
     All ranks get the same number of samples: unless `drop_last`, some ranks repeat a sample at the
     end. Each iteration over the loader is a new epoch in a new order: epochs 0, 1, 2 and so on, or
-    n, n + 1 and so on after `loader.sampler.set_epoch(n)`. World size and rank are the process
-    group's; `options` are DataLoader's own, such as `collate_fn`. Raises ValueError for any other
-    world size or rank, and for an IterableDataset, which cannot be sharded.
+    n, n + 1 and so on after `loader.sampler.set_epoch(n)`; with `done=samples`, epoch n begins
+    after this rank's first samples. World size and rank are the process group's; `options` are
+    DataLoader's own, such as `collate_fn`. Raises ValueError for any other world size or rank, and
+    for an IterableDataset, which cannot be sharded.
     """
     if isinstance(dataset, IterableDataset):
         cause = f"{type(dataset).__name__} is an IterableDataset, whose samples cannot be divided"
@@ -297,4 +306,5 @@ def finish(code: int = 0) -> NoReturn:
     """
     atexit.unregister(finish)  # finish may itself be an exit handler
     complete(code)
+    skip_worker_joins()
     end_process(code)

@@ -6,10 +6,12 @@ comment says otherwise, every torch from 2.4 to 2.15 has all of them.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -44,6 +46,17 @@ def rendezvous_settings(text: str) -> dict[str, str]:
     from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
     return _parse_rendezvous_config(text)
+
+
+def time_limit() -> timedelta:
+    """Return the default process group's time limit for a collective."""
+    return default_store().timeout  # type: ignore[attr-defined,no-any-return]
+
+
+def set_time_limit(groups: Iterable[Any]) -> None:
+    """Give other process groups the same limit; otherwise, NCCL's is 10 minutes."""
+    for group in groups:
+        distributed_c10d._set_pg_timeout(time_limit(), group)
 
 
 def process_groups() -> list[Any]:
@@ -88,6 +101,12 @@ def reports_leaks() -> bool:
 
 
 # --- tensors and models -------------------------------------------------------------------------
+
+
+def skip_worker_joins() -> None:
+    """Do not wait 5 s for each worker of a loader that pins memory; newer torch does not."""
+    kind = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    atexit.unregister(getattr(kind, "_clean_up_worker", print))
 
 
 def copy_each(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:

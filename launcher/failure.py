@@ -87,14 +87,14 @@ def read_error(path: Path) -> RaisedError | None:
     """Return the content of a rank's error file; None if it is missing or incomplete.
 
     The format is torch's (torch.distributed.elastic.multiprocessing.errors). Its timestamp
-    has whole seconds only, so `time` is the file's modification time.
+    has whole seconds only, so our ranks add the time; otherwise it is the file's modification time.
     """
     try:
-        raised = path.stat().st_mtime
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         text, stack = message["message"], message["extraInfo"]["py_callstack"]
         code, fault = int(message.get("errorCode", 1)) % 256 or 1, str(message.get("fault", ""))
         notes = str(message.get("notes", ""))
+        raised = float(message.get("time", path.stat().st_mtime))
         has_left = message.get("has_left") is True
         return RaisedError(str(text), str(stack), code, raised, fault, notes, has_left)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import limits
-from ..collectives import gather_json
+from ..collectives import gather_json, gloo_group
 from .memory import BEGIN, Header, Memory, reused, whole_steps
 
 _PIECE = 1 << 22  # bytes
@@ -110,7 +110,7 @@ def deliver(lacking: Sequence[tuple[int, int]], copy: Memory | None, own: Memory
 
     `lacking` pairs each of these ranks with the rank whose `copy` holds the lost part.
     """
-    group = dist.new_group(backend="gloo")
+    group = gloo_group()
     for rank, holder in lacking:
         if dist.get_rank() == holder:
             any(_transfer(group, copy, rank, None, -1))

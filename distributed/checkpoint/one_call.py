@@ -45,6 +45,7 @@ def save(
     """
     told = {"step": step, **progress, "scaler": scaler.state_dict() if scaler else {}}
     json.dumps(told)
+    _check_keys(told)
     savers, folder = _savers(), Path(folder)
     if folder not in savers:
         format = ("full", "sharded")[is_sharded(model)]
@@ -53,6 +54,16 @@ def save(
     ranks = loader.gather_ranks({"rng": loader.rng_state()})
     state = State(unwrap(model).state_dict(), optimizer.state_dict(), told, ranks)
     savers[folder].save(step, state)
+
+
+def _check_keys(value: Any) -> None:
+    if isinstance(value, dict):
+        if other := [key for key in value if not isinstance(key, str)]:
+            cause = f"progress has the key {other[0]!r}, which JSON would turn into text"
+            raise TypeError(f"{cause}; use text (of MultiStepLR, save last_epoch)")
+        value = [*value.values()]
+    for one in value if isinstance(value, list | tuple) else ():
+        _check_keys(one)
 
 
 def load(

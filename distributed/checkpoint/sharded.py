@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner, storage
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from ..collectives import gather_bytes, own_rank
+from ..collectives import gather_bytes, gloo_group, own_rank
 from ..torch_internals import tree_map_only
 from . import files
 from .files import CheckpointError
@@ -56,7 +56,7 @@ class Parts:
     def __init__(self) -> None:
         # Parts are written in the background. The threads of a rank may start their collectives in
         # a different order on each rank, so parts do not use training's process group.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group = gloo_group() if dist.is_initialized() else None
         self._rank = own_rank()
         self._shapes: dict[str, Any] | None = None  # for which the plan was made
         self._packed: list[bytes] = []  # where each rank put its tensors last time

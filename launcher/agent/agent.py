@@ -199,7 +199,7 @@ class NodeAgent:
             supervisor=self.supervisor.socket,
             facts=Facts(signals=self.signals),
             grace_s=args.grace_s,
-            verdict_s=limits.VERDICT_S if self.is_last else limits.SILENCE_S,
+            verdict_s=limits.VERDICT_S if self.is_last else limits.RANKS_END_S,
             query=Query(here, hosts, peers, self.outputs.say, self.folder and self.folder.path),
             snapshots=self.snapshots,
             on_beat=self._on_beat,
@@ -305,7 +305,7 @@ class NodeAgent:
         outcome, limit_s = verdict.outcome, self.args.grace_s
         if self.signals:  # the ranks have used up GRACE; the supervisor and launchers wait longer
             limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
-        if outcome.code != 0 and is_told and 0 in self.meeting.peers:
+        if is_told and 0 in self.meeting.peers:
             parts = None if self.is_spare else verdict.parts
             self.snapshots.leave_to(self.meeting.peers[0], parts, limit_s)
         if outcome.code == 0 or is_told or self.may_go_on_elsewhere:

@@ -54,6 +54,7 @@ SUCCESSOR_S = 20.0  # to find the node that replaces node rank 0
 SETTLE_S = 0.3  # after an exit that looks like a consequence, for its cause to appear
 RANK_TERM_S = 1.0  # from SIGTERM to SIGKILL
 VERDICT_S = 1.5  # for the other nodes to report their ends, if no restart follows
+RANKS_END_S = 60.0  # the same, if one may follow: a killed rank can hold its GPU for a while
 # If a rank is still running this long after a traceback, it has caught the exception. On a busy
 # machine, a rank that has not caught it can take more than a second to exit.
 TRACEBACK_S = 3.0

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import errno
+import fcntl
 import os
 import pickle
 import re
@@ -28,7 +29,7 @@ from distributed import checkpoint
 from distributed.checkpoint import CheckpointError, Saver, State, files, load, weights_hash
 from distributed.checkpoint.__main__ import main
 from distributed.errors import Refused
-from distributed.lock import RunLock
+from distributed.lock import RunLock, is_locked
 from distributed.torch import gather_bytes
 
 
@@ -443,6 +444,26 @@ def test_what_takes_over_waits_for_a_commit(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="node-lost"), claim.committing():
         pass
     os.close(claim.fd)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EIO])
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "fcntl", fail)
+    if code == errno.EIO:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            RunLock(tmp_path, "run")
+        return
+    first = RunLock(tmp_path, "run")
+    with first.committing():
+        assert not is_locked(tmp_path)
+    RunLock(tmp_path, "run").close()
+    assert f"the file system has no locks ({os.strerror(code)}); mount it with" in caplog.text
+    first.close()
 
 
 def test_a_copy_of_the_folder_lets_nobody_in(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """How a run ended, which failure is shown, and the exit code, as tables; the failure block."""
 
 import io
+import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,8 @@ import pytest
 
 from launcher import failure
 from launcher.agent.facts import Facts
-from launcher.failure import Failure, RaisedError
+from launcher.agent.rank.program import _record
+from launcher.failure import Failure, RaisedError, read_error
 from launcher.failure_block import find_end, find_kept, print_outcome
 from launcher.outcome import (
     Basis,
@@ -392,6 +395,17 @@ def test_a_launcher_that_stood_still(nodes: list[NodePart], stopped_by: int, sho
     if end.failure:
         is_own = end.failure.who.startswith("launcher (") and "for 14 s" in end.failure.cause
         assert is_own == (shown == "launcher-killed")
+
+
+def test_the_time_of_an_error_is_the_ranks_own(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    _record(ValueError("bad"), 1, file)
+    os.utime(file, (1.0, 1.0))  # a file server whose clock is wrong
+    raised = read_error(file)
+    assert raised is not None and raised.time > 1e9
+    file.write_text(re.sub(r'"time": [\d.]+, ', "", file.read_text()))  # as torch's own file
+    os.utime(file, (5.0, 5.0))
+    assert read_error(file) == replace(raised, time=5.0)
 
 
 # --- how an end is printed, kept, and found again in a log ----------------------------------------

@@ -288,7 +288,7 @@ make_model = lambda: torch.nn.Linear(8, 1)
 loss_of = lambda model, batch: model(batch[0]).square().mean()
 """
 BETWEEN = """
-optimizer, batches = torch.optim.AdamW(model.parameters()), itertools.cycle(loader)
+optimizer = torch.optim.AdamW(model.parameters())
 """
 
 

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from distributed import checkpoint
 from distributed import torch as helper
 from distributed.checkpoint.one_call import complete
+from distributed.collectives import gloo_group
+from distributed.torch_internals import process_groups
 from launcher.failure import is_peer_lost
 
 pytestmark = pytest.mark.slow
@@ -238,8 +240,13 @@ def _orders(workers: int) -> tuple[list[list[int]], list[list[int]]]:
     )
     assert loader.persistent_workers == (workers > 0)
     begun = [[int(one) for batch in loader for one in batch] for _ in range(3)]
-    loader.sampler.set_epoch(2)  # type: ignore[attr-defined]
-    return begun, [[int(one) for batch in loader for one in batch] for _ in range(2)]
+    sampler: Any = loader.sampler
+    sampler.set_epoch(2)
+    again = [[int(one) for batch in loader for one in batch] for _ in range(2)]
+    sampler.set_epoch(2, done=16)
+    assert [int(one) for batch in loader for one in batch] == begun[2][16:]
+    assert [int(one) for batch in loader for one in batch] == again[1]
+    return begun, again
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -247,6 +254,23 @@ def test_each_iteration_is_another_epoch_and_a_resume_goes_on(workers: int) -> N
     for begun, resumed in both(_orders, workers):
         assert len({*map(tuple, begun)}) == 3 and all(len({*one}) == 32 for one in begun)
         assert resumed[0] == begun[2] and resumed[1] not in begun
+
+
+# --- process groups ---------------------------------------------------------------------------
+
+
+def _limits_of_groups() -> set[float]:
+    gloo_group()
+    shard = helper.Sharding(shard=1)
+    helper.setup_distributed_models(nn.Linear(2, 2), strategy="fsdp", sharding=shard)
+    groups, cpu = process_groups(), torch.device("cpu")
+    assert len(groups) >= 3, groups
+    return {group._get_backend(cpu).options._timeout.total_seconds() for group in groups}
+
+
+@pytest.mark.another_torch("FSDP")
+def test_every_process_group_has_the_time_limit_of_the_first() -> None:
+    assert both(_limits_of_groups) == [{30.0}, {30.0}]
 
 
 # --- gradients ----------------------------------------------------------------------------------
@@ -403,6 +427,13 @@ def test_a_loop_goes_on_as_if_never_stopped(tmp_path: Path, before: str, after: 
             whole[0],
             64.0,
         )
+
+
+def test_a_key_that_json_would_change_is_an_error(tmp_path: Path) -> None:
+    loop = Loop("auto", None)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(loop.optimizer, [3, 5])
+    with pytest.raises(TypeError, match="key 3, which JSON would turn into text"):
+        loop.save(str(tmp_path), 1, schedules=[schedule.state_dict()])
 
 
 def _fewer(folder: str) -> tuple[Any, ...]:

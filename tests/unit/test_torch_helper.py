@@ -381,6 +381,19 @@ def test_finish_flushes_runs_exit_handlers_and_gives_its_code(tmp_path: Path) ->
     assert (tmp_path / "kept.log").read_text() == "last words\n"
 
 
+def test_finish_does_not_wait_5_s_for_each_data_worker(tmp_path: Path) -> None:
+    code = """
+    import atexit
+    from distributed import torch as helper
+    kind = helper.torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    kind._clean_up_worker = staticmethod(print)  # older versions of torch join a worker here
+    atexit.register(kind._clean_up_worker, "joined")
+    helper.finish(7)
+    """
+    done = run_program([sys.executable, "-c", textwrap.dedent(code)], **own_environment())
+    assert (done.returncode, done.stdout) == (7, "")
+
+
 def test_exit_handlers_have_a_limit(tmp_path: Path) -> None:
     start = time.monotonic()
     done = finish_in(

@@ -91,6 +91,14 @@ def test_fsdp_on_a_cpu_is_refused_where_torch_cannot(monkeypatch: pytest.MonkeyP
     assert str(error.value) == f"{told}or use ddp [env-missing]"
 
 
+def test_offload_to_the_cpu_is_refused_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distributed import fsdp
+
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    with pytest.raises(LauncherError, match=r"cpu_offload needs collectives on the CPU.*gloo"):
+        fsdp.shard(nn.Linear(2, 2), [], torch.device("cuda"), Sharding(cpu_offload=True))
+
+
 def test_binding_to_cpus_is_refused_where_torch_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork, "has_numa_binding", False)
     with pytest.raises(Refused, match=r"^this torch cannot bind ranks; install torch 2.9 or newer"):

@@ -247,7 +247,8 @@ def _record(error: BaseException, code: int, file: Path) -> None:
         "message": text if has_told else f"{type(error).__name__}: {text}",
         "errorCode": code,
         "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
-        "fault": fault,  # this field and the next two are ours; torch ignores them
+        "fault": fault,  # this field and the next three are ours; torch ignores them
+        "time": time.time(),  # a file server's clock may differ from this one
         "notes": "; ".join(map(str, getattr(error, "__notes__", []))),
         "has_left": has_left and not fault,
     }
