@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from agents import ROOT, eventually, is_alive, rarely
+from agents import ROOT, Run, eventually, is_alive, rarely, world, written
 from launched import state_of
+from ports import free_port
 from recovery import SHARDED, Job, Outcome, await_snapshots
 from test_checkpoint import make_state
 from test_recovery import job as job
@@ -225,6 +226,34 @@ def test_another_node_stays_while_the_first_one_saves(job: Job) -> None:
         assert "step 20 was only in memory; it is now saved" in runs[0].finish()
         runs[1].finish()
     assert [path.name for path in steps(folder)] == ["step-20"]
+
+
+WAITING = """
+import os, pathlib, sys, time
+pathlib.Path(sys.argv[1]).with_name("ready" + os.environ["RANK"]).touch()
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+def test_another_node_stays_until_the_first_one_has_recorded_the_end(
+    tmp_path: Path, runs: list[Run]
+) -> None:
+    script, go, port = written(tmp_path / "x.py", WAITING), tmp_path / "go", free_port()
+    for node in range(2):
+        logs = ["--log-dir", str(tmp_path / "logs"), "--rdzv-id", "r"]
+        runs.append(Run([*world(port, node), *logs, str(script), str(go)]))
+    for node in range(2):
+        eventually((tmp_path / f"ready{node}").exists)
+    lock = hold_commits(tmp_path / "logs/r")  # as a slow file system would
+    (rank,) = runs[1].rank_pids()
+    go.touch()
+    eventually(lambda: not is_alive(rank))
+    with pytest.raises(subprocess.TimeoutExpired):  # it keeps running
+        runs[1].process.wait(2.0)
+    os.close(lock)
+    assert [run.process.wait() for run in runs] == [0, 0]
 
 
 # --- a disk that is full, slow or in use ----------------------------------------------------------
