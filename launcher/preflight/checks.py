@@ -24,7 +24,7 @@ from pathlib import Path
 from distributed.network import interface_to
 from launcher.master_port import is_here, is_loopback
 from launcher.preflight import infiniband, must_match
-from launcher.preflight.gpus import DEVICES, Gpu, find_slow
+from launcher.preflight.gpus import DEVICES, Gpu, find_slow, newest_cuda
 from launcher.text import Environ, count, environment_cure
 from launcher.wire.messages import Fault, Request
 
@@ -144,8 +144,9 @@ def check_build(machine: Machine) -> Iterator[Fault]:
         cure = f"install torch with CUDA, {cure} to train on the CPU"
         yield Fault("torch-without-gpu", f"{cause} without CUDA", cure)
     elif cuda and driver:
-        least = FIRST_DRIVER.get(int(cuda.partition(".")[0]), 0)
-        if int(driver.partition(".")[0]) < least:
+        major = int(cuda.partition(".")[0])
+        least = FIRST_DRIVER.get(major, 0)
+        if int(driver.partition(".")[0]) < least and newest_cuda() < 1000 * major:
             cause = f"GPU driver {driver} is too old for torch's CUDA {cuda}"
             cure = f"have {least} or newer installed, or install torch for an older CUDA, {cure}"
             yield Fault("torch-without-gpu", cause, cure)

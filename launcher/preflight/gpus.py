@@ -1,13 +1,14 @@
 """The GPUs of this machine as nvidia-smi or rocm-smi reports them, and what makes one slow.
 
 The reasons are throttled or low clocks, too few PCIe lanes and missing NVLinks. A GPU is compared
-only with others of its model; values that nvidia-smi does not report are not judged. Neither torch
-nor CUDA is used.
+only with others of its model; values that nvidia-smi does not report are not judged. torch is not
+used, and libcuda only tells its version.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
 import shutil
 import subprocess
@@ -156,6 +157,17 @@ def _mig_instances(until: float) -> dict[str, list[str]]:
             gpu = uuid
             instances[gpu] = []
     return instances
+
+
+def newest_cuda() -> int:
+    """Return the newest CUDA that libcuda supports, such as 12080; 0 without libcuda.
+
+    It may come from a cuda-compat package, and be newer than the driver. No GPU is opened.
+    """
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def _amd_gpus(until: float) -> Iterator[Gpu]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from agents import ROOT, execute
+from agents import ROOT, execute, written
 from job_tools import make_tool
 from ports import free_port
 
@@ -180,6 +180,12 @@ def amd(**chosen: str) -> dict[str, Any]:
             *({"cuda": "12.8"}, with_driver("470.82.01", backend="nccl"), "torch-without-gpu"),
             "GPU driver 470.82.01 is too old for torch's CUDA 12.8",
         ),
+        # A cuda-compat package of the same major version; one that is too old.
+        ({"cuda": "12.8", "libcuda": "12040"}, with_driver("470.82.01"), "", ""),
+        (
+            *({"cuda": "13.0", "libcuda": "12080"}, with_driver("470.82.01"), "torch-without-gpu"),
+            "GPU driver 470.82.01 is too old for torch's CUDA 13.0",
+        ),
         ({"cuda": "14.0"}, with_driver("999.1"), "", ""),  # a version without an entry
         ({"hip": "6.4"}, with_driver("525.60.13"), "", ""),
         ({"hip": "6.4"}, amd(HIP="0,1", CUDA="0,1"), "", ""),
@@ -203,8 +209,22 @@ def test_what_torch_and_its_gpus_are_built_for(
     cause: str,
 ) -> None:
     monkeypatch.setattr(must_match, "read_torch", lambda: {"__version__": "9.9", **torch})
+    monkeypatch.setattr(checks, "newest_cuda", lambda: int(torch.get("libcuda") or 0))
     found = find(checks.check_build, **changes)
     assert (found.name if found else "", found.cause if found else "") == (fault, cause)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler is installed")
+def test_the_libcuda_that_the_loader_finds(tmp_path: Path) -> None:
+    source = written(tmp_path / "cuda.c", "void cuDriverGetVersion(int *v) { *v = 12080; }")
+    library = tmp_path / "libcuda.so.1"
+    execute(tmp_path, "cc", "-shared", "-fPIC", "-o", library, source)
+    code = "from launcher.preflight.gpus import newest_cuda; print(newest_cuda())"
+    for answer in ("12080\n", "0\n"):
+        done = execute(ROOT, sys.executable, "-c", code, LD_LIBRARY_PATH=str(tmp_path))
+        assert done.stdout == answer
+        library.write_text("not a library")
 
 
 # As on a machine whose first A100 is divided into two.
