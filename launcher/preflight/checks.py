@@ -59,6 +59,12 @@ class Machine(Request):
         """The training script, if it is a file."""
         return None if self.words[0] in ("-m", "--no-python") else self.directory / self.words[0]
 
+    @property
+    def may_use_infiniband(self) -> bool:
+        """Whether NCCL uses InfiniBand or RoCE between nodes if there is a port for it."""
+        has_nccl = self.backend == "nccl" or (self.backend == "auto" and len(self.gpus) > 0)
+        return self.num_nodes > 1 and has_nccl and infiniband.is_wanted(self.environ)
+
 
 def check_program(machine: Machine) -> Iterator[Fault]:
     """This Python has a torch that can be used, and the training script exists."""
@@ -239,8 +245,7 @@ def check_interfaces(machine: Machine) -> Iterator[Fault]:
 
 def check_infiniband(machine: Machine) -> Iterator[Fault]:
     """The ports that NCCL would use between nodes are active, and can be used from here."""
-    has_nccl = machine.backend == "nccl" or (machine.backend == "auto" and machine.gpus)
-    if machine.num_nodes == 1 or not has_nccl or not infiniband.is_wanted(machine.environ):
+    if not machine.may_use_infiniband:
         return
     ports = infiniband.ports_of_nccl(machine.ports, machine.environ)
     active = [port.name for port in ports if port.is_active]
@@ -268,11 +273,16 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
     if shm < LEAST_SHM:
         cure = "start Docker with --ipc=host or --shm-size=8g"
         yield warning("small-shm", f"/dev/shm is only {shm >> 20} MiB", cure)
-    infiniband = Path("/sys/class/infiniband").is_dir()
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if 0 <= locked < (LEAST_MEMLOCK_INFINIBAND if infiniband else LEAST_MEMLOCK):
+    ports = infiniband.ports_of_nccl(machine.ports, machine.environ)
+    is_active = any(port.is_active for port in ports)
+    is_used = machine.may_use_infiniband and machine.can_open_ports and is_active
+    least = LEAST_MEMLOCK_INFINIBAND if is_used else LEAST_MEMLOCK
+    locked, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if 0 <= locked < least:
         cause, cure = f"the limit on locked memory is {locked >> 10} KiB", "run ulimit -l unlimited"
-        yield Fault("low-memlock", cause, cure, warns=not infiniband)
+        if most >= 0:
+            cure = "ask the administrator to raise it (limits.conf; under SLURM, slurmd's limit)"
+        yield Fault("low-memlock", cause, cure, warns=not is_used)
 
 
 def check_folders(machine: Machine) -> Iterator[Fault]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 import shutil
 import socket
 import string
@@ -507,21 +508,56 @@ def test_ports_of_real_machines(one: dict[str, Any], tmp_path: Path) -> None:
 UP, DOWN = Port("mlx5_0", "1", "ACTIVE", "LinkUp"), Port("mlx5_1", "1", "DOWN", "Polling")
 
 
+UNUSED = [
+    {"num_nodes": 1},
+    {"backend": "gloo"},
+    {"backend": "auto"},  # gloo, because there are no GPUs
+    {"environ": {"NCCL_IB_DISABLE": "1"}},
+    {"environ": {"NCCL_PROFILE": "ethernet"}},
+    {"environ": {"NCCL_NET": "Socket"}},
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_nodes": 1},
-        {"backend": "gloo"},
-        {"backend": "auto"},  # gloo, because there are no GPUs
-        {"environ": {"NCCL_IB_DISABLE": "1"}},
-        {"environ": {"NCCL_PROFILE": "ethernet"}},
-        {"environ": {"NCCL_NET": "Socket"}},
-        {"environ": {"NCCL_IB_HCA": "mlx5_0"}, "can_open_ports": True},
-    ],
+    "changes", [*UNUSED, {"environ": {"NCCL_IB_HCA": "mlx5_0"}, "can_open_ports": True}]
 )
 def test_ports_that_nccl_does_not_use_may_be_down(changes: dict[str, Any]) -> None:
     machine = on_two_nodes(**{"ports": (UP, DOWN), "can_open_ports": False, **changes})
     assert [*checks.check_infiniband(machine)] == []
+
+
+OF_ADMINISTRATOR = "ask the administrator to raise it (limits.conf; under SLURM, slurmd's limit)"
+
+
+@pytest.mark.parametrize(
+    ("kib", "most_kib", "changes", "fault", "cure"),
+    [
+        (8192, -1, {}, "low-memlock", "run ulimit -l unlimited"),
+        (8192, 8192, {}, "low-memlock", OF_ADMINISTRATOR),
+        (2 << 20, 2 << 20, {}, "", ""),
+        *((8192, 8192, changes, "", "") for changes in UNUSED),
+        (8192, 8192, {"ports": (DOWN,)}, "", ""),
+        (8192, 8192, {"can_open_ports": False}, "", ""),
+        (8192, 8192, {"environ": {"NCCL_IB_HCA": "mlx5_1"}}, "", ""),
+        (16, 16, {"num_nodes": 1}, "low-memlock?", OF_ADMINISTRATOR),
+        (16, -1, {"num_nodes": 1}, "low-memlock?", "run ulimit -l unlimited"),
+    ],
+)
+def test_the_limit_on_locked_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    kib: int,
+    most_kib: int,
+    changes: dict[str, Any],
+    fault: str,
+    cure: str,
+) -> None:
+    """A card for Ethernet also has a folder in /sys/class/infiniband."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (kib << 10, most_kib << 10))
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)
+    machine = {"num_nodes": 2, "backend": "nccl", "ports": (UP, DOWN), **changes}
+    found = find(checks.check_limits, only="low-memlock", **machine)
+    assert (f"{found.name}{'?' * found.warns}" if found else "") == fault
+    assert (found.cure if found else "") == cure
 
 
 @pytest.mark.parametrize(
