@@ -100,7 +100,11 @@ def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:
 
 
 def _nvidia_gpus(until: float) -> Iterator[Gpu]:
-    """Yield the GPUs; instead of a GPU that is divided, yield its MIG instances."""
+    """Yield the GPUs; instead of a GPU that is divided, yield its MIG instances.
+
+    If nvidia-smi is slow, their processes and NVLinks are unknown.
+    """
+    more_until = time.monotonic() + limits.NVIDIA_SMI_MORE_S
     columns = "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version,mig.mode.current"
     try:
         rows = _query("gpu", ",".join((columns, *FIELDS.values())), until)
@@ -108,10 +112,13 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
         rows = _query("gpu", columns, until)
     if not rows:
         return
-    with ThreadPoolExecutor(1) as pool:  # two queries at once take as long as one
-        linked = pool.submit(_nvlinks, until) if len(rows) > 1 else None
-        users = _query("compute-apps", "gpu_uuid,pid,process_name", until)
-    nvlinks = linked.result() if linked else {}
+    users: list[list[str]] = []
+    nvlinks: dict[str, int] = {}
+    # Two queries at once take as long as one.
+    with ThreadPoolExecutor(1) as pool, contextlib.suppress(GpuError):
+        linked = pool.submit(_nvlinks, more_until) if len(rows) > 1 else None
+        users = _query("compute-apps", "gpu_uuid,pid,process_name", more_until)
+        nvlinks = linked.result() if linked else {}
     instances = _mig_instances(until) if any(row[4] == "Enabled" for row in rows) else {}
     for index, uuid, errors, driver, mode, *more in rows:
         memory_errors = _number(errors) or 0  # "[N/A]" without ECC
@@ -136,13 +143,12 @@ def _number(text: str) -> int | None:
 def _nvlinks(until: float) -> dict[str, int]:
     """Return how many NVLinks of each GPU are active, by UUID."""
     active: dict[str, int] = {}
-    with contextlib.suppress(GpuError):  # the other query reports the error
-        for line in _run("nvidia-smi", ["nvlink", "--status"], until).stdout.splitlines():
-            if gpu := re.search(r"\(UUID: (\S+)\)", line):
-                uuid = gpu[1]
-                active[uuid] = 0
-            elif active and line.endswith("GB/s"):  # otherwise "<inactive>"
-                active[uuid] += 1
+    for line in _run("nvidia-smi", ["nvlink", "--status"], until).stdout.splitlines():
+        if gpu := re.search(r"\(UUID: (\S+)\)", line):
+            uuid = gpu[1]
+            active[uuid] = 0
+        elif active and line.endswith("GB/s"):  # otherwise "<inactive>"
+            active[uuid] += 1
     return active
 
 

@@ -276,6 +276,16 @@ def test_a_driver_that_hangs(tools: Path, monkeypatch: pytest.MonkeyPatch) -> No
         visible_gpus({})
 
 
+def test_a_slow_nvidia_smi_only_lists_the_gpus(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = r"0, GPU-aa, 0, 580.1, [N/A]\n1, GPU-bb, 0, 580.1, [N/A]\n"
+    script = f"[[ $1 == --query-gpu=* ]] || exec sleep 60\nsleep 0.2; printf '{rows}'"
+    make_tool(tools / "nvidia-smi", script)
+    monkeypatch.setattr(limits, "NVIDIA_SMI_MORE_S", 0.1)
+    assert visible_gpus({}) == (Gpu("0", "GPU-aa", 0, "580.1"), Gpu("1", "GPU-bb", 0, "580.1"))
+
+
 @pytest.mark.parametrize(
     ("visible", "left"),
     [("2,0", ["2", "0"]), ("GPU-bb", ["1"]), ("", []), ("-1", []), ("0,7,1", ["0"])],
@@ -446,7 +456,7 @@ def test_an_old_nvidia_smi_that_refuses_a_field_is_asked_for_the_rest(install: I
 def test_an_nvidia_smi_that_hangs_on_nvlinks_alone_does_no_harm(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "NVIDIA_SMI_S", 5.0)
+    monkeypatch.setattr(limits, "NVIDIA_SMI_MORE_S", 5.0)
     install([{"name": "H100", "nvlink": "\t Link 0: 26.562 GB/s\n"}, {"name": "H100"}], nvlink_s=60)
     assert [gpu.nvlinks for gpu in visible_gpus({})] == [None, None]
 
