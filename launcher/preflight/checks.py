@@ -104,7 +104,10 @@ def missing_of_torch() -> str:
 
 def check_gpus(machine: Machine) -> Iterator[Fault]:
     """Each process has its own healthy, idle GPU; without visible GPUs, all run on the CPU."""
-    if machine.nproc == 0:
+    cure = "have the GPU reset or replaced, or exclude it with CUDA_VISIBLE_DEVICES"
+    if machine.gpu_error:
+        yield Fault("gpu-unhealthy", machine.gpu_error, cure)
+    elif machine.nproc == 0:
         yield Fault("too-few-gpus", "there is no visible GPU", "give a number of processes")
     elif machine.backend == "nccl" and not (machine.gpus or any(map(os.path.exists, DEVICES))):
         yield Fault(
@@ -113,9 +116,6 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
     if 0 < len(machine.gpus) < machine.nproc and machine.backend != "gloo":
         cause = f"{machine.nproc} processes, but only {count(len(machine.gpus), 'visible GPU')}"
         yield Fault("too-few-gpus", cause, "start fewer, or check CUDA_VISIBLE_DEVICES")
-    cure = "have the GPU reset or replaced, or exclude it with CUDA_VISIBLE_DEVICES"
-    if machine.gpu_error:
-        yield Fault("gpu-unhealthy", machine.gpu_error, cure)
     for gpu in machine.gpus:
         if gpu.memory_errors:
             cause = f"GPU {gpu.index} has {count(gpu.memory_errors, 'uncorrected memory error')}"

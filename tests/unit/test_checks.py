@@ -96,7 +96,10 @@ def nccl(name: str) -> dict[str, Any]:
         ("gpus", {"nproc": 2, "gpus": TWO}, "", ""),
         ("gpus", {"nproc": 3, "gpus": TWO, "backend": "gloo"}, "", ""),
         ("gpus", {"gpus": (TWO[0], BAD)}, "gpu-unhealthy", "GPU 1 has 3 uncorrected memory errors"),
-        ("gpus", {"gpu_error": "GPU is lost"}, "gpu-unhealthy", "GPU is lost"),
+        *(
+            ("gpus", {"gpu_error": "GPU is lost", "nproc": nproc}, "gpu-unhealthy", "GPU is lost")
+            for nproc in (0, 2)
+        ),
         ("gpus", {"nproc": 1, "gpus": (BUSY,)}, "gpu-unhealthy?", "GPU 0 is in use by pid 7 (x)"),
         ("cpus", {"cpus": 2, "nproc": 2}, "", ""),
         ("cpus", {"cpus": 1, "nproc": 2}, "few-cpus?", "1 CPU for 2 ranks"),
@@ -284,6 +287,23 @@ def test_a_slow_nvidia_smi_only_lists_the_gpus(
     make_tool(tools / "nvidia-smi", script)
     monkeypatch.setattr(limits, "NVIDIA_SMI_MORE_S", 0.1)
     assert visible_gpus({}) == (Gpu("0", "GPU-aa", 0, "580.1"), Gpu("1", "GPU-bb", 0, "580.1"))
+
+
+@pytest.mark.parametrize(
+    ("nproc", "environ", "cures"),
+    [
+        (None, {}, ["give the number of processes"]),
+        (8, {}, []),
+        (None, {"SLURM_GPUS_ON_NODE": "8"}, []),
+    ],
+)
+def test_without_checks_the_number_of_processes_is_not_guessed(
+    tools: Path, nproc: int | None, environ: dict[str, str], cures: list[str]
+) -> None:
+    make_tool(tools / "nvidia-smi", "echo 'Field \"x\" is not a valid field to query.'; exit 2")
+    report = check_node(a_request(has_checks=False, nproc=nproc), environ)
+    assert [fault.cure for fault in report.faults] == cures
+    assert cures or report.nproc == 8
 
 
 @pytest.mark.parametrize(
