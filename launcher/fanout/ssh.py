@@ -113,7 +113,7 @@ class Fanout:
         )
         for number, node in enumerate(self.plan.nodes):
             self.connections[number].ask(replace(request, node_rank=number, nproc=node.nproc))
-        self.wait_for(Report, answer_by)
+        self.wait_for(Report, answer_by + limits.NVIDIA_SMI_S * all(hellos))  # it may be slow
         reports = [report for node in self.connections if (report := node.answer(Report))]
         gone = (node for node in self.connections if node.answer(Report) is None)
         silent = [Finding(node.name, node.explain_silence(waited_s)) for node in gone]

@@ -39,6 +39,8 @@ def check_node(request: Request, environ: Environ) -> Report:
         machine = _look_at_machine(request, environ, port, port_error)
         checks = CHECKS if request.has_checks else ()
         faults = [fault for check in checks for fault in check(machine)]
+        if machine.nproc == 0 and machine.gpu_error and not request.has_checks:
+            faults = [Fault("gpu-unhealthy", machine.gpu_error, "give the number of processes")]
         files = must_match.hash_files(request.words, request.directory) if is_compared else {}
     if is_compared and machine.script is not None:
         files.setdefault(machine.script.name, "")
@@ -93,7 +95,8 @@ def _look_at_machine(request: Request, environ: Environ, port: int, port_error: 
     except GpuError as error:
         gpus, gpu_error = (), str(error)
     given = environ.get("SLURM_GPUS_ON_NODE", "")
-    nproc = request.nproc or len(gpus) or int(given.isdecimal() and given) or request.cpu_nproc
+    nproc = request.nproc or len(gpus) or int(given.isdecimal() and given)
+    nproc = nproc or (0 if gpu_error else request.cpu_nproc)
     return Machine(
         **vars(replace(request, nproc=nproc, port=port)),
         port_error=port_error,

@@ -24,7 +24,7 @@ from pathlib import Path
 from distributed.network import interface_to
 from launcher.master_port import is_here, is_loopback
 from launcher.preflight import infiniband, must_match
-from launcher.preflight.gpus import DEVICES, Gpu, find_slow
+from launcher.preflight.gpus import DEVICES, Gpu, find_slow, newest_cuda
 from launcher.text import Environ, count, environment_cure
 from launcher.wire.messages import Fault, Request
 
@@ -58,6 +58,12 @@ class Machine(Request):
     def script(self) -> Path | None:
         """The training script, if it is a file."""
         return None if self.words[0] in ("-m", "--no-python") else self.directory / self.words[0]
+
+    @property
+    def may_use_infiniband(self) -> bool:
+        """Whether NCCL uses InfiniBand or RoCE between nodes if there is a port for it."""
+        has_nccl = self.backend == "nccl" or (self.backend == "auto" and len(self.gpus) > 0)
+        return self.num_nodes > 1 and has_nccl and infiniband.is_wanted(self.environ)
 
 
 def check_program(machine: Machine) -> Iterator[Fault]:
@@ -98,7 +104,10 @@ def missing_of_torch() -> str:
 
 def check_gpus(machine: Machine) -> Iterator[Fault]:
     """Each process has its own healthy, idle GPU; without visible GPUs, all run on the CPU."""
-    if machine.nproc == 0:
+    cure = "have the GPU reset or replaced, or exclude it with CUDA_VISIBLE_DEVICES"
+    if machine.gpu_error:
+        yield Fault("gpu-unhealthy", machine.gpu_error, cure)
+    elif machine.nproc == 0:
         yield Fault("too-few-gpus", "there is no visible GPU", "give a number of processes")
     elif machine.backend == "nccl" and not (machine.gpus or any(map(os.path.exists, DEVICES))):
         yield Fault(
@@ -107,9 +116,6 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
     if 0 < len(machine.gpus) < machine.nproc and machine.backend != "gloo":
         cause = f"{machine.nproc} processes, but only {count(len(machine.gpus), 'visible GPU')}"
         yield Fault("too-few-gpus", cause, "start fewer, or check CUDA_VISIBLE_DEVICES")
-    cure = "have the GPU reset or replaced, or exclude it with CUDA_VISIBLE_DEVICES"
-    if machine.gpu_error:
-        yield Fault("gpu-unhealthy", machine.gpu_error, cure)
     for gpu in machine.gpus:
         if gpu.memory_errors:
             cause = f"GPU {gpu.index} has {count(gpu.memory_errors, 'uncorrected memory error')}"
@@ -144,8 +150,9 @@ def check_build(machine: Machine) -> Iterator[Fault]:
         cure = f"install torch with CUDA, {cure} to train on the CPU"
         yield Fault("torch-without-gpu", f"{cause} without CUDA", cure)
     elif cuda and driver:
-        least = FIRST_DRIVER.get(int(cuda.partition(".")[0]), 0)
-        if int(driver.partition(".")[0]) < least:
+        major = int(cuda.partition(".")[0])
+        least = FIRST_DRIVER.get(major, 0)
+        if int(driver.partition(".")[0]) < least and newest_cuda() < 1000 * major:
             cause = f"GPU driver {driver} is too old for torch's CUDA {cuda}"
             cure = f"have {least} or newer installed, or install torch for an older CUDA, {cure}"
             yield Fault("torch-without-gpu", cause, cure)
@@ -238,8 +245,7 @@ def check_interfaces(machine: Machine) -> Iterator[Fault]:
 
 def check_infiniband(machine: Machine) -> Iterator[Fault]:
     """The ports that NCCL would use between nodes are active, and can be used from here."""
-    has_nccl = machine.backend == "nccl" or (machine.backend == "auto" and machine.gpus)
-    if machine.num_nodes == 1 or not has_nccl or not infiniband.is_wanted(machine.environ):
+    if not machine.may_use_infiniband:
         return
     ports = infiniband.ports_of_nccl(machine.ports, machine.environ)
     active = [port.name for port in ports if port.is_active]
@@ -267,11 +273,16 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
     if shm < LEAST_SHM:
         cure = "start Docker with --ipc=host or --shm-size=8g"
         yield warning("small-shm", f"/dev/shm is only {shm >> 20} MiB", cure)
-    infiniband = Path("/sys/class/infiniband").is_dir()
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if 0 <= locked < (LEAST_MEMLOCK_INFINIBAND if infiniband else LEAST_MEMLOCK):
+    ports = infiniband.ports_of_nccl(machine.ports, machine.environ)
+    is_active = any(port.is_active for port in ports)
+    is_used = machine.may_use_infiniband and machine.can_open_ports and is_active
+    least = LEAST_MEMLOCK_INFINIBAND if is_used else LEAST_MEMLOCK
+    locked, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if 0 <= locked < least:
         cause, cure = f"the limit on locked memory is {locked >> 10} KiB", "run ulimit -l unlimited"
-        yield Fault("low-memlock", cause, cure, warns=not infiniband)
+        if most >= 0:
+            cure = "ask the administrator to raise it (limits.conf; under SLURM, slurmd's limit)"
+        yield Fault("low-memlock", cause, cure, warns=not is_used)
 
 
 def check_folders(machine: Machine) -> Iterator[Fault]:

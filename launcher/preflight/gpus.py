@@ -1,13 +1,14 @@
 """The GPUs of this machine as nvidia-smi or rocm-smi reports them, and what makes one slow.
 
 The reasons are throttled or low clocks, too few PCIe lanes and missing NVLinks. A GPU is compared
-only with others of its model; values that nvidia-smi does not report are not judged. Neither torch
-nor CUDA is used.
+only with others of its model; values that nvidia-smi does not report are not judged. torch is not
+used, and libcuda only tells its version.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
 import shutil
 import subprocess
@@ -99,7 +100,11 @@ def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:
 
 
 def _nvidia_gpus(until: float) -> Iterator[Gpu]:
-    """Yield the GPUs; instead of a GPU that is divided, yield its MIG instances."""
+    """Yield the GPUs; instead of a GPU that is divided, yield its MIG instances.
+
+    If nvidia-smi is slow, their processes and NVLinks are unknown.
+    """
+    more_until = time.monotonic() + limits.NVIDIA_SMI_MORE_S
     columns = "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version,mig.mode.current"
     try:
         rows = _query("gpu", ",".join((columns, *FIELDS.values())), until)
@@ -107,10 +112,13 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
         rows = _query("gpu", columns, until)
     if not rows:
         return
-    with ThreadPoolExecutor(1) as pool:  # two queries at once take as long as one
-        linked = pool.submit(_nvlinks, until) if len(rows) > 1 else None
-        users = _query("compute-apps", "gpu_uuid,pid,process_name", until)
-    nvlinks = linked.result() if linked else {}
+    users: list[list[str]] = []
+    nvlinks: dict[str, int] = {}
+    # Two queries at once take as long as one.
+    with ThreadPoolExecutor(1) as pool, contextlib.suppress(GpuError):
+        linked = pool.submit(_nvlinks, more_until) if len(rows) > 1 else None
+        users = _query("compute-apps", "gpu_uuid,pid,process_name", more_until)
+        nvlinks = linked.result() if linked else {}
     instances = _mig_instances(until) if any(row[4] == "Enabled" for row in rows) else {}
     for index, uuid, errors, driver, mode, *more in rows:
         memory_errors = _number(errors) or 0  # "[N/A]" without ECC
@@ -135,13 +143,12 @@ def _number(text: str) -> int | None:
 def _nvlinks(until: float) -> dict[str, int]:
     """Return how many NVLinks of each GPU are active, by UUID."""
     active: dict[str, int] = {}
-    with contextlib.suppress(GpuError):  # the other query reports the error
-        for line in _run("nvidia-smi", ["nvlink", "--status"], until).stdout.splitlines():
-            if gpu := re.search(r"\(UUID: (\S+)\)", line):
-                uuid = gpu[1]
-                active[uuid] = 0
-            elif active and line.endswith("GB/s"):  # otherwise "<inactive>"
-                active[uuid] += 1
+    for line in _run("nvidia-smi", ["nvlink", "--status"], until).stdout.splitlines():
+        if gpu := re.search(r"\(UUID: (\S+)\)", line):
+            uuid = gpu[1]
+            active[uuid] = 0
+        elif active and line.endswith("GB/s"):  # otherwise "<inactive>"
+            active[uuid] += 1
     return active
 
 
@@ -156,6 +163,17 @@ def _mig_instances(until: float) -> dict[str, list[str]]:
             gpu = uuid
             instances[gpu] = []
     return instances
+
+
+def newest_cuda() -> int:
+    """Return the newest CUDA that libcuda supports, such as 12080; 0 without libcuda.
+
+    It may come from a cuda-compat package, and be newer than the driver. No GPU is opened.
+    """
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def _amd_gpus(until: float) -> Iterator[Gpu]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 import shutil
 import socket
 import string
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from agents import ROOT, execute
+from agents import ROOT, execute, written
 from job_tools import make_tool
 from ports import free_port
 
@@ -95,7 +96,10 @@ def nccl(name: str) -> dict[str, Any]:
         ("gpus", {"nproc": 2, "gpus": TWO}, "", ""),
         ("gpus", {"nproc": 3, "gpus": TWO, "backend": "gloo"}, "", ""),
         ("gpus", {"gpus": (TWO[0], BAD)}, "gpu-unhealthy", "GPU 1 has 3 uncorrected memory errors"),
-        ("gpus", {"gpu_error": "GPU is lost"}, "gpu-unhealthy", "GPU is lost"),
+        *(
+            ("gpus", {"gpu_error": "GPU is lost", "nproc": nproc}, "gpu-unhealthy", "GPU is lost")
+            for nproc in (0, 2)
+        ),
         ("gpus", {"nproc": 1, "gpus": (BUSY,)}, "gpu-unhealthy?", "GPU 0 is in use by pid 7 (x)"),
         ("cpus", {"cpus": 2, "nproc": 2}, "", ""),
         ("cpus", {"cpus": 1, "nproc": 2}, "few-cpus?", "1 CPU for 2 ranks"),
@@ -180,6 +184,12 @@ def amd(**chosen: str) -> dict[str, Any]:
             *({"cuda": "12.8"}, with_driver("470.82.01", backend="nccl"), "torch-without-gpu"),
             "GPU driver 470.82.01 is too old for torch's CUDA 12.8",
         ),
+        # A cuda-compat package of the same major version; one that is too old.
+        ({"cuda": "12.8", "libcuda": "12040"}, with_driver("470.82.01"), "", ""),
+        (
+            *({"cuda": "13.0", "libcuda": "12080"}, with_driver("470.82.01"), "torch-without-gpu"),
+            "GPU driver 470.82.01 is too old for torch's CUDA 13.0",
+        ),
         ({"cuda": "14.0"}, with_driver("999.1"), "", ""),  # a version without an entry
         ({"hip": "6.4"}, with_driver("525.60.13"), "", ""),
         ({"hip": "6.4"}, amd(HIP="0,1", CUDA="0,1"), "", ""),
@@ -203,8 +213,22 @@ def test_what_torch_and_its_gpus_are_built_for(
     cause: str,
 ) -> None:
     monkeypatch.setattr(must_match, "read_torch", lambda: {"__version__": "9.9", **torch})
+    monkeypatch.setattr(checks, "newest_cuda", lambda: int(torch.get("libcuda") or 0))
     found = find(checks.check_build, **changes)
     assert (found.name if found else "", found.cause if found else "") == (fault, cause)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler is installed")
+def test_the_libcuda_that_the_loader_finds(tmp_path: Path) -> None:
+    source = written(tmp_path / "cuda.c", "void cuDriverGetVersion(int *v) { *v = 12080; }")
+    library = tmp_path / "libcuda.so.1"
+    execute(tmp_path, "cc", "-shared", "-fPIC", "-o", library, source)
+    code = "from launcher.preflight.gpus import newest_cuda; print(newest_cuda())"
+    for answer in ("12080\n", "0\n"):
+        done = execute(ROOT, sys.executable, "-c", code, LD_LIBRARY_PATH=str(tmp_path))
+        assert done.stdout == answer
+        library.write_text("not a library")
 
 
 # As on a machine whose first A100 is divided into two.
@@ -253,6 +277,33 @@ def test_a_driver_that_hangs(tools: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(limits, "NVIDIA_SMI_S", 0.1)
     with pytest.raises(GpuError, match="did not answer"):
         visible_gpus({})
+
+
+def test_a_slow_nvidia_smi_only_lists_the_gpus(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = r"0, GPU-aa, 0, 580.1, [N/A]\n1, GPU-bb, 0, 580.1, [N/A]\n"
+    script = f"[[ $1 == --query-gpu=* ]] || exec sleep 60\nsleep 0.2; printf '{rows}'"
+    make_tool(tools / "nvidia-smi", script)
+    monkeypatch.setattr(limits, "NVIDIA_SMI_MORE_S", 0.1)
+    assert visible_gpus({}) == (Gpu("0", "GPU-aa", 0, "580.1"), Gpu("1", "GPU-bb", 0, "580.1"))
+
+
+@pytest.mark.parametrize(
+    ("nproc", "environ", "cures"),
+    [
+        (None, {}, ["give the number of processes"]),
+        (8, {}, []),
+        (None, {"SLURM_GPUS_ON_NODE": "8"}, []),
+    ],
+)
+def test_without_checks_the_number_of_processes_is_not_guessed(
+    tools: Path, nproc: int | None, environ: dict[str, str], cures: list[str]
+) -> None:
+    make_tool(tools / "nvidia-smi", "echo 'Field \"x\" is not a valid field to query.'; exit 2")
+    report = check_node(a_request(has_checks=False, nproc=nproc), environ)
+    assert [fault.cure for fault in report.faults] == cures
+    assert cures or report.nproc == 8
 
 
 @pytest.mark.parametrize(
@@ -425,7 +476,7 @@ def test_an_old_nvidia_smi_that_refuses_a_field_is_asked_for_the_rest(install: I
 def test_an_nvidia_smi_that_hangs_on_nvlinks_alone_does_no_harm(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "NVIDIA_SMI_S", 5.0)
+    monkeypatch.setattr(limits, "NVIDIA_SMI_MORE_S", 5.0)
     install([{"name": "H100", "nvlink": "\t Link 0: 26.562 GB/s\n"}, {"name": "H100"}], nvlink_s=60)
     assert [gpu.nvlinks for gpu in visible_gpus({})] == [None, None]
 
@@ -487,21 +538,56 @@ def test_ports_of_real_machines(one: dict[str, Any], tmp_path: Path) -> None:
 UP, DOWN = Port("mlx5_0", "1", "ACTIVE", "LinkUp"), Port("mlx5_1", "1", "DOWN", "Polling")
 
 
+UNUSED = [
+    {"num_nodes": 1},
+    {"backend": "gloo"},
+    {"backend": "auto"},  # gloo, because there are no GPUs
+    {"environ": {"NCCL_IB_DISABLE": "1"}},
+    {"environ": {"NCCL_PROFILE": "ethernet"}},
+    {"environ": {"NCCL_NET": "Socket"}},
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_nodes": 1},
-        {"backend": "gloo"},
-        {"backend": "auto"},  # gloo, because there are no GPUs
-        {"environ": {"NCCL_IB_DISABLE": "1"}},
-        {"environ": {"NCCL_PROFILE": "ethernet"}},
-        {"environ": {"NCCL_NET": "Socket"}},
-        {"environ": {"NCCL_IB_HCA": "mlx5_0"}, "can_open_ports": True},
-    ],
+    "changes", [*UNUSED, {"environ": {"NCCL_IB_HCA": "mlx5_0"}, "can_open_ports": True}]
 )
 def test_ports_that_nccl_does_not_use_may_be_down(changes: dict[str, Any]) -> None:
     machine = on_two_nodes(**{"ports": (UP, DOWN), "can_open_ports": False, **changes})
     assert [*checks.check_infiniband(machine)] == []
+
+
+OF_ADMINISTRATOR = "ask the administrator to raise it (limits.conf; under SLURM, slurmd's limit)"
+
+
+@pytest.mark.parametrize(
+    ("kib", "most_kib", "changes", "fault", "cure"),
+    [
+        (8192, -1, {}, "low-memlock", "run ulimit -l unlimited"),
+        (8192, 8192, {}, "low-memlock", OF_ADMINISTRATOR),
+        (2 << 20, 2 << 20, {}, "", ""),
+        *((8192, 8192, changes, "", "") for changes in UNUSED),
+        (8192, 8192, {"ports": (DOWN,)}, "", ""),
+        (8192, 8192, {"can_open_ports": False}, "", ""),
+        (8192, 8192, {"environ": {"NCCL_IB_HCA": "mlx5_1"}}, "", ""),
+        (16, 16, {"num_nodes": 1}, "low-memlock?", OF_ADMINISTRATOR),
+        (16, -1, {"num_nodes": 1}, "low-memlock?", "run ulimit -l unlimited"),
+    ],
+)
+def test_the_limit_on_locked_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    kib: int,
+    most_kib: int,
+    changes: dict[str, Any],
+    fault: str,
+    cure: str,
+) -> None:
+    """A card for Ethernet also has a folder in /sys/class/infiniband."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (kib << 10, most_kib << 10))
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)
+    machine = {"num_nodes": 2, "backend": "nccl", "ports": (UP, DOWN), **changes}
+    found = find(checks.check_limits, only="low-memlock", **machine)
+    assert (f"{found.name}{'?' * found.warns}" if found else "") == fault
+    assert (found.cure if found else "") == cure
 
 
 @pytest.mark.parametrize(

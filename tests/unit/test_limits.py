@@ -51,6 +51,8 @@ PROMISE_S = 2.0  # README: for all processes of a run to end once one is killed
         (limits.CHECKIN_TELL_S, limits.CHECKIN_CONNECT_S),
         (limits.CHECKIN_CONNECT_S, limits.PAIRS_S),
         (limits.PAIR_PASS_S, limits.GREETING_S),
+        (limits.NVIDIA_SMI_MORE_S, limits.NVIDIA_SMI_S),
+        (limits.NVIDIA_SMI_S, limits.STEP_PREFLIGHT_S),
         (limits.STEP_NAMING_S, limits.STEP_PREFLIGHT_S),
         (limits.STEP_PREFLIGHT_S, limits.STEP_IMAGE_S),
         # Node rank 0 is lost: agents notice it at different times, then look for the successor.

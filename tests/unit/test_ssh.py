@@ -270,6 +270,16 @@ def test_after_a_stop_a_node_has_all_of_grace(nodes: Nodes) -> None:
     assert launcher.wait(PATIENCE_S) == 75
 
 
+@pytest.mark.long
+def test_a_slow_nvidia_smi_has_more_time_than_a_login(nodes: Nodes) -> None:
+    nodes.agent("sys.exit(0)")
+    script = "sleep 7; [[ $1 != --query-gpu=* ]] || echo 0, GPU-aa, 0, 580.65.06, [N/A]"
+    make_tool(nodes.folder / "tools/nvidia-smi", script)
+    given = {"SKIP_PREFLIGHT": "0", "PREFLIGHT_SECONDS": "5", "BACKEND": "gloo"}
+    code, _, err = nodes.launch("-", "1", "n0", **given)
+    assert code == 0, err
+
+
 # --- arguments and variables --------------------------------------------------------------------
 
 DUMP = (
