@@ -36,11 +36,11 @@ def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan
     own = {"SLURM_JOB_CPUS_PER_NODE": "64,32(x2)", "CUDA_VISIBLE_DEVICES": "0,1"}
     environ = captured("batch-step", **own)
     command = srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
-    names = ("GPUS_PER_TASK", "NTASKS_PER_GPU", "CPUS_PER_GPU")
-    unset = [f"--unset=SLURM_{name}" for name in names]
-    assert command[:5] == ["env", *unset, "srun"]
-    agent = command.index("env", 1)
-    assert command[5:agent] == [
+    step, agent = command.index("srun"), command.index("env", 1)
+    sizes = ("GPUS_PER_TASK", "NTASKS_PER_GPU", "CPUS_PER_GPU", "TRES_PER_TASK")
+    unset = [f"--unset=SLURM_{name}" for name in (*sizes, "GPU_BIND", "TRES_BIND", "CPU_BIND")]
+    assert command[:step] == ["env", *unset]
+    assert command[step + 1 : agent] == [
         *("--nodes=3", f"--chdir={plan.directory}", "--ntasks=3", "--ntasks-per-node=1"),
         "--cpus-per-task=32",
         *("--job-name=mine", "--gpus-per-node=2", "--kill-on-bad-exit=1"),
@@ -100,6 +100,10 @@ def test_one_task_for_each_rank(plan: Plan) -> None:
     command = srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
     assert command[:3] == ["env", "SLURM_GPUS_PER_NODE=2", "srun"]
     assert {"--kill-on-bad-exit=1", "--job-name=mine", "--cpus-per-task=4"} <= {*command}
+    assert "--unset=SLURM_CPU_BIND" not in command
+    shell = {**environ, "SLURM_CPU_BIND_LIST": "0x1"}  # the job was submitted from an srun shell
+    bound = srun.step_command(replace(plan, environ=shell), nproc=2, port=1234)
+    assert bound == ["env", "--unset=SLURM_CPU_BIND", *command]
     path = "PYTHONPATH=/mine:" + importable.__path__[0]
     assert command[-6:] == ["OMP_NUM_THREADS=1", path, "/python", "-u", "own.py", "a b"]
     with pytest.raises(PlanError, match=r"needs 4 tasks per node.* has 2\(x2\); .*-world\]$"):
