@@ -128,14 +128,16 @@ field() { # <job> <name>
 # bats test_tags=prove,long
 @test "a script that does not handle the notice gets a warning, then [time-limit]" {
   echo 'import time; time.sleep(600)' >plain.py
-  local code=0
-  TRAIN_SCRIPT=plain.py job --nodes=2 --gpus-per-node=1 --time=1 --signal=B:USR1@30 scripts/slurm/slurm_train.sh - || code=$?
+  local code=0 next
+  next=$(on login sbatch --parsable --hold --job-name=linked --wrap true)
+  CHAIN=linked TRAIN_SCRIPT=plain.py job --nodes=2 --gpus-per-node=1 --time=1 --signal=B:USR1@30 scripts/slurm/slurm_train.sh - || code=$?
   echo "exit code $code: $(<job.out)"
   ((code == 143))
   [[ $(grep -c '^node agent: warning: the script does not handle SIGUSR1, .* \[time-limit\]$' job.out) == 1 ]]
   grep -qx 'FAILED   job (node[1-5]) [0-9]* s after the start  *\[time-limit\]' job.out
   [[ $(tail -n 1 job.out) == "see      TROUBLESHOOTING.md#time-limit" && $(<job.out) != *requeued* ]]
   grep -q '"exit_code": 143' "logs/$JOB/run.json"
+  is_pending "$next" && on login scancel "$next"
 }
 
 is_shown_twice() { # <file>
