@@ -101,6 +101,10 @@ def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
     """
     reports = ask_nodes(plan)
     outcome = compare.judge(reports)
+    if any(found.fault.name == "port-blocked" for found in outcome.findings):
+        # A slow prolog or image may have made a node late, after the others had stopped waiting.
+        reports = ask_nodes(plan)
+        outcome = compare.judge(reports)
     is_refused = compare.print_findings(
         outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr
     )
@@ -124,7 +128,9 @@ def ask_nodes(plan: Plan) -> list[Report]:
     pieces = in_pieces(encode(plan.request(meeting_size=plan.num_agents)), LONGEST)
     check = plan.inside([*plan.module_command("launcher.preflight.check_node"), *pieces])
     command = ["env", f"--chdir={plan.root}", *check]
-    srun = start(plan, node_step(plan, ["--kill-on-bad-exit=0"], command), subprocess.PIPE)
+    srun = start(
+        plan, node_step(plan, ["--kill-on-bad-exit=0", "--wait=0"], command), subprocess.PIPE
+    )
     answers = receive(srun, plan)
     code = processes.shell_code(srun.returncode)
     if code == 128 + signal.SIGTERM and has_ended(plan.job):

@@ -648,6 +648,19 @@ is_not_running() { # <job>
 }
 
 # bats test_tags=prove,long
+@test "a node whose first step starts 9 s late takes part in the run, also node rank 0" {
+  local late
+  # shellcheck disable=SC2016 # expanded on the node
+  printf '#!/bin/sh\ncase $*$(uname -n) in *check_node*$LATE) mkdir "$MARK" && sleep 9 ;; esac\nexec %q "$@"\n' "$PYTHON" >python
+  chmod +x python
+  for late in node1 node2; do
+    LATE=$late MARK=$PWD/$late PYTHON=$PWD/python run on login salloc -Q --nodes=2 --nodelist=node[1-2] scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}"
+    echo "$output"
+    [[ $status == 0 && -d $late && $output == *"checks on 2 nodes: ok"* ]]
+  done
+}
+
+# bats test_tags=prove,long
 @test "a run that a job of higher priority pre-empts saves, waits and resumes" {
   local urgent
   start_long --nodes=2 --nodelist=node[1-2] --gpus-per-node=1

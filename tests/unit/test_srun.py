@@ -27,7 +27,7 @@ from launcher.text import PlanError
 from launcher.typed_json import encode
 from launcher.wire import limits, messages
 from launcher.wire.launcher_link import BEGIN
-from launcher.wire.messages import Exit, Membership, Report
+from launcher.wire.messages import Exit, Fault, Membership, Report
 
 # --- commands -----------------------------------------------------------------------------------
 
@@ -116,8 +116,8 @@ def test_one_task_for_each_rank(plan: Plan) -> None:
 # --- the preflight ------------------------------------------------------------------------------
 
 
-def report(node_rank: int) -> str:
-    found = Report(node_rank, 3, 1, f"node{node_rank + 1}", "mine", {}, {}, port=1234)
+def report(node_rank: int, *met: Fault) -> str:
+    found = Report(node_rank, 3, 1, f"node{node_rank + 1}", "mine", {}, {}, port=1234, met=met)
     return f"{BEGIN}{MARK}.{node_rank} {messages.write(found)}"
 
 
@@ -169,6 +169,20 @@ def test_a_silent_node_that_no_spare_replaces_is_refused(plan: Plan, tools: Path
     make_tool(tools / "srun", f"cat <<'END'\n{lines}\nEND")
     with pytest.raises(Refused, match=r"from node1, and no spare can take over; .*node-missing"):
         srun.check_nodes(plan)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_node_that_found_the_port_closed_is_asked_again(
+    plan: Plan, tools: Path, capsys: pytest.CaptureFixture[str], is_late: bool
+) -> None:
+    """It may have started after node rank 0 had stopped waiting."""
+    blocked = report(2, Fault("port-blocked", "why", "cure"))
+    again = report(2) if is_late else blocked
+    choice = f"[ -e asked ] && echo '{again}' || echo '{blocked}'; touch asked"
+    make_tool(tools / "srun", f"echo '{report(0)}\n{report(1)}'; {choice}")
+    assert (srun.check_nodes(plan) is not None) == is_late
+    told = capsys.readouterr().err
+    assert told == ("" if is_late else "x.sh: node3: why; cure [port-blocked]\n")
 
 
 def test_reports_come_by_node_rank(plan: Plan, tools: Path) -> None:
