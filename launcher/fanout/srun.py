@@ -101,6 +101,10 @@ def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
     """
     reports = ask_nodes(plan)
     outcome = compare.judge(reports)
+    if any(found.fault.name == "port-blocked" for found in outcome.findings):
+        # A slow prolog or image may have made a node late, after the others had stopped waiting.
+        reports = ask_nodes(plan)
+        outcome = compare.judge(reports)
     is_refused = compare.print_findings(
         outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr
     )
@@ -124,7 +128,9 @@ def ask_nodes(plan: Plan) -> list[Report]:
     pieces = in_pieces(encode(plan.request(meeting_size=plan.num_agents)), LONGEST)
     check = plan.inside([*plan.module_command("launcher.preflight.check_node"), *pieces])
     command = ["env", f"--chdir={plan.root}", *check]
-    srun = start(plan, node_step(plan, ["--kill-on-bad-exit=0"], command), subprocess.PIPE)
+    srun = start(
+        plan, node_step(plan, ["--kill-on-bad-exit=0", "--wait=0"], command), subprocess.PIPE
+    )
     answers = receive(srun, plan)
     code = processes.shell_code(srun.returncode)
     if code == 128 + signal.SIGTERM and has_ended(plan.job):
@@ -204,6 +210,8 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
         step = ["env", f"SLURM_GPUS_PER_NODE={environ.get('SLURM_GPUS_ON_NODE', '')}", *step]
     if not environ.get("SLURM_GPUS_ON_NODE"):  # the script's --cpus-per-gpu has no meaning then
         step = ["env", "--unset=SLURM_CPUS_PER_GPU", *step]
+    if environ.get("SLURM_CPU_BIND_LIST"):  # of an srun shell; users set only SLURM_CPU_BIND
+        step = ["env", "--unset=SLURM_CPU_BIND", *step]
     step += plan.step_options()
     variables = [f"MASTER_ADDR={plan.master_addr}"] if plan.has_named_master else []
     variables.append(f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}")
@@ -215,11 +223,12 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
 def node_step(plan: Plan, options: Sequence[str], command: Sequence[str]) -> list[str]:
     """Return the srun command that runs `command` once per node, with all resources of the job.
 
-    srun does not inherit the CPUs, nor the GPUs if sbatch's options differ from the script's. The
-    job name applies to the step: stop_step() finds the step by it.
+    srun does not inherit the CPUs, nor the GPUs if sbatch's options differ from the script's. It
+    must not read how the job, or the shell that submitted it, divides them among tasks. The job
+    name applies to the step: stop_step() finds the step by it.
     """
-    job_wide = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_CPUS_PER_GPU")
-    step = ["env", *(f"--unset={name}" for name in job_wide)]
+    shares = "GPUS_PER_TASK NTASKS_PER_GPU CPUS_PER_GPU TRES_PER_TASK GPU_BIND TRES_BIND CPU_BIND"
+    step = ["env", *(f"--unset=SLURM_{name}" for name in shares.split())]
     step += ["srun", f"--nodes={plan.num_agents}"]
     if plan.left_out:
         step.append(f"--exclude={','.join(plan.left_out)}")

@@ -27,7 +27,7 @@ from launcher.failure_block import print_outcome, print_resume
 from launcher.outcome import LaunchEnd, NodePart, Outcome
 from launcher.own_time import Deadline
 from launcher.plan.plan import Plan
-from launcher.plan.slurm import ask_squeue, in_batch_script
+from launcher.plan.slurm import ask_squeue, in_batch_script, is_at_time_limit
 from launcher.processes import KILLED
 from launcher.record.run_json import ASKED, NOTICED
 from launcher.terminal import Terminal
@@ -36,7 +36,6 @@ from launcher.wire import limits
 from launcher.wire.launcher_link import Answers
 from launcher.wire.messages import Exit, Membership
 
-LIMIT = "TimeLimit"  # squeue's reason for a job that SLURM ends at its time limit
 MOST_RESTARTS = 3  # in a row without a new checkpoint
 Srun = subprocess.Popen[bytes]
 
@@ -213,7 +212,7 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
     if not is_stopped or outcome.signum == signal.SIGINT:
         return outcome
     code, now = 128 + signal.SIGTERM, time.time()
-    if (ask_squeue(f"--job={job_id(plan.environ)}", "--format=%r") or "").strip() == LIMIT:
+    if is_at_time_limit(plan.environ):
         cause = "SLURM ended the job at its time limit, before the ranks had saved and exited"
         failure = Failure("time-limit", cause, code, short_host_name(), -1, now)
         return replace(outcome, code=code, failure=failure)

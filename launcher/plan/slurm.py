@@ -188,11 +188,17 @@ def step_command(environ: Environ, typed: Sequence[str]) -> list[str]:
 def end_chain(code: int, environ: Environ) -> None:
     """Cancel the jobs that would resume a run, because it has completed or failed by itself.
 
-    They are still needed if the run saved and stopped, or lost a node.
+    They are still needed if the run saved and stopped, lost a node, or reached its time limit.
     """
     name = environ.get("CHAIN")
-    if name and in_batch_script(environ) and code not in (STOPPED, 128 + signal.SIGKILL):
+    is_needed = code in (STOPPED, 128 + signal.SIGKILL)
+    if name and in_batch_script(environ) and not (is_needed or is_at_time_limit(environ)):
         subprocess.run(["scancel", "--state=PENDING", f"--name={name}"])
+
+
+def is_at_time_limit(environ: Environ) -> bool:
+    """Return whether SLURM is ending this job at its time limit; False if it does not answer."""
+    return (ask_squeue(f"--job={job_id(environ)}", "--format=%r") or "").strip() == "TimeLimit"
 
 
 def ask_squeue(*options: str) -> str | None:

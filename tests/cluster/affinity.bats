@@ -18,7 +18,7 @@ teardown_file() {
 setup() {
   cd -- "$BATS_TEST_TMPDIR" || return
   export TRAIN_SCRIPT=$PWD/mask.py SHOW_RANKS=all LOG_DIR=$PWD/logs
-  echo 'import os; print("rank", os.environ["RANK"], "has", len(os.sched_getaffinity(0)))' >mask.py
+  echo 'import os; print("rank", os.environ.get("RANK") or os.environ["SLURM_PROCID"], "has", len(os.sched_getaffinity(0)))' >mask.py
 }
 
 job() { # <sbatch's options, the script and its arguments...>
@@ -38,6 +38,18 @@ masks_are() { # <CPUs of each of two ranks>
     grep -q "^cpus       $cpus per rank of node1" out
     rm out
   done
+}
+
+@test "sbatch from a shell that srun has bound to one CPU: the CPUs that the job asks for" {
+  local launcher
+  export SLURM_CPU_BIND=quiet,mask_cpu:0x1 SLURM_CPU_BIND_TYPE=mask_cpu: SLURM_CPU_BIND_LIST=0x1
+  for launcher in '' srun; do
+    LAUNCHER=$launcher job --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-gpu=2 "$ROOT/scripts/slurm/slurm_train.sh" -
+    masks_are 2
+    rm out
+  done
+  SLURM_CPU_BIND_LIST='' LAUNCHER=srun job --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-gpu=2 "$ROOT/scripts/slurm/slurm_train.sh" -
+  masks_are 1 # the user's own choice
 }
 
 @test "sbatch: fewer CPUs than ranks are a warning" {

@@ -128,14 +128,16 @@ field() { # <job> <name>
 # bats test_tags=prove,long
 @test "a script that does not handle the notice gets a warning, then [time-limit]" {
   echo 'import time; time.sleep(600)' >plain.py
-  local code=0
-  TRAIN_SCRIPT=plain.py job --nodes=2 --gpus-per-node=1 --time=1 --signal=B:USR1@30 scripts/slurm/slurm_train.sh - || code=$?
+  local code=0 next
+  next=$(on login sbatch --parsable --hold --job-name=linked --wrap true)
+  CHAIN=linked TRAIN_SCRIPT=plain.py job --nodes=2 --gpus-per-node=1 --time=1 --signal=B:USR1@30 scripts/slurm/slurm_train.sh - || code=$?
   echo "exit code $code: $(<job.out)"
   ((code == 143))
   [[ $(grep -c '^node agent: warning: the script does not handle SIGUSR1, .* \[time-limit\]$' job.out) == 1 ]]
   grep -qx 'FAILED   job (node[1-5]) [0-9]* s after the start  *\[time-limit\]' job.out
   [[ $(tail -n 1 job.out) == "see      TROUBLESHOOTING.md#time-limit" && $(<job.out) != *requeued* ]]
   grep -q '"exit_code": 143' "logs/$JOB/run.json"
+  is_pending "$next" && on login scancel "$next"
 }
 
 is_shown_twice() { # <file>
@@ -643,6 +645,19 @@ is_not_running() { # <job>
   for node in login node1; do on "$node" ln -s "$PYTHON" "$own/python"; done
   PYTHON=$own/python TRAIN_SCRIPT=own.py run -3 on login salloc -Q --nodes=2 --nodelist=node[1-2] scripts/slurm/slurm_train.sh -
   [[ $output == *"No such file or directory"*"; make $PWD, $ROOT and $own/python available there [env-missing]" ]]
+}
+
+# bats test_tags=prove,long
+@test "a node whose first step starts 9 s late takes part in the run, also node rank 0" {
+  local late
+  # shellcheck disable=SC2016 # expanded on the node
+  printf '#!/bin/sh\ncase $*$(uname -n) in *check_node*$LATE) mkdir "$MARK" && sleep 9 ;; esac\nexec %q "$@"\n' "$PYTHON" >python
+  chmod +x python
+  for late in node1 node2; do
+    LATE=$late MARK=$PWD/$late PYTHON=$PWD/python run on login salloc -Q --nodes=2 --nodelist=node[1-2] scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}"
+    echo "$output"
+    [[ $status == 0 && -d $late && $output == *"checks on 2 nodes: ok"* ]]
+  done
 }
 
 # bats test_tags=prove,long

@@ -54,7 +54,7 @@ FOREIGN_FLAGS = """
 torchrun --nproc-per-node --node-rank --redirects --tee --use-env --monitor-interval --standalone
 SLURM --nodes --gres --time --ntasks --ntasks-per-node --cpus-per-task --cpus-per-gpu --mem
 SLURM --mem-per-gpu --batch --start --jobid --account --partition --requeue --format
-SLURM --signal --het-group --output --error --array --gpus
+SLURM --signal --het-group --output --error --array --gpus --gpus-per-task --gpu-bind
 docker --device --ipc --shm-size --ulimit
 nvidia-smi --query-gpu, tensorboard --logdir, mypy --strict, py-spy --pid
 bats --no-tempdir-cleanup

@@ -207,13 +207,18 @@ def test_what_a_batch_script_asks_for(
 
 
 @pytest.mark.parametrize(
-    ("code", "is_cancelled"),
-    [(0, True), (1, True), (2, True), (143, True), (75, False), (137, False)],
+    ("code", "reason", "is_cancelled"),
+    [
+        *((code, "None", True) for code in (0, 1, 2, 143)),
+        *((code, "None", False) for code in (75, 137)),
+        (143, "TimeLimit", False),
+    ],
 )
 def test_the_rest_of_a_chain_is_cancelled_unless_it_is_needed(
-    tmp_path: Path, tools: Path, code: int, is_cancelled: bool
+    tmp_path: Path, tools: Path, code: int, reason: str, is_cancelled: bool
 ) -> None:
     make_tool(tools / "scancel", f'echo "$@" >{tmp_path}/told')
+    make_tool(tools / "squeue", f"echo {reason}")
     slurm.end_chain(code, {**captured("batch-step"), "CHAIN": "linked"})
     told = tmp_path / "told"
     assert (told.read_text() if told.exists() else "") == (

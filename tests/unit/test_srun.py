@@ -27,7 +27,7 @@ from launcher.text import PlanError
 from launcher.typed_json import encode
 from launcher.wire import limits, messages
 from launcher.wire.launcher_link import BEGIN
-from launcher.wire.messages import Exit, Membership, Report
+from launcher.wire.messages import Exit, Fault, Membership, Report
 
 # --- commands -----------------------------------------------------------------------------------
 
@@ -36,11 +36,11 @@ def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan
     own = {"SLURM_JOB_CPUS_PER_NODE": "64,32(x2)", "CUDA_VISIBLE_DEVICES": "0,1"}
     environ = captured("batch-step", **own)
     command = srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
-    names = ("GPUS_PER_TASK", "NTASKS_PER_GPU", "CPUS_PER_GPU")
-    unset = [f"--unset=SLURM_{name}" for name in names]
-    assert command[:5] == ["env", *unset, "srun"]
-    agent = command.index("env", 1)
-    assert command[5:agent] == [
+    step, agent = command.index("srun"), command.index("env", 1)
+    sizes = ("GPUS_PER_TASK", "NTASKS_PER_GPU", "CPUS_PER_GPU", "TRES_PER_TASK")
+    unset = [f"--unset=SLURM_{name}" for name in (*sizes, "GPU_BIND", "TRES_BIND", "CPU_BIND")]
+    assert command[:step] == ["env", *unset]
+    assert command[step + 1 : agent] == [
         *("--nodes=3", f"--chdir={plan.directory}", "--ntasks=3", "--ntasks-per-node=1"),
         "--cpus-per-task=32",
         *("--job-name=mine", "--gpus-per-node=2", "--kill-on-bad-exit=1"),
@@ -100,6 +100,10 @@ def test_one_task_for_each_rank(plan: Plan) -> None:
     command = srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
     assert command[:3] == ["env", "SLURM_GPUS_PER_NODE=2", "srun"]
     assert {"--kill-on-bad-exit=1", "--job-name=mine", "--cpus-per-task=4"} <= {*command}
+    assert "--unset=SLURM_CPU_BIND" not in command
+    shell = {**environ, "SLURM_CPU_BIND_LIST": "0x1"}  # the job was submitted from an srun shell
+    bound = srun.step_command(replace(plan, environ=shell), nproc=2, port=1234)
+    assert bound == ["env", "--unset=SLURM_CPU_BIND", *command]
     path = "PYTHONPATH=/mine:" + importable.__path__[0]
     assert command[-6:] == ["OMP_NUM_THREADS=1", path, "/python", "-u", "own.py", "a b"]
     with pytest.raises(PlanError, match=r"needs 4 tasks per node.* has 2\(x2\); .*-world\]$"):
@@ -112,8 +116,8 @@ def test_one_task_for_each_rank(plan: Plan) -> None:
 # --- the preflight ------------------------------------------------------------------------------
 
 
-def report(node_rank: int) -> str:
-    found = Report(node_rank, 3, 1, f"node{node_rank + 1}", "mine", {}, {}, port=1234)
+def report(node_rank: int, *met: Fault) -> str:
+    found = Report(node_rank, 3, 1, f"node{node_rank + 1}", "mine", {}, {}, port=1234, met=met)
     return f"{BEGIN}{MARK}.{node_rank} {messages.write(found)}"
 
 
@@ -165,6 +169,20 @@ def test_a_silent_node_that_no_spare_replaces_is_refused(plan: Plan, tools: Path
     make_tool(tools / "srun", f"cat <<'END'\n{lines}\nEND")
     with pytest.raises(Refused, match=r"from node1, and no spare can take over; .*node-missing"):
         srun.check_nodes(plan)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_node_that_found_the_port_closed_is_asked_again(
+    plan: Plan, tools: Path, capsys: pytest.CaptureFixture[str], is_late: bool
+) -> None:
+    """It may have started after node rank 0 had stopped waiting."""
+    blocked = report(2, Fault("port-blocked", "why", "cure"))
+    again = report(2) if is_late else blocked
+    choice = f"[ -e asked ] && echo '{again}' || echo '{blocked}'; touch asked"
+    make_tool(tools / "srun", f"echo '{report(0)}\n{report(1)}'; {choice}")
+    assert (srun.check_nodes(plan) is not None) == is_late
+    told = capsys.readouterr().err
+    assert told == ("" if is_late else "x.sh: node3: why; cure [port-blocked]\n")
 
 
 def test_reports_come_by_node_rank(plan: Plan, tools: Path) -> None:
