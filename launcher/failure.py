@@ -91,12 +91,15 @@ def read_error(path: Path) -> RaisedError | None:
     """
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
-        text, stack = message["message"], message["extraInfo"]["py_callstack"]
-        code, fault = int(message.get("errorCode", 1)) % 256 or 1, str(message.get("fault", ""))
-        notes = str(message.get("notes", ""))
-        raised = float(message.get("time", path.stat().st_mtime))
-        has_left = message.get("has_left") is True
-        return RaisedError(str(text), str(stack), code, raised, fault, notes, has_left)
+        return RaisedError(
+            message=str(message["message"]),
+            stack=str(message["extraInfo"]["py_callstack"]),
+            code=int(message.get("errorCode", 1)) % 256 or 1,
+            time=float(message.get("time", path.stat().st_mtime)),
+            fault=str(message.get("fault", "")),
+            notes=str(message.get("notes", "")),
+            has_left=message.get("has_left") is True,
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # none was written, or the rank was killed while writing it
 
@@ -151,7 +154,7 @@ def is_peer_lost(message: str) -> bool:
     return rule is not None and rule.kind >= Kind.END
 
 
-def explain(code: int, *, out_of_memory: bool = False) -> tuple[str, str]:
+def explain(code: int, *, out_of_memory: bool) -> tuple[str, str]:
     """Return the fault and the cause for an exit code, if there is no error file."""
     name = signal_name(code)
     if name == "SIGKILL" and out_of_memory:

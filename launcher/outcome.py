@@ -119,7 +119,12 @@ def end_attempt(
         (Basis.CONSEQUENCE if each.is_consequence else Basis.CAUSE, Outcome(each.code, each))
         for each in by_time
     ]
-    chosen = choose([*accounts, (Basis.STOP, end_stop(nodes, signals))])
+    code = stop_code(nodes, signals)  # if no rank has failed
+    ends = describe_ends(nodes, signals) if code else ""
+    if code and signals:
+        ends = f"by {signal.Signals(signals[0]).name}: {ends}"
+    stop = Outcome(code, ends=ends, signum=next(iter(signals), 0))
+    chosen = choose([*accounts, (Basis.STOP, stop)])
     chosen = replace(chosen, has_saved=has_saved(nodes))
     if (first := chosen.failure) is None:
         return chosen
@@ -132,15 +137,6 @@ def end_attempt(
     stacks = [line for each in failures for line in each.stacks]
     first = replace(first, stacks=stacks, saved_step=max(nodes[0].saved_step, first.saved_step))
     return replace(chosen, failure=first, lost_peer=len(lost), stopped=len(stopped))
-
-
-def end_stop(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> Outcome:
-    """Return the outcome of an attempt that did not fail: it was stopped, or it completed."""
-    code = stop_code(nodes, signals)
-    ends = describe_ends(nodes, signals) if code else ""
-    if code and signals:
-        ends = f"by {signal.Signals(signals[0]).name}: {ends}"
-    return Outcome(code, ends=ends, signum=next(iter(signals), 0))
 
 
 def has_saved(nodes: Iterable[NodeEnd]) -> bool:
@@ -287,5 +283,6 @@ class LaunchEnd:
     def _outcome(self, code: int, failure: Failure | None = None) -> Outcome:
         can_resume = self.plan.checkpoint_dir is not None  # unknown for other programs
         command = self.plan.run_variables().get("LAUNCH_COMMAND", "") if can_resume else ""
-        run_id, started = self.plan.run_id, self.started
-        return Outcome(code, failure, started=started, run_id=run_id, command=command)
+        return Outcome(
+            code, failure, started=self.started, run_id=self.plan.run_id, command=command
+        )

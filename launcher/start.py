@@ -94,7 +94,7 @@ def prepare(plan: Plan, script: str) -> Callable[[], None]:
     is_first = plan.node_rank == 0
     if is_first:
         run_json.refuse_live(plan.folder, plan.environ)
-    leave_terminal = detach.fork_launcher(plan, script) if plan.is_detached else None
+    leave_terminal = detach.fork_launcher(plan, script) if plan.is_detached else lambda: None
 
     def be_ready() -> None:
         if is_first:
@@ -104,7 +104,6 @@ def prepare(plan: Plan, script: str) -> Callable[[], None]:
                 detached=plan.is_detached,
                 grace=float(plan.grace_s),
             )
-        if leave_terminal is not None:
-            leave_terminal()
+        leave_terminal()
 
     return be_ready

@@ -43,7 +43,7 @@ def mend_streams() -> None:
 
 
 def warn(text: str) -> None:
-    """Print a line to stderr: a warning, or why a start is refused."""
+    """Print a line to stderr."""
     print(text, file=sys.stderr)
 
 

@@ -55,7 +55,7 @@ load_dynamo()  # once here, not in each rank
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 
 
-def run_agent(arguments: list[str], environ: OwnEnviron, supervisor: SupervisorLink) -> int:
+def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: SupervisorLink) -> int:
     """Run as the agent, and exit.
 
     Returns an exit code only if the arguments are invalid, or after torch's own agent has finished.
@@ -87,7 +87,7 @@ class NodeAgent:
     """What this node does in a run, once all nodes have checked in."""
 
     def __init__(
-        self, args: Arguments, typed: list[str], meeting: Meeting, supervisor: SupervisorLink
+        self, args: Arguments, typed: Sequence[str], meeting: Meeting, supervisor: SupervisorLink
     ) -> None:
         """Raise Refused if the run's folder is not writable, or belongs to a live process."""
         self.args, self.typed, self.supervisor = args, typed, supervisor
@@ -118,10 +118,6 @@ class NodeAgent:
             self.folder.create()
             self.error_files = self.folder.failures
             self.outputs.keep_in(self.folder)
-        if begins:
-            self.network = nccl_network.prepare(
-                self.folder, own.node_rank, len(own.hosts), args.environ
-            )
         self.store: TCPStore | None = None  # a new store per attempt: old keys would mislead ranks
         args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # read by RunLock
         if own.node_rank == 0 and len(own.hosts) > 1:
@@ -144,6 +140,9 @@ class NodeAgent:
             with contextlib.suppress(OSError):  # a full disk
                 self.error_files.mkdir(exist_ok=True)
         if begins:
+            self.network = nccl_network.prepare(
+                self.folder, own.node_rank, len(own.hosts), args.environ
+            )
             folder = str(self.folder.path) if self.folder and self.restarts.record else ""
             note = AgentNote(
                 own.run_id, own.node_rank, self.started, args.nproc, folder, self.resume_command
@@ -183,11 +182,16 @@ class NodeAgent:
         self.restarts.begin_attempt()
         args, own, meeting = self.args, self.own, self.meeting
         hosts, peers = own.hosts, meeting.peers
-        ranks = [] if self.is_spare else self._fork_ranks()
+        ranks, host = list[Rank](), ""
+        if not self.is_spare:
+            host = hosts[own.node_rank]
+            ports = filter(None, (meeting.listener, meeting.failover))
+            held = [self.supervisor, *ports, *meeting.everyone()]
+            given = zip(map(self._variables, range(args.nproc)), self.cpus, strict=True)
+            ranks = fork_ranks(args.program, own, self.outputs, given, held)
         if meeting.listener is not None:  # serve the store where the agents met
             with without_noise(2, is_debug=args.is_debug):
                 self.store = serve_store(own.address, own.port, meeting.listener.detach())
-        host = "" if self.is_spare else hosts[own.node_rank]
         here = NodeRanks(ranks, self.heartbeats, own.node_rank, host)
         for peer in meeting.everyone():
             # The peer was silent while it waited, and may first save the lost node's snapshot.
@@ -204,12 +208,6 @@ class NodeAgent:
             snapshots=self.snapshots,
             on_beat=self._on_beat,
         )
-
-    def _fork_ranks(self) -> list[Rank]:
-        ports = filter(None, (self.meeting.listener, self.meeting.failover))
-        held = [self.supervisor, *ports, *self.meeting.everyone()]
-        given = zip(map(self._variables, range(self.args.nproc)), self.cpus, strict=True)
-        return fork_ranks(self.args.program, self.own, self.outputs, given, held)
 
     def _variables(self, local_rank: int) -> dict[str, str]:
         """Return the environment variables for a rank."""
@@ -270,8 +268,8 @@ class NodeAgent:
         lost = [team.members[node_rank].host for node_rank in team.lost]
         replaced = team.refill() if lost else []
         # Use a new port: a late process that looks for the old store would mislead the new ranks.
-        address, listener = self.own.address, checkin.listen(self.own.address, 0)
-        parts = team.assign(self.own.attempt + 1, address, listener.getsockname()[1])
+        listener = checkin.listen(self.own.address, 0)
+        parts = team.assign(self.own.attempt + 1, self.own.address, listener.getsockname()[1])
         own = parts[self.args.node_rank]
         self._take_part(replace(self.meeting, assignment=own, listener=listener, took_over=()))
         self._note_restart(first, held_step, lost, replaced)
@@ -288,8 +286,9 @@ class NodeAgent:
             self.restarts.write(hosts=self.own.hosts, world_size=self.own.world_size)
 
     def _on_lost_spare(self, loss: Failure) -> None:
-        fault = f"{loss.cause}; the run continues [{loss.fault}]"
-        self.outputs.say(f"warning: spare {loss.host}: {fault}")
+        self.outputs.say(
+            f"warning: spare {loss.host}: {loss.cause}; the run continues [{loss.fault}]"
+        )
         self._tell_membership()
 
     def _tell_membership(self) -> None:
@@ -322,7 +321,7 @@ class NodeAgent:
         if self.args.log_dir is None:
             shutil.rmtree(self.error_files, ignore_errors=True)
         self.restarts.end(outcome.code)
-        control, is_open = self.supervisor.control, self.outputs.is_line_open
+        control = self.supervisor.control
         if is_told and (control is not None or self.args.is_in_step):  # node rank 0 reports it
             return
         if shows_no_rank(self) and outcome.code == 0:
@@ -333,7 +332,7 @@ class NodeAgent:
         folder = self.folder and self.folder.path
         if folder and self.own.node_rank and (folder / "run.json").exists():
             folder = None  # on a shared disk, node rank 0 keeps it
-        report_outcome(outcome, control, is_line_open=is_open, folder=folder)
+        report_outcome(outcome, control, is_line_open=self.outputs.is_line_open, folder=folder)
 
 
 def shows_no_rank(agent: NodeAgent) -> bool:

@@ -116,7 +116,7 @@ def take_stdin(mark: str) -> Control:
 
 
 def report_outcome(
-    outcome: Outcome, control: Control | None, *, is_line_open: bool, folder: Path | None = None
+    outcome: Outcome, control: Control | None, *, is_line_open: bool, folder: Path | None
 ) -> None:
     """Print how the run ended and keep the text in `folder`, or report to a remote launcher.
 

@@ -75,8 +75,8 @@ class Restarts:
         """
         saved_step, step = self.beats.reached()
         is_known = first.rank < 0 <= max(saved_step, held_step)  # another node was lost
-        last = self.all[-1] if self.all else None
-        if last is not None and not last.lost_s:  # later losses count towards the next restart
+        # Later losses count towards the next restart.
+        if self.all and not (last := self.all[-1]).lost_s:
             self.all[-1] = replace(last, lost_s=first.time - last.failed)
         restart = Restart(
             number=number,
@@ -103,8 +103,7 @@ class Restarts:
         if step >= 0 and not self.has_begun:
             self.has_begun = True
             self.write(first_step=time.time())
-        last = self.all[-1] if self.all else None
-        if last is not None and not last.lost_s and step >= max(0, last.step):
+        if self.all and not (last := self.all[-1]).lost_s and step >= max(0, last.step):
             self.all[-1] = replace(last, lost_s=time.time() - last.failed)
             self.write()
 

@@ -24,7 +24,6 @@ import warnings
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
 
 from distributed.stop_signals import ADDED, NOTICE, QUERY, STOP_SIGNALS, handled_signals
 from launcher import importable, own_time, processes, typed_json
@@ -45,7 +44,7 @@ from launcher.outer_run import leave_outer_run
 from launcher.own_time import Deadline
 from launcher.processes import KILLED
 from launcher.record import run_json
-from launcher.text import OwnEnviron, mend_streams
+from launcher.text import OwnEnviron, mend_streams, warn
 from launcher.wire import launcher_link, limits
 from launcher.wire.messages import Exit
 
@@ -78,12 +77,11 @@ class Agent:
         if select.select([self.notes], [], [], 0)[0]:
             processes.send([self.pid], QUERY)
         else:
-            print("node agent: the ranks have not started yet", file=sys.stderr, flush=True)
+            warn("node agent: the ranks have not started yet")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run the agent as a child, and return its exit code. A rank raises SystemExit instead."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     environ = os.environ
     mend_streams()
     leave_outer_run(environ)
@@ -91,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if started_by == "step":
         control = Control(None, f"{environ['LAUNCH_TOKEN']}.{environ['SLURM_NODEID']}")
         launcher_link.tell(control.mark)  # from now on, a missing Exit means a kill
-    code = guard(fork_agent(arguments, environ, control, is_launcher=started_by == "local"))
+    code = guard(fork_agent(sys.argv[1:], environ, control, is_launcher=started_by == "local"))
     if control is not None:
         control.tell(Exit(code, 0))
     return code
@@ -101,13 +99,13 @@ def fork_agent(
     arguments: Sequence[str],
     environ: OwnEnviron,
     control: Control | None,
-    held: Sequence[int] = (),
+    held: int | None = None,
     *,
     is_launcher: bool = False,  # this process is the launcher
 ) -> Agent:
     """Fork the agent. Only this process returns, with the agent to supervise.
 
-    The agent closes the `held` descriptors, which belong to this process.
+    The agent closes the descriptor `held`, if there is one: it belongs to this process.
     """
     client = int(environ.pop("LAUNCH_CLIENT", "0"))  # podman's client, if in a container
     added = find_option(arguments, "--signals-to-handle") or environ.get("PET_SIGNALS_TO_HANDLE")
@@ -125,7 +123,7 @@ def fork_agent(
     me, words = os.getpid(), processes.anonymous_file("words")
     if (pid := os.fork()) == 0:
         ours.close()
-        for fd in (reapers[0], control.fd if control else None, *held):
+        for fd in (reapers[0], control.fd if control else None, held):
             close(fd)
         os.setsid()  # Ctrl-C on a terminal reaches only the supervisor
         processes.die_with_parent(me)
@@ -143,7 +141,7 @@ def fork_agent(
     node_rank = int(given) if given.isdecimal() else 0  # the best guess so far
     logs, run_id = find_option(arguments, "--log-dir"), environ.get("RUN_ID", "")
     folder = Path(logs, run_id) if is_launcher and logs and run_id else None
-    note = AgentNote(run_id, node_rank, time.time(), 0)
+    note = AgentNote(run_id, node_rank, 0.0, 0)
     grace_s = float(environ.get("GRACE") or limits.GRACE_S)
     agent = Agent(pid, ours, words, note, control, grace_s, pausing, folder)
     if control is not None and control.fd is not None:
@@ -171,7 +169,7 @@ def _run_agent(
     for name in environ.keys() - given:  # added by the import, not meant for the ranks
         del environ[name]
     try:
-        return run_agent(list(arguments), environ, link)
+        return run_agent(arguments, environ, link)
     except Exception:
         if os.getppid() == supervisor:  # not in a rank
             os.pwrite(link.words, traceback.format_exc().encode(), len(HAS_TORCH))
@@ -206,29 +204,24 @@ def start_reaper(token: str) -> tuple[int, int]:
 
     Returns two descriptors, for the supervisor and the agent; each closes when its holder exits.
     """
-    supervisor, agent = os.pipe(), os.pipe()
+    (supervisor, ours), (agent, theirs) = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
         if os.fork() == 0:
-            _wait_and_clean(supervisor[0], agent[0], token)
+            os.setsid()
+            for signum in STOP_SIGNALS:
+                signal.signal(signum, signal.SIG_IGN)
+            for fd in {*map(int, os.listdir("/proc/self/fd"))} - {supervisor, agent}:
+                with contextlib.suppress(OSError):  # other processes wait for these to close
+                    os.close(fd)
+            ended, _, _ = select.select([supervisor, agent], [], [])
+            if supervisor not in ended:  # it ends the rest, unless killed or stopped too
+                ended, _, _ = select.select([supervisor], [], [], limits.STOP_AGENT_S)
+            processes.end_marked(token, limits.ORPHANS_S if ended else 0)
         os._exit(0)
-    for reader, _ in (supervisor, agent):
-        os.close(reader)
+    os.close(supervisor)
+    os.close(agent)
     os.waitpid(child, 0)
-    return supervisor[1], agent[1]
-
-
-def _wait_and_clean(supervisor: int, agent: int, token: str) -> NoReturn:
-    os.setsid()
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
-    for fd in {*map(int, os.listdir("/proc/self/fd"))} - {supervisor, agent}:
-        with contextlib.suppress(OSError):  # other processes wait for these to close
-            os.close(fd)
-    ended, _, _ = select.select([supervisor, agent], [], [])
-    if supervisor not in ended:  # the supervisor ends the rest, unless killed or stopped too
-        ended, _, _ = select.select([supervisor], [], [], limits.STOP_AGENT_S)
-    processes.end_marked(token, limits.ORPHANS_S if ended else 0)
-    os._exit(0)
+    return ours, theirs
 
 
 def guard(agent: Agent) -> int:
@@ -294,8 +287,9 @@ def _report_death(
         run_json.note_end(folder, code, agent=agent.pid)
     if why is not None:
         frames = words[-3:] if signal_name(code) else words[-4:-1]
-        host, now = socket.gethostname(), time.time()
-        failure = Failure(*why, code, host, note.node_rank, now, frames=frames)
+        failure = Failure(
+            *why, code, socket.gethostname(), note.node_rank, time.time(), frames=frames
+        )
     elif code == KILLED:  # the launcher is gone
         return
     outcome = Outcome(

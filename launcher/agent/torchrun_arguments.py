@@ -222,12 +222,11 @@ def _master(args: argparse.Namespace, num_agents: int) -> tuple[str, int]:
 
 
 def _beyond_static(args: argparse.Namespace, low: int, high: int) -> str | None:
-    given = vars(args)  # older torch lacks the newest arguments
     asked = {
         "--nnodes MIN:MAX": low != high,
         f"--rdzv-backend {args.rdzv_backend}": args.rdzv_backend != "static" and high > 1,
     }
     for name in _TORCHS_ALONE:
-        value = given.get(name)
-        asked[f"--{name.replace('_', '-')}"] = bool(value) and value != "null"
+        value = vars(args).get(name) or "null"  # older torch lacks the newest arguments
+        asked[f"--{name.replace('_', '-')}"] = value != "null"
     return next((name for name, is_asked in asked.items() if is_asked), None)

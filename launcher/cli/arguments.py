@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
         **command.fixed,
     }
     is_scheduled = command.is_batch or bool(job_id(environ))
-    values = _Reader(command, start, is_scheduled=is_scheduled).read(words)
+    values = _Reader(command, start, words, is_scheduled=is_scheduled).read()
     if command.finish and values["fanout"] not in TASKS.values():
         command.finish(values, environ)
     _name_batch_script(values, call.file)
@@ -85,15 +85,16 @@ def _name_batch_script(values: Values, file: str) -> None:
 class _Reader:
     """Reads the words of one command line into values, by field."""
 
-    def __init__(self, command: Command, values: Values, *, is_scheduled: bool) -> None:
+    def __init__(
+        self, command: Command, values: Values, words: Iterable[str], *, is_scheduled: bool
+    ) -> None:
         self.command, self.values, self.is_scheduled = command, values, is_scheduled
         self.options = {**COMMON, **command.options}
         self.arguments = [*command.arguments]  # still missing
-        self.words: Iterator[str] = iter(())  # still unread
+        self.words = iter(words)  # still unread
         self.see = f"see {values['program']} --help"
 
-    def read(self, words: Iterable[str]) -> Values:
-        self.words = iter(words)
+    def read(self) -> Values:
         for word in self.words:
             if word == "--":
                 self.values["rest"] = (*self.words,)

@@ -85,8 +85,8 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
 
 def has_ended_well(name: str, log_dir: Path) -> bool:
     """Return whether a word of the command line names a run that ended with code 0."""
-    records = [record for place in (Path(name), log_dir / name) if (record := read_record(place))]
-    return bool(records) and records[0].exit_code == 0
+    record = read_record(Path(name)) or read_record(log_dir / name)
+    return record is not None and record.exit_code == 0
 
 
 def find_logs(name: str, log_dir: Path) -> list[Path]:

@@ -121,14 +121,14 @@ def read(file: Path) -> list[Sighting]:
 def look(line: str) -> Sighting | None:
     """Return what one line says about a failure; None if it says nothing."""
     prefix, text = split(line)
-    rule, is_exception = match(text), _EXCEPTION.match(text)
-    fault = own_fault(text)
-    if rule is None and is_exception is None and not fault:
-        return None
-    if fault:
+    if fault := own_fault(text):
         kind = min((rule.kind for rule in RULES if rule.fault == fault), default=Kind.CAUSE)
+    elif rule := match(text):
+        kind, fault = rule.kind, rule.fault
+    elif _EXCEPTION.match(text):
+        kind, fault = Kind.EXCEPTION, UNKNOWN
     else:
-        kind, fault = (rule.kind, rule.fault) if rule else (Kind.EXCEPTION, UNKNOWN)
+        return None
     ranks = [prefix.get(name) for name in _RANKS]
     ranks += [rank or task for rank, task in _RANK.findall(text)]
     number = next(filter(None, ranks), "")

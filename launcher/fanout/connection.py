@@ -140,15 +140,12 @@ class Connection(Child):
             self._probe.join(limits.PROBE_S)
         is_there = self.answer(Hello) is not None
         if self.code is None:
-            cause, cure = (
-                "its checks exceed the preflight's time limit",
-                "find out what is hanging there, or raise PREFLIGHT_SECONDS",
-            )
-            if not is_there:
-                cause = f"no answer within {waited_s:g} s"
-                cure = "check that the machine is up and that ssh logs in without a prompt, or"
-                cure += " raise PREFLIGHT_SECONDS"
-            return Fault("host-unreachable", cause, cure)
+            cause = f"no answer within {waited_s:g} s"
+            cure = "check that the machine is up and that ssh logs in without a prompt"
+            if is_there:
+                cause = "its checks exceed the preflight's time limit"
+                cure = "find out what is hanging there"
+            return Fault("host-unreachable", cause, f"{cure}, or raise PREFLIGHT_SECONDS")
         fault = self._fault
         if is_there:
             fault = "host-unreachable" if self.code == SSH_FAILED else "env-missing"
@@ -230,12 +227,11 @@ def write_opening(plan: Plan, added: Environ) -> str:
     """
     names, environ = (*plan.forwarded, "LAUNCH_JOB"), plan.environ
     kept = {name: environ[name] for name in names if name in environ}
-    token = shlex.quote(added["LAUNCH_TOKEN"])
     exports = shlex.join(f"{name}={value}" for name, value in {**kept, **added}.items())
     script = [word for word in plan.words if word[:1] != "-"][:1]
     shown = ["--rdzv-id", plan.run_id, *script]  # for readers of ps
     far_side = shlex.join(plan.inside([*plan.module_command(FAR_SIDE), *shown]))
     return f"""\
 set -- ${{SSH_CONNECTION:-}}
-printf '\\002%s {{"Hello":{{"address":"%s"}}}}\\n' {token} "${{3:-}}"
+printf '\\002%s {{"Hello":{{"address":"%s"}}}}\\n' {shlex.quote(added["LAUNCH_TOKEN"])} "${{3:-}}"
 cd -- {shlex.quote(str(plan.directory))} && export {exports} && exec {far_side}; exit 127"""

@@ -16,7 +16,6 @@ import os
 import select
 import socket
 import struct
-import sys
 import threading
 import time
 
@@ -26,7 +25,7 @@ from launcher.agent.control import end_after, take_stdin
 from launcher.agent.supervisor import fork_agent, guard
 from launcher.preflight.check_node import check_node
 from launcher.processes import KILLED
-from launcher.text import OwnEnviron, mend_streams
+from launcher.text import OwnEnviron, mend_streams, warn
 from launcher.wire import limits
 from launcher.wire.launcher_link import read_request, tell
 from launcher.wire.messages import Cut, Exit, Ready, Request, Start, Sweep
@@ -62,10 +61,9 @@ def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -
     try:
         os.chdir(start.directory)
     except OSError as error:
-        print(f"cannot start the node agent: {error}", file=sys.stderr)
+        warn(f"cannot start the node agent: {error}")
         return CANNOT_START
-    held = () if pdsh is None else (pdsh,)
-    agent = fork_agent(start.command[2:], environ, take_stdin(token), held)
+    agent = fork_agent(start.command[2:], environ, take_stdin(token), pdsh)
 
     def beat() -> None:
         while True:

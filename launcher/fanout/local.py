@@ -20,7 +20,7 @@ from launcher.plan.plan import AGENT, Plan, node_comment, print_plan
 from launcher.preflight import compare
 from launcher.preflight.check_node import check_node, read_reports
 from launcher.record import transcript
-from launcher.text import count, print_row, short_host_name
+from launcher.text import count, print_row, short_host_name, warn
 from launcher.typed_json import encode
 from launcher.wire.messages import Report
 
@@ -84,12 +84,14 @@ def is_healthy(plan: Plan, nproc: int) -> bool:
     result = replace(plan, container=container).run_inside(command, cwd=plan.root, **output)
     if result.returncode != 0:
         sys.stderr.write(result.stdout)
-        print(
+        warn(
             f"{plan.program}: the processes on {short_host_name()} cannot work together "
-            f"(exit code {result.returncode}, see above); see TROUBLESHOOTING.md",
-            file=sys.stderr,
+            f"(exit code {result.returncode}, see above); see TROUBLESHOOTING.md"
         )
         return False
-    ranks = count(nproc, "process", "processes")
-    print_row("health", f"this node alone, {ranks}: ok in {time.monotonic() - start:.0f} s")
+    print_row(
+        "health",
+        f"this node alone, {count(nproc, 'process', 'processes')}: "
+        f"ok in {time.monotonic() - start:.0f} s",
+    )
     return True

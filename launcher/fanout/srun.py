@@ -26,7 +26,7 @@ from launcher.plan.plan import Plan, print_plan, shell_line
 from launcher.plan.slurm import has_ended
 from launcher.preflight import compare
 from launcher.preflight.check_node import read_reports
-from launcher.text import PlanError, count
+from launcher.text import PlanError, count, warn
 from launcher.typed_json import encode, in_pieces
 from launcher.wire import limits
 from launcher.wire.messages import Report
@@ -47,10 +47,9 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
         raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")
     plan = replace(plan, environ={**plan.environ, **secret_variables(plan)})
     if plan.engine and not plan.is_ours:
-        print(
+        warn(
             f"{plan.program}: warning: LAUNCHER=srun does not set RANK; in "
-            f"{' '.join(plan.words[:2])}, call init_distributed(), or read SLURM's variables",
-            file=sys.stderr,
+            f"{' '.join(plan.words[:2])}, call init_distributed(), or read SLURM's variables"
         )
     checked = check_nodes(plan)
     if checked is None:
@@ -60,9 +59,10 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     command = step_command(plan, nproc=first.nproc, port=first.port)
     print_plan(plan, first, outcome, counts)
     if plan.is_dry_run:
-        where = f"rendezvous {plan.master_addr}:{first.port}"
-        nodes = count(plan.num_nodes, "node")
-        print(f"# job {job_id(plan.environ)}, {nodes}: ranks 0-{sum(counts) - 1}, {where}")
+        print(
+            f"# job {job_id(plan.environ)}, {count(plan.num_nodes, 'node')}: "
+            f"ranks 0-{sum(counts) - 1}, rendezvous {plan.master_addr}:{first.port}"
+        )
         print(shell_line(plan.directory, command))
         return 0
     be_ready()
@@ -71,7 +71,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
 
 def _leave(signum: int, frame: object = None) -> NoReturn:
     """Exit after a stop during the preflight, whose step ends with this process."""
-    print(f"stopped  by {signal.Signals(signum).name}; nothing was started", file=sys.stderr)
+    warn(f"stopped  by {signal.Signals(signum).name}; nothing was started")
     raise SystemExit(128 + signum)
 
 
@@ -112,7 +112,7 @@ def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
     ill = find_ill(plan, [answers.get(number) for number in range(plan.num_agents)])
     if swapped := leave_out(plan, ill):
         plan, changes = swapped
-        print(f"{plan.program}: {'; '.join(changes)}", file=sys.stderr)
+        warn(f"{plan.program}: {'; '.join(changes)}")
         return check_nodes(plan)
     if silent := silent_hosts(plan, answers):
         cause = f"no answer to the preflight from {', '.join(silent)}, and no spare can take over"
@@ -146,10 +146,11 @@ def ask_nodes(plan: Plan) -> list[Report]:
     if srun.returncode in _CANNOT_START:
         needed = f"{plan.directory}, {plan.root} and {plan.python}"
         raise Refused("env-missing", f"{cause}; make {needed} available there")
-    cause = f"no answer to the preflight from {', '.join(silent)}"
-    how = f"srun's exit code is {code}, see above"
-    cure = f"try srun --nodelist={','.join(silent)} hostname"
-    raise Refused("node-missing", f"{cause} ({how}); {cure}")
+    raise Refused(
+        "node-missing",
+        f"no answer to the preflight from {', '.join(silent)} (srun's exit code is {code}, see "
+        f"above); try srun --nodelist={','.join(silent)} hostname",
+    )
 
 
 def receive(srun: Srun, plan: Plan) -> bytes:
@@ -164,10 +165,10 @@ def receive(srun: Srun, plan: Plan) -> bytes:
         answered = {report.node_rank for report in read_reports(wait.output or b"")}
     silent = silent_hosts(plan, answered)
     if answered and silent:
-        cause = (
-            f"no answer to the preflight from {', '.join(silent)} for {limits.STEP_NAMING_S:g} s"
+        warn(
+            f"{plan.program}: warning: no answer to the preflight from {', '.join(silent)} "
+            f"for {limits.STEP_NAMING_S:g} s; waiting [node-missing]"
         )
-        print(f"{plan.program}: warning: {cause}; waiting [node-missing]", file=sys.stderr)
     try:
         return bytes(srun.communicate(timeout=limit_s - limits.STEP_NAMING_S)[0])
     except subprocess.TimeoutExpired:

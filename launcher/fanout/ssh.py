@@ -114,14 +114,15 @@ class Fanout:
         for number, node in enumerate(self.plan.nodes):
             self.connections[number].ask(replace(request, node_rank=number, nproc=node.nproc))
         self.wait_for(Report, answer_by + limits.NVIDIA_SMI_S * all(hellos))  # it may be slow
-        reports = [report for node in self.connections if (report := node.answer(Report))]
+        answers = [node.answer(Report) for node in self.connections]
+        reports = [report for report in answers if report]
         gone = (node for node in self.connections if node.answer(Report) is None)
         silent = [Finding(node.name, node.explain_silence(waited_s)) for node in gone]
         outcome = compare.judge(reports, time.monotonic() - began)
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
         plan, out = self.plan, sys.stderr if plan.is_detached else self.err.text
         refuses = compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out)
-        ill = find_ill(plan, [node.answer(Report) for node in self.connections])
+        ill = find_ill(plan, answers)
         if swapped := swap(plan, ill):
             self.plan, changes = swapped
             self.say("; ".join(changes))

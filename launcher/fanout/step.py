@@ -31,7 +31,7 @@ from launcher.plan.slurm import ask_squeue, in_batch_script, is_at_time_limit
 from launcher.processes import KILLED
 from launcher.record.run_json import ASKED, NOTICED
 from launcher.terminal import Terminal
-from launcher.text import short_host_name
+from launcher.text import short_host_name, warn
 from launcher.wire import limits
 from launcher.wire.launcher_link import Answers
 from launcher.wire.messages import Exit, Membership
@@ -111,14 +111,15 @@ class Output:
             text, told = self._answers.read(data)
             for rank, message in told:
                 self.begun.add(rank)
-                if isinstance(message, Outcome):
-                    self.outcomes[rank] = message
-                elif isinstance(message, Exit):
-                    self.exits[rank] = message.code
-                elif not isinstance(message, Membership):
-                    pass
-                elif self.membership is None or message.attempt >= self.membership.attempt:
-                    self.membership = message
+                match message:
+                    case Outcome():
+                        self.outcomes[rank] = message
+                    case Exit():
+                        self.exits[rank] = message.code
+                    case Membership() if (
+                        self.membership is None or message.attempt >= self.membership.attempt
+                    ):
+                        self.membership = message
             if told:
                 os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
             if text:
@@ -211,10 +212,10 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
     is_stopped = outcome.failure is None and outcome.code not in (0, STOPPED)
     if not is_stopped or outcome.signum == signal.SIGINT:
         return outcome
-    code, now = 128 + signal.SIGTERM, time.time()
+    code = 128 + signal.SIGTERM
     if is_at_time_limit(plan.environ):
         cause = "SLURM ended the job at its time limit, before the ranks had saved and exited"
-        failure = Failure("time-limit", cause, code, short_host_name(), -1, now)
+        failure = Failure("time-limit", cause, code, short_host_name(), -1, time.time())
         return replace(outcome, code=code, failure=failure)
     is_cancelled = outcome.signum == signal.SIGTERM and in_batch_script(plan.environ)
     return replace(outcome, code=code) if is_cancelled else outcome
@@ -266,13 +267,13 @@ def requeue(plan: Plan) -> bool:
             print(newest, file=file)
         last = record.read_text().splitlines()[-MOST_RESTARTS - 1 :]
         if last == [newest] * (MOST_RESTARTS + 1):
-            cause = f"{MOST_RESTARTS} restarts made no progress; not requeuing the job"
-            print(f"{plan.program}: {cause}", file=sys.stderr)
+            cause = f"{MOST_RESTARTS} restarts made no progress"
+            warn(f"{plan.program}: {cause}; not requeuing the job")
             return True
     # SLURM ends the requeued job with SIGTERM, which is blocked here and in scontrol, and sends
     # SIGKILL only after KillWait, so there is time to print the line below.
     job = job_id(plan.environ)
     is_back = subprocess.run(["scontrol", "requeue", job]).returncode == 0
     if is_back:
-        print(f"requeued job {job}; it resumes when SLURM starts it again", file=sys.stderr)
+        warn(f"requeued job {job}; it resumes when SLURM starts it again")
     return is_back

@@ -96,8 +96,8 @@ def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
 
 def find_short_delay(grace_s: int, environ: Environ) -> str:
     """Return a line if PBS may kill this job while its ranks are still saving; otherwise empty."""
-    queue, job = environ.get("PBS_QUEUE", ""), environ.get("PBS_JOBID", "")
-    attributes = ask_qstat(queue, "-Qf") if ask_qstat(job) else {}
+    queue = environ.get("PBS_QUEUE", "")
+    attributes = ask_qstat(queue, "-Qf") if ask_qstat(environ.get("PBS_JOBID", "")) else {}
     default = "2" if is_torque(environ) else "10"  # see pbs_queue_attributes(7B) of each
     delay = attributes.get("kill_delay", default) if attributes else ""
     close_s = limits.STOP_CLOSE_S
@@ -122,9 +122,14 @@ def note_job(environ: OwnEnviron) -> list[str]:
     # Torque calls it start_count.
     starts = attributes.get("run_count") or attributes.get("start_count") or ""
     if starts.isdecimal() and "ctime" in attributes:
-        start, cluster = max(int(starts) - 1, 0), job.partition(".")[2]
-        this = {"job": job, "run_id": job, "start": start, "cluster": cluster}
-        environ["LAUNCH_JOB"] = json.dumps({**this, "submitted": attributes["ctime"]})
+        this = {
+            "job": job,
+            "run_id": job,
+            "start": max(int(starts) - 1, 0),
+            "cluster": job.partition(".")[2],
+            "submitted": attributes["ctime"],
+        }
+        environ["LAUNCH_JOB"] = json.dumps(this)
     names = re.findall(r"(?:^|,)(\w+)=", attributes.get("Variable_List", ""))
     return [] if "HOME" in names else [name for name in names if not name.startswith("PBS_")]
 
@@ -147,7 +152,7 @@ def is_torque(environ: Environ) -> bool:
         return environ.get("PBS_VERSION", "").startswith("TORQUE")
     version = ask_scheduler("sh", "-c", "qsub --version 2>&1") or ""
     # OpenPBS and PBS Pro print a line such as pbs_version = 23.06.06.
-    return bool(re.match("version:", version, re.IGNORECASE))
+    return version.lower().startswith("version:")
 
 
 def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[str]:
@@ -155,9 +160,9 @@ def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[st
 
     It requests what this job was given or, outside a job, one node. Empty if PBS does not answer.
     """
-    has_nodes, arguments = is_torque(environ), list(typed[1:])
+    has_nodes, arguments = is_torque(environ), typed[1:]
     names = ("nodes", "walltime") if has_nodes else ("select", "place", "walltime")
-    attributes = _one_node(environ) if not environ.get("PBS_JOBID") else _this_job(environ)
+    attributes = _this_job(environ) if environ.get("PBS_JOBID") else _one_node(environ)
     asked = {f"-l {name}": attributes.get(f"Resource_List.{name}") for name in names}
     if not asked[f"-l {names[0]}"]:
         return []
@@ -167,10 +172,9 @@ def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[st
     options |= {option: value for option, value in asked.items() if value is not None}
     command = ["qsub", "-V"]
     for option, value in options.items():
-        if not value:
-            continue
-        letter, _, name = option.partition(" ")
-        command += [letter, f"{name}={value}" if name else value]
+        if value:
+            letter, _, name = option.partition(" ")
+            command += [letter, f"{name}={value}" if name else value]
     if not has_nodes:
         return [*command, "--", str(script), *arguments]
     return [*command, *(["-F", shlex.join(arguments)] if arguments else []), str(script)]

@@ -237,8 +237,8 @@ def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], p
     if node_rank >= len(counts):
         return f"# node {node_rank} ({host}): a spare, {where}"
     first = sum(counts[:node_rank])
-    last, total = first + counts[node_rank] - 1, sum(counts)
-    return f"# node {node_rank} ({host}): ranks {first}-{last} of {total}, {where}"
+    last = first + counts[node_rank] - 1
+    return f"# node {node_rank} ({host}): ranks {first}-{last} of {sum(counts)}, {where}"
 
 
 def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
@@ -279,9 +279,8 @@ def print_plan(
     print_row("preflight", _preflight(plan, preflight), out)
     if plan.engine and not plan.is_ours:
         return  # there is no log
-    logs = f"{plan.log_dir}/{plan.run_id or '<run id>'}/"
     follow = "" if plan.engine else f"   (tail -f {shlex.quote(str(plan.log_dir))}/node_*.log)"
-    print_row("logs", logs + follow, out)
+    print_row("logs", f"{plan.log_dir}/{plan.run_id or '<run id>'}/{follow}", out)
 
 
 def _print_ranks(

@@ -56,8 +56,8 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
             f"MASTER_ADDR is {master}, which the job's other nodes cannot reach; unset it, or give "
             "the first node's address [loopback-address]"
         )
-    job, first = environ["SLURM_JOB_ID"], hostlist.first(nodes)
-    return World(num_nodes, master or first, nproc=nproc, hosts=nodes, job=job)
+    first = hostlist.first(nodes)
+    return World(num_nodes, master or first, nproc=nproc, hosts=nodes, job=environ["SLURM_JOB_ID"])
 
 
 def tasks_per_node(environ: Environ) -> int | None:

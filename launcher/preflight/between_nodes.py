@@ -87,9 +87,11 @@ def _compare(test: PairTest) -> Iterator[Fault]:
         cause = f"the clock differs from node rank 0's by {skew:+.0f} s"
         yield Fault("clock-skew", cause, "synchronize both clocks", warns=True)
     if test.file and not os.path.exists(test.file):
-        cause = f"{os.path.dirname(test.file)!r} is not the same folder as on node rank 0"
-        advice = "choose a checkpoint.dir that all nodes share: the job may restart elsewhere"
-        yield Fault("dir-not-shared", cause, advice)
+        yield Fault(
+            "dir-not-shared",
+            f"{os.path.dirname(test.file)!r} is not the same folder as on node rank 0",
+            "choose a checkpoint.dir that all nodes share: the job may restart elsewhere",
+        )
 
 
 def _reach(address: str, port: int, secret: bytes, wait: Wait) -> socket.socket:

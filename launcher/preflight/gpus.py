@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -232,14 +232,15 @@ def find_slow(gpus: Sequence[Gpu]) -> Iterator[str]:
     for model in dict.fromkeys(gpu.model for gpu in gpus):
         alike = [gpu for gpu in gpus if gpu.model == model]
         full = [gpu for gpu in alike if gpu.lanes == gpu.max_lanes]
-        yield from _odd({gpu.index: gpu.clock_mhz for gpu in alike}, "a {} MHz application clock")
-        yield from _odd({gpu.index: gpu.max_clock_mhz for gpu in alike}, "a {} MHz maximum clock")
-        yield from _odd({gpu.index: gpu.lanes for gpu in full}, "{} PCIe lanes")
-        yield from _odd(_linked({gpu.index: gpu.nvlinks for gpu in alike}), "{} active NVLinks")
+        yield from _odd(alike, "clock_mhz", "a {} MHz application clock")
+        yield from _odd(alike, "max_clock_mhz", "a {} MHz maximum clock")
+        yield from _odd(full, "lanes", "{} PCIe lanes")
+        yield from _odd(_linked(alike), "nvlinks", "{} active NVLinks")
 
 
-def _odd(values: Mapping[str, int | None], what: str) -> Iterator[str]:
+def _odd(gpus: Sequence[Gpu], field: str, what: str) -> Iterator[str]:
     """Yield which GPUs differ from most others; of equally common values, the lower ones differ."""
+    values = {gpu.index: getattr(gpu, field) for gpu in gpus}
     counts = Counter(value for value in values.values() if value is not None)
     usual = max(counts, key=lambda value: (counts[value], value), default=0)
     for value in counts:
@@ -248,12 +249,12 @@ def _odd(values: Mapping[str, int | None], what: str) -> Iterator[str]:
             yield f"{_have(indices)} {what.format(value)}, but others of this model have {usual}"
 
 
-def _linked(nvlinks: Mapping[str, int | None]) -> Mapping[str, int | None]:
+def _linked(gpus: Sequence[Gpu]) -> Sequence[Gpu]:
     """Omit GPUs without NVLinks (bridges join only some), unless they are few and may be faulty."""
-    bare = [index for index, links in nvlinks.items() if links == 0]
-    if 3 * len(bare) < len(nvlinks):
-        return nvlinks
-    return {index: links for index, links in nvlinks.items() if links}
+    bare = [gpu for gpu in gpus if gpu.nvlinks == 0]
+    if 3 * len(bare) < len(gpus):
+        return gpus
+    return [gpu for gpu in gpus if gpu.nvlinks]
 
 
 def _have(indices: Sequence[str]) -> str:

@@ -9,10 +9,9 @@ import os
 import platform
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -21,7 +20,7 @@ from distributed.job import job_id, job_start, this_job
 from distributed.lock import RunLock, is_locked, locked_by, refuse_locked, update_link
 from launcher.processes import start_ticks
 from launcher.record.restart import Restart
-from launcher.text import Environ
+from launcher.text import Environ, warn
 from launcher.typed_json import decode
 from launcher.wire import limits
 
@@ -94,9 +93,7 @@ def read(folder: Path) -> Record | None:
         return None
     try:
         content = json.loads(text)
-        known = {
-            field.name: content[field.name] for field in fields(Record) if field.name in content
-        }
+        known = {name: content[name] for name in vars(Record()) if name in content}
         return decode(Record, known)
     except (ValueError, TypeError):
         return Record()
@@ -142,8 +139,9 @@ def writing_to(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        cause = f"cannot write to '{folder}' ({error.strerror})"
-        raise Refused("dir-unwritable", f"{cause}; set LOG_DIR") from None
+        raise Refused(
+            "dir-unwritable", f"cannot write to '{folder}' ({error.strerror}); set LOG_DIR"
+        ) from None
 
 
 # --- a launcher's part --------------------------------------------------------------------------
@@ -250,8 +248,10 @@ class RunFolder:
 
 def _is_users(link: Path) -> bool:
     """Whether a link leads to something other than a run's folder."""
-    target = link.parent / Path(os.readlink(link)).parts[0] if link.is_symlink() else link
-    return link.is_symlink() and target.exists() and not (target / "failures").is_dir()
+    if not link.is_symlink():
+        return False
+    target = link.parent / Path(os.readlink(link)).parts[0]
+    return target.exists() and not (target / "failures").is_dir()
 
 
 class LiveRecord:
@@ -264,7 +264,7 @@ class LiveRecord:
         self,
         folder: Path,
         *,
-        is_takeover: bool = False,  # from a lost agent
+        is_takeover: bool,  # from a lost agent
         launcher: LauncherProcess | None,
         versions: Mapping[str, str],
         **fields: Any,
@@ -317,9 +317,10 @@ class LiveRecord:
             pass
         except OSError as error:  # a full disk ends the record, not the run
             if not self._is_lost:
-                where = self._folder / "run.json"
-                text = f"warning: cannot write {where} ({error.strerror}) [log-lost]"
-                print(f"node agent: {text}", file=sys.stderr, flush=True)
+                warn(
+                    f"node agent: warning: cannot write {self._folder / 'run.json'} "
+                    f"({error.strerror}) [log-lost]"
+                )
             self._is_lost = True
 
 

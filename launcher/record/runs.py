@@ -88,8 +88,10 @@ def find(log_dir: Path, run_id: str) -> Run:
     runs = {run.id: run for run in find_all(log_dir)}
     if run_id in runs:
         return runs[run_id]
-    near = did_you_mean(run_id, runs)
-    raise ValueError(f"there is no run {run_id!r} in {log_dir}; {near}--status lists all runs")
+    raise ValueError(
+        f"there is no run {run_id!r} in {log_dir}; "
+        f"{did_you_mean(run_id, runs)}--status lists all runs"
+    )
 
 
 def describe(runs: Sequence[Run]) -> str:

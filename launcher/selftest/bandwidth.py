@@ -34,9 +34,10 @@ class Measured:
     busbw: float
 
     def __str__(self) -> str:
-        size, took = size_text(self.num_bytes), self.seconds * 1e3
-        speeds = f"{rate(self.algbw):>13}{rate(self.busbw):>13}"
-        return f"{self.name:<16}{size:>8}{took:>11.3f} ms{speeds}"
+        return (
+            f"{self.name:<16}{size_text(self.num_bytes):>8}{self.seconds * 1e3:>11.3f} ms"
+            f"{rate(self.algbw):>13}{rate(self.busbw):>13}"
+        )
 
 
 HEAD = f"{'collective':<16}{'size':>8}{'time':>14}{'algbw':>13}{'busbw':>13}"

@@ -33,8 +33,10 @@ class Check:
         if torch.allclose(got, want, rtol=loss, atol=1e-6):
             return None
         worst = int((got - want).abs().argmax())
-        gave, right = got.flatten()[worst].item(), want.flatten()[worst].item()
-        return f"{self.name}{dtype} on {here} gave {gave:g}, expected {right:g} [wrong-result]"
+        return (
+            f"{self.name}{dtype} on {here} gave {got.flatten()[worst]:g}, "
+            f"expected {want.flatten()[worst]:g} [wrong-result]"
+        )
 
 
 def run_checks(rank: int, ranks: int) -> Iterator[Check]:

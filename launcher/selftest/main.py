@@ -99,7 +99,7 @@ def measure_all(test: Test) -> int:
         measure_links(test, nodes)
         test.findings.links_s = time.monotonic() - started
     if not is_basic:
-        kinds = [member.kind for member in test.findings.members]
+        kinds = [member.kind for member in members]
         speeds, slow = judge.find_slow_ranks(partial(compute_together, test), kinds)
         test.findings.slow_ranks = slow
         mine = replace(mine, speed=speeds[env.rank])
@@ -109,8 +109,10 @@ def measure_all(test: Test) -> int:
     test.gather_members(replace(mine, faults=faults))
     print_main(*report.show_members(test.findings.members), sep="\n")
     if linked := test.findings.links.values():
-        range_text = " to ".join(map(bandwidth.rate, (min(linked), max(linked))))
-        print_main(f"\nlinks     {range_text} between nodes")
+        print_main(
+            f"\nlinks     {bandwidth.rate(min(linked))} to {bandwidth.rate(max(linked))} "
+            "between nodes"
+        )
     is_right = not any(member.faults for member in test.findings.members)
     if not is_basic and env.world_size > 1 and is_right:
         names = [*bandwidth.COLLECTIVES][: 1 if test.options.quick else None]
@@ -185,8 +187,10 @@ def fastest(findings: Findings) -> str:
     rows = [row for row in findings.collectives if row.name == "all-reduce"]
     if not rows:
         return ""
-    size = bandwidth.size_text(rows[-1].num_bytes)
-    return f"all-reduce {bandwidth.rate(rows[-1].busbw)} busbw at {size}, "
+    return (
+        f"all-reduce {bandwidth.rate(rows[-1].busbw)} busbw "
+        f"at {bandwidth.size_text(rows[-1].num_bytes)}, "
+    )
 
 
 def advice(findings: Findings) -> str:

@@ -71,12 +71,9 @@ class Findings:
         for (source, target), usual in self.slow_pairs.items():
             if slow & {self.hosts[source], self.hosts[target]}:
                 continue  # a slow rank makes its node's links look slow, not the other way round
-            names = f"{self.hosts[source]} to {self.hosts[target]}"
-            speed = rate(self.links[source, target])
-            yield (
-                f"the link from {names} is slow: {speed}; others have {rate(usual)} [slow-link]",
-                self.hosts[max(source, target)],
-            )
+            cause = f"the link from {self.hosts[source]} to {self.hosts[target]} is slow: "
+            cause += f"{rate(self.links[source, target])}; others have {rate(usual)} [slow-link]"
+            yield cause, self.hosts[max(source, target)]
 
     def _ranks(self) -> Iterator[tuple[str, str]]:
         for rank, times in self.slow_ranks.items():

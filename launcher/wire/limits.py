@@ -7,16 +7,13 @@ longer than any process that it waits for. The helper has its own limits (distri
 from __future__ import annotations
 
 from distributed.limits import GRACE_S as GRACE_S
-from distributed.limits import SCHEDULER_S as SCHEDULER_S
 
 POLL_S = 0.01  # between two checks of something that sends no event
 
 # Signs of life between a launcher and the agents, and among the agents.
 BEAT_S = 2.0  # between two of them
 SILENCE_S = 10.0  # after this long without one, the other end is lost; shorter gaps are harmless
-HELD_UP_S = (
-    120.0  # the longest wait of an agent for a file system, during which it still sends them
-)
+HELD_UP_S = 120.0  # the longest wait of an agent for a file system, in which it still sends them
 STILL_S = 5.0  # between two readings of a clock; longer than any iteration of a loop
 CLIENT_LOOK_S = 0.2  # between two checks for podman's client
 

@@ -76,10 +76,12 @@ def gather(
                 free = min(awaited - here.keys(), default=0)
                 report = said if said.node_rank >= 0 else replace(said, node_rank=free)
                 if admit(link, report) and report.node_rank in awaited - here.keys():
-                    address, port = "", report.failover_port
+                    address = ""
                     with contextlib.suppress(OSError):  # the node is already gone
                         address = str(connection.getpeername()[0]).removeprefix("::ffff:")
-                    member = Member(report.node_rank, report.host, report.nproc, address, port)
+                    member = Member(
+                        report.node_rank, report.host, report.nproc, address, report.failover_port
+                    )
                     here[report.node_rank] = link, member
                     continue
             link.close()
@@ -123,8 +125,8 @@ def try_pairs(
         found = [(first.node_id, fault) for fault in try_members(members, first.node_id, within_s)]
         for node_id, (link, _) in here.items():
             answer = link.wait(until + more_s)
-            faults = answer.faults if isinstance(answer, PairResult) else ()
-            found += [(node_id, fault) for fault in faults]
+            if isinstance(answer, PairResult):
+                found += [(node_id, fault) for fault in answer.faults]
     return found
 
 

@@ -98,9 +98,11 @@ def listen(address: str, port: int) -> socket.socket:
     try:
         return open_port(port, address)
     except OSError as error:
-        cause = f"port {port} on {address}: {error.strerror}"
-        cure = "stop the other copy of this run, if there is one, or set MASTER_PORT to a free port"
-        raise Refused("port-in-use", f"{cause}; {cure}") from error
+        raise Refused(
+            "port-in-use",
+            f"port {port} on {address}: {error.strerror}; "
+            "stop the other copy of this run, if there is one, or set MASTER_PORT to a free port",
+        ) from error
 
 
 def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Link, Member]]:
@@ -117,8 +119,9 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Li
         if node.run_id not in ("", me.run_id):
             cause = f"{node.host} has run id {node.run_id}, but {me.host} has {me.run_id}"
             say(f"warning: {cause}; rejected; still waiting for this run's nodes [wrong-world]")
-            cure = "do not set RUN_ID, or set one for all nodes"
-            peer.send(Refusal("wrong-world", f"{cause}; {cure}"))
+            peer.send(
+                Refusal("wrong-world", f"{cause}; do not set RUN_ID, or set one for all nodes")
+            )
             return False
         newcomers.append(peer)
         _compare(me, node, nodes)
@@ -134,12 +137,13 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Li
         here = meeting.gather(acceptor, awaited, wait, admit)
         if missing := awaited - here.keys():
             came = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
-            number = acceptor.unauthenticated
-            dropped = f"; dropped {count(number, 'connection')} without the run's secret"
-            which = ", ".join(map(str, sorted(missing)))
-            cause = f"node rank {which} did not check in within {wait.timeout_s:g} s (here: {came}"
-            cause += f"{dropped if number else ''})"
-            raise Refused("node-missing", f"{cause}; start it, or look at its terminal")
+            if number := acceptor.unauthenticated:
+                came += f"; dropped {count(number, 'connection')} without the run's secret"
+            raise Refused(
+                "node-missing",
+                f"node rank {', '.join(map(str, sorted(missing)))} did not check in within "
+                f"{wait.timeout_s:g} s (here: {came}); start it, or look at its terminal",
+            )
     except Refused as refused:
         refuse(newcomers, refused)
         raise
@@ -155,9 +159,12 @@ def refuse(peers: Iterable[Link], refused: Refused) -> None:
 def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) -> None:
     """Raise Refused if a node that has checked in cannot be part of this run."""
     if node.num_nodes != me.num_nodes or not 0 <= node.node_rank < me.num_nodes:
-        cause = f"{node.host} was started as node rank {node.node_rank} of {node.num_nodes} nodes"
-        cause += f", but {me.host} as node rank 0 of {me.num_nodes}"
-        raise Refused("wrong-world", f"{cause}; give every node the same number of nodes")
+        raise Refused(
+            "wrong-world",
+            f"{node.host} was started as node rank {node.node_rank} of {node.num_nodes} nodes, "
+            f"but {me.host} as node rank 0 of {me.num_nodes}; "
+            "give every node the same number of nodes",
+        )
     if twice := nodes.get(node.node_rank):
         cause = f"node rank {node.node_rank} was started twice, on {twice.host} and on {node.host}"
         raise Refused("duplicate-node-rank", f"{cause}; give each node its own rank")

@@ -29,8 +29,9 @@ def follow(before: Meeting, args: Arguments) -> Meeting | None:
     old, until = before.assignment, own_time.now() + limits.SUCCESSOR_S
     everyone = [*old.members, *old.spares]
     own = next(member for member in everyone if member.node_id == args.node_rank)
-    count_all, run_id = len(everyone), old.run_id
-    me = NodeReport(own.node_id, count_all, own.nproc, own.host, run_id, attempt=old.attempt)
+    me = NodeReport(
+        own.node_id, len(everyone), own.nproc, own.host, old.run_id, attempt=old.attempt
+    )
     try:
         for successor in old.successors:
             if successor == own:
@@ -38,9 +39,15 @@ def follow(before: Meeting, args: Arguments) -> Meeting | None:
             if own_time.now() > until:
                 break
             wait = Wait(2 * limits.LOSS_SPREAD_S + args.grace_s)  # it may save a snapshot first
-            where, secret = (successor.address, successor.failover_port), args.access.secret
             with contextlib.suppress(OSError):
-                new = checkin.check_in(*where, me, secret, wait, connect_s=limits.LOSS_SPREAD_S)
+                new = checkin.check_in(
+                    successor.address,
+                    successor.failover_port,
+                    me,
+                    args.access.secret,
+                    wait,
+                    connect_s=limits.LOSS_SPREAD_S,
+                )
                 return dataclasses.replace(before, assignment=new.assignment, peers=new.peers)
     except Refused as refused:
         say(refused.message)

@@ -50,8 +50,9 @@ class Outputs:
             own_terminal = terminal if is_shown and not label else None
             writer, stream = open_stream(number, self._log, own_terminal)
             if is_shown:
-                shows = {"is_alone": is_alone, "is_debug": args.is_debug}
-                stream.view = RankView(terminal, label=label, **shows)
+                stream.view = RankView(
+                    terminal, is_alone=is_alone, label=label, is_debug=args.is_debug
+                )
             if kind in redirected | teed:
                 if self._files is None:
                     self._files = Path(tempfile.mkdtemp(prefix="torchelastic_"))

@@ -13,7 +13,6 @@ import os
 import pty
 import re
 import select
-import sys
 import termios
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from launcher.agent.output import noise
 from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.screen import View
 from launcher.terminal import Terminal
-from launcher.text import short_host_name
+from launcher.text import short_host_name, warn
 from launcher.wire import limits
 
 _NOWHERE = Path(os.devnull)
@@ -42,7 +41,7 @@ _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 
 def say(text: str) -> None:
     """Print one of the agent's own messages to stderr."""
-    print(f"node agent: {text}", file=sys.stderr, flush=True)
+    warn(f"node agent: {text}")
 
 
 class NodeLog:

@@ -46,7 +46,7 @@ from launcher import processes
 from launcher.agent.output.stream import say
 from launcher.agent.rank.flight_recorder import answer_requests
 from launcher.agent.rank.optimizer_steps import count_steps
-from launcher.text import Environ
+from launcher.text import Environ, warn
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 
@@ -133,7 +133,7 @@ def _execute_command(command: list[str]) -> int:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        warn(f"{command[0]}: {error.strerror}")
         return 127 if isinstance(error, FileNotFoundError) else 126
 
 
@@ -230,7 +230,7 @@ def _run_script(path: str) -> None:
 def _code_of(leave: SystemExit) -> int:
     if leave.code is None or isinstance(leave.code, int):
         return (leave.code or 0) & 0xFF
-    print(leave.code, file=sys.stderr)
+    warn(str(leave.code))
     return 1
 
 
@@ -269,8 +269,8 @@ def _report(error: BaseException) -> int:
     except SystemExit as leave:
         return _code_of(leave)
     except BaseException as second:  # as Python does
-        print("Error in sys.excepthook:", file=sys.stderr)
+        warn("Error in sys.excepthook:")
         sys.__excepthook__(type(second), second, second.__traceback__)
-        print("\nOriginal exception was:", file=sys.stderr)
+        warn("\nOriginal exception was:")
         sys.__excepthook__(type(error), error, frames)
     return 1
