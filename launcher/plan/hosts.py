@@ -32,7 +32,7 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
         name, number = (match[1] or "") + match[2], match[3]
     elif word.count(":") == 1:
         name, number = word.split(":")
-    if not name or name[0] == "-" or name[0].isspace() or "/" in name:
+    if not re.fullmatch(r"[^-\s/][^/]*", name):
         raise PlanError(
             f"{word!r} is not a node; give NODE, NODE:NPROC or a list such as gpu[01-08]"
         )

@@ -79,6 +79,11 @@ class Batch:
         accumulated = f" x {self.accumulation} accumulated" if self.accumulation > 1 else ""
         return f"{each * shares} samples a step = {count(ranks, 'rank')} x {each}{accumulated}"
 
+    def can_split(self, ranks: int, fewer: int) -> bool:
+        """Return whether a run on `ranks` ranks can continue on fewer, as train.py decides it."""
+        samples = self.samples_in_all or self.samples * ranks * self.accumulation
+        return not samples % (fewer * self.accumulation)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFacts:
@@ -298,6 +303,10 @@ def _print_ranks(
         print_row("cpus", f"{node.cpus / counts[0]:g} per rank of {node.host}", out)
     if plan.batch:
         print_row("batch", plan.batch.describe(sum(counts)), out)
+        for left in range(plan.min_nodes or plan.num_nodes, plan.num_nodes):
+            if not plan.batch.can_split(sum(counts), sum(counts[:left])):
+                text = f"{left} of {plan.num_nodes} nodes cannot share this batch equally"
+                print_row("warning", f"{text}: without a spare, the run would end", out)
 
 
 def _spares(plan: Plan) -> str:

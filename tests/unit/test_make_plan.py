@@ -1,5 +1,6 @@
 """From arguments, environment and scheduler to a plan: which wins, and what is rejected."""
 
+import io
 import os
 import re
 from dataclasses import replace
@@ -15,7 +16,7 @@ from launcher.plan import pbs, resume
 from launcher.plan.check_config import check_config
 from launcher.plan.hosts import read_hostfile
 from launcher.plan.make_plan import choose_run_id, make_plan
-from launcher.plan.plan import ROOT, Batch, Plan
+from launcher.plan.plan import ROOT, Batch, Plan, print_plan
 from launcher.plan.typed import Typed
 from launcher.record.run_json import note_start
 from launcher.text import PlanError
@@ -65,6 +66,28 @@ COPIES = [  # one copy's variables, and the variable with the number of copies
 )
 def test_a_batch_in_words(batch: Batch, told: str) -> None:
     assert batch.describe(2) == told
+
+
+@pytest.mark.parametrize(
+    ("batch", "least", "told"),
+    [  # of 4 nodes with 2 ranks each
+        (Batch(0, 48, 1), 2, []),
+        (Batch(0, 48, 4), 2, ["3 of 4 nodes"]),  # 16 accumulated samples, for 6 ranks
+        (Batch(6, 0, 1), 2, []),
+        (Batch(4, 0, 1), 2, ["3 of 4 nodes"]),  # 32 samples
+        (Batch(4, 0, 1), 4, []),
+        (Batch(4, 0, 1), 0, []),
+    ],
+)
+def test_fewer_nodes_that_cannot_share_the_batch_are_told(
+    batch: Batch, least: int, told: list[str]
+) -> None:
+    plan, out = (
+        replace(plan_of(), hosts="n[1-4]", num_nodes=4, min_nodes=least, batch=batch),
+        io.StringIO(),
+    )
+    print_plan(plan, None, None, [2] * 4, out)
+    assert re.findall(r"^warning {4}(.*) cannot share this batch", out.getvalue(), re.M) == told
 
 
 @pytest.mark.parametrize(
