@@ -72,7 +72,7 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
     ("batch", "least", "told"),
     [  # of 4 nodes with 2 ranks each
         (Batch(0, 48, 1), 2, []),
-        (Batch(0, 48, 4), 2, ["3 of 4 nodes"]),  # 16 accumulated samples, for 6 ranks
+        (Batch(0, 32, 4), 2, ["3 of 4 nodes"]),  # 24 micro-batches
         (Batch(6, 0, 1), 2, []),
         (Batch(4, 0, 1), 2, ["3 of 4 nodes"]),  # 32 samples
         (Batch(4, 0, 1), 4, []),
