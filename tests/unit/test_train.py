@@ -395,18 +395,24 @@ def test_the_first_limit_ends_the_run() -> None:
         ({"global_batch_size": 32}, 3, (2, 32), "32 samples are not divisible by 3"),
         ({"batch_size": 8}, 2, (4, 32), 16),
         ({"batch_size": 8}, 3, (4, 32), "32 samples are not divisible by 3"),
+        ({"batch_size": 8}, 2, (2, 32), 16),  # the second start with 2 ranks
+        ({"batch_size": 8}, 8, (8, 32), 4),
+        ({"batch_size": 4}, 2, (4, 32), 4),  # a changed setting applies
+        ({"batch_size": 8, "grad_accumulation": 2}, 2, (2, 32), 8),
     ],
 )
 def test_the_batch_of_a_run_that_is_resumed(
     config: dict[str, int], ranks: int, before: tuple[int, int] | None, each: int | str
 ) -> None:
     train = Train(max_steps=1, **config)  # type: ignore[arg-type]
-    saved = before and State({}, {}, {"global_batch_size": before[1]}, [{}] * before[0])
+    then = {"train": {"batch_size": 8, "grad_accumulation": 1}}
+    count, samples = before or (0, 0)
+    saved = State({}, {}, {"global_batch_size": samples, "settings": then}, [{}] * count)
     if isinstance(each, int):
-        assert choose_batch_size(train, ranks, saved or None) == each
+        assert choose_batch_size(train, ranks, saved if before else None) == each
     else:
         with pytest.raises(SettingsError, match=each):
-            choose_batch_size(train, ranks, saved or None)
+            choose_batch_size(train, ranks, saved if before else None)
 
 
 # --- the same final weights with every entry point ------------------------------------------------
