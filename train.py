@@ -54,7 +54,7 @@ from training.model import (
     plan_snapshots,
     state_of,
 )
-from training.optimizer import Schedule, find_last_step, make_optimizer, norm_of
+from training.optimizer import Schedule, find_last_step, make_optimizer, norm_of, norm_of_weights
 from training.progress import Limits, Progress
 from training.settings import Settings
 from training.tasks import SCORES, evaluate, load_task, loss_of, score
@@ -85,8 +85,9 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         is_validated = is_due(step, settings.train.eval_every, is_over)
         is_saved = is_over or is_stopped or run.stop.is_save_agreed
         is_saved = is_saved or is_due(step, settings.checkpoint.every)
+        is_copied = is_due(step, settings.checkpoint.snapshot_every) and not is_stopped
 
-        if is_logged or is_saved:
+        if is_logged or is_saved or is_copied:
             loss = run.mean_loss(step)  # raises if not finite: no checkpoint holds such weights
         if is_logged:
             run.record(step, loss, rate)
@@ -94,7 +95,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         if is_validated:
             validated = run.validate(step)
         scores = score(run.task, validated) if is_validated else {}
-        if is_due(step, settings.checkpoint.snapshot_every) and not is_stopped:
+        if is_copied:
             run.save(step, scores, in_memory=True)
         if is_saved:
             run.save(step, scores)
@@ -239,14 +240,13 @@ class Run:
         helper.beat(step + 1)
 
     def mean_loss(self, step: int) -> float:
-        """Return all ranks' mean loss since the last reading; end the run if it is not finite."""
-        sums = helper.sync_metrics(self.meter.state())
+        """Return the mean loss since the last reading; exit if it or a weight is not finite."""
+        sums = helper.sync_metrics({**self.meter.state(), "norm": norm_of_weights(self.model)})
         mean = sums["loss"] / (sums["terms"] or 1)
-        if not math.isfinite(mean):
-            count = self.settings.train.grad_accumulation
+        if not math.isfinite(mean + sums["norm"]):
+            rank, count = self.environment.rank, self.settings.train.grad_accumulation
             self.meter.exit_not_finite(
-                self.environment.rank,
-                lambda first: self.batches.describe(back=(step - first) * count, count=count),
+                step, rank, lambda back: self.batches.describe(back * count, count)
             )
         return mean
 
@@ -292,14 +292,12 @@ class Run:
             ranks = checkpoint.gather_ranks({**own, "schedule": self.schedule.state()})
             content = state_of(self.model, self.optimizer, self.settings)
             state = checkpoint.State(*content, {**self.progress_at(step), **scores}, ranks)
-            norm = 0.0 if self.scaler.is_enabled() else norm_of(self.gradient_norm)  # it skips inf
-            is_finite = math.isfinite(own["meter"]["loss"] + norm)
-            if not in_memory:
+            if in_memory:
+                self.saver.snapshot(step, state)
+            else:
                 self.progress.sync()
                 self.saver.save(step, state)
                 self.stop.note_save()
-            elif helper.sync_metrics({"finite": is_finite})["finite"] == 1:  # on all ranks
-                self.saver.snapshot(step, state)
 
     def progress_at(self, step: int) -> dict[str, Any]:
         """Return how far the run has got, and with which settings, for a checkpoint."""

@@ -18,6 +18,8 @@ from recovery import SHARDED, STOPS, Job, Outcome, draw_kills
 
 pytestmark = pytest.mark.slow
 
+NOT_FINITE = "a weight is not finite after step 10"
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
@@ -157,16 +159,29 @@ def test_a_stuck_rank_is_named_with_its_stack(job: Job, fault: str) -> None:
     assert "nothing is left running" in block
 
 
-def test_a_loss_that_is_no_number_stops_the_run(job: Job) -> None:
-    code, output = job.run("nan", 2, FAULT="nan 1 27")  # step 14, the second half of its batch
+@pytest.mark.parametrize(
+    ("fault", "setting", "rank", "cause", "saved"),
+    [  # in step 14, the second half of its batch; at the save of step 10
+        ("nan 1 27", "", 1, r"the loss at step 14 is nan on rank 1, for samples (\d+, ){7}\d+", 10),
+        ("nan-gradient 1 20", "train.clip_norm=null", 0, NOT_FINITE, 5),
+        *rarely(
+            ("nan-gradient 1 20", "", 0, NOT_FINITE, 5),
+            ("nan-gradient 1 20", "distributed.strategy=fsdp", 0, NOT_FINITE, 5),
+        ),
+    ],
+)
+def test_a_loss_or_a_weight_that_is_no_number_stops_the_run(
+    job: Job, fault: str, setting: str, rank: int, cause: str, saved: int
+) -> None:
+    name = f"{fault.split()[0]}-{len(setting)}"
+    code, output = job.run(name, 2, *setting.split(), FAULT=fault)
     assert code == 1
     block = output[output.index("FAILED") :]
-    assert re.match(r"FAILED   rank 1 \(local rank 1, \S+\) .*\[loss-not-finite\]\n", block)
-    assert re.search(
-        r"the loss at step 14 is nan on rank 1, for samples (\d+, ){7}\d+; try a", block
-    )
-    state = state_of(job.folder / "checkpoints/nan")
-    assert state.progress["step"] == 10
+    head = rf"FAILED   rank {rank} \(local rank {rank}, \S+\) .*\[loss-not-finite\]\n"
+    assert re.match(head, block)
+    assert re.search(f"{cause}; try a", block)
+    state = state_of(job.folder / "checkpoints" / name)
+    assert state.progress["step"] == saved
     assert all(tensor.isfinite().all() for tensor in state.model.values())
 
 
