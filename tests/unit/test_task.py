@@ -68,7 +68,8 @@ class Steps(Stopping):
 
 class Endless(IterableDataset):
     def __iter__(self):
-        return iter(points(64, 1))
+        data = points(64, 1)
+        return (data[index] for index in torch.randperm(64).tolist())
 
 class Streaming(Stopping):
     def __init__(self, settings):
