@@ -29,7 +29,6 @@ import argparse
 import logging
 import math
 import os
-from collections import defaultdict
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -51,13 +50,14 @@ from training.model import (
     fix_bucket_order,
     load_moments,
     make_model,
+    mean_metrics,
     plan_snapshots,
     state_of,
 )
 from training.optimizer import Schedule, find_last_step, make_optimizer, norm_of, norm_of_weights
 from training.progress import Limits, Progress
 from training.settings import Settings
-from training.tasks import SCORES, evaluate, load_task, loss_of, score
+from training.tasks import SCORES, load_task, loss_of, score
 from training.trackers import RunFacts, Trackers
 
 log = logging.getLogger(__name__)
@@ -263,22 +263,9 @@ class Run:
     def validate(self, step: int) -> dict[str, float]:
         """Return and record each metric's mean over all ranks' shares of the validation data."""
         with self.meter.paused():
-            model = helper.unwrap(self.model)  # ranks can have different numbers of batches
-            model.eval()
-            sums: defaultdict[str, float] = defaultdict(float)  # also of the weights
             ranks = self.environment.world_size if helper.is_sharded(self.model) else 1
-            for batch, counts in fill_up(self.validation, self.task.validation, ranks):
-                helper.beat(step)
-                with helper.autocast(dtype_of(self.settings)):
-                    found = evaluate(self.task, model, move(batch, helper.device()))
-                for name, parts in found.items():
-                    for part, value in zip(("sum", "weight"), parts, strict=True):
-                        sums[f"{name} {part}"] += counts * float(value)
-            model.train()
-            means = helper.sync_metrics(sums)
-            values = {n: means[f"{n} sum"] / w for n in found if (w := means[f"{n} weight"])}
-            if "loss" in values:
-                values |= self.task.metrics(values["loss"])
+            batches = fill_up(self.validation, self.task.validation, ranks)
+            values = mean_metrics(self.task, self.model, batches, self.settings, step)
             self.progress.record(step, {f"validation_{name}": v for name, v in values.items()})
             self.progress.draw()
         if self.task.on_validation(step, values):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from training.asked import refuse_misspelt
 from training.batches import move
 from training.config_file import SettingsError
 from training.settings import OwnTaskSettings, Settings, Train
-from training.tasks import Task
+from training.tasks import Task, evaluate
 
 _log = logging.getLogger(__name__)
 
@@ -149,6 +150,33 @@ def choose_forward(model: nn.Module, settings: Train) -> None:
             compile_beside_ddp()
         for block in blocks or [model]:
             block.forward = torch.compile(block.forward)
+
+
+@torch.no_grad()
+def mean_metrics(
+    task: Task,
+    model: nn.Module,
+    batches: Iterable[tuple[Any, bool]],
+    settings: Settings,
+    step: int,
+) -> dict[str, float]:
+    """Return each metric's mean over the batches that count, on all ranks."""
+    module = helper.unwrap(model)  # ranks can have different numbers of batches
+    modes = {one: one.training for one in module.modules()}  # the task may have frozen some
+    module.eval()
+    sums: defaultdict[str, float] = defaultdict(float)  # also of the weights
+    for batch, counts in batches:
+        helper.beat(step)
+        with helper.autocast(dtype_of(settings)):
+            found = evaluate(task, module, move(batch, helper.device()))
+        for name, parts in found.items():
+            for part, value in zip(("sum", "weight"), parts, strict=True):
+                sums[f"{name} {part}"] += counts * float(value)
+    for one, is_training in modes.items():
+        one.training = is_training
+    means = helper.sync_metrics(sums)
+    values = {n: means[f"{n} sum"] / w for n in found if (w := means[f"{n} weight"])}
+    return values | (task.metrics(values["loss"]) if "loss" in values else {})
 
 
 def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:

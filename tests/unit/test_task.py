@@ -35,9 +35,12 @@ class Points(Task):
         self.train, self.validation = points(64, 1), points(37, 2)
 
     def model(self):
-        return nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 2))
+        self.frozen = nn.Identity().eval()  # as a frozen encoder
+        layers = nn.Linear(2, 8), nn.Dropout(0.1), nn.ReLU(), self.frozen, nn.Linear(8, 2)
+        return nn.Sequential(*layers)
 
     def loss(self, model, batch):
+        assert not self.frozen.training
         return cross_entropy(model(batch[0]), batch[1])
 
     def evaluate(self, model, batch):
