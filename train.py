@@ -53,6 +53,7 @@ from training.model import (
     mean_metrics,
     plan_snapshots,
     state_of,
+    try_evaluation,
 )
 from training.optimizer import Schedule, find_last_step, make_optimizer, norm_of, norm_of_weights
 from training.progress import Limits, Progress
@@ -169,13 +170,15 @@ class Run:
             self.saver.check_folder()  # no rank waits for the others after this
         optimizer = self.task.optimizer(self.model)
         self.optimizer = optimizer or make_optimizer(self.model, settings.train)
-        own_schedule = self.task.schedule(self.optimizer, last_step)
-        self.schedule = Schedule(self.optimizer, own_schedule, settings.train, last_step)
+        self.schedule = Schedule(
+            self.optimizer, self.task.schedule(self.optimizer, last_step), settings.train, last_step
+        )
         self.is_over = False  # the task has ended the run
         self.gradient_norm: torch.Tensor | None = None  # before it is clipped, in the newest step
         self.scaler = helper.grad_scaler(dtype_of(settings))
         if world_size > 2 and not helper.is_sharded(self.model):
             fix_bucket_order(self.task, self.model, batch_size, settings)
+        try_evaluation(self.task, self.model, batch_size, settings)
         helper.seed_everything(settings.seed, rank)  # from here on, dropout differs by rank
 
         own = self._resume(saved) if saved else {}

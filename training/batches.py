@@ -69,6 +69,9 @@ class Batches:
         self.samples = share.samples  # of one batch on all ranks
         self.per_epoch: int | None = None  # batches, if known
         self.sizes = [len(task.validation)]  # type: ignore[arg-type] # the same on all nodes
+        if settings.train.eval_every and not self.sizes[0]:
+            cure = "give it samples, or set train.eval_every=0"
+            raise SettingsError(f"data: validation has no samples; {cure}")
         self._epoch, self._batch = position["epoch"], position["samples"] // self.samples
         self._numbers: Callable[[int], Iterator[_Batch]] | None = None  # after this many batches
         if type(task).loader is not Task.loader:
