@@ -295,6 +295,7 @@ class Run:
             "step": step,
             **self.batches.position(),
             "global_batch_size": self.batches.samples * self.settings.train.grad_accumulation,
+            "sizes": self.batches.sizes,
             "settings": self.settings.model_dump(mode="json"),
             "scaler": self.scaler.state_dict(),
             "ended": self.environment.run_id if self.is_over else "",

@@ -74,6 +74,10 @@ def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None
     before, samples = saved.progress["global_batch_size"], progress["global_batch_size"]
     if samples != before:
         told.append(f"batches of {samples} samples (was {before})")
+    sizes, names = progress["sizes"], ("validation", "training")
+    for new, old, name in zip(sizes, saved.progress.get("sizes") or sizes, names, strict=False):
+        if new != old:
+            told.append(f"{new} {name} samples (was {old})")
     if world_size != len(saved.ranks):
         count = f"{world_size} {'process' if world_size == 1 else 'processes'}"
         told.append(f"{count} (was {len(saved.ranks)}): sums are rounded differently")
