@@ -273,6 +273,7 @@ def test_a_killed_one_ends_with_the_bytes_of_an_uninterrupted_run(
     """This holds under torchrun too."""
     text = (ROOT / "examples/mixed_precision.py").read_text()
     text = text.replace('STRATEGY, DTYPE = "ddp"', f'STRATEGY, DTYPE = "{strategy}"')
+    text = text.replace("ACCUMULATION, TESTS = 6, 4,", "ACCUMULATION, TESTS = 6, 5,")  # 24 batches
     (tmp_path / "whole.py").write_text(text)
     (tmp_path / "killed.py").write_text(text.replace("\n    model.eval()\n", KILLED))
     run_forked(tmp_path, WHOLE, "whole.py")
