@@ -29,7 +29,6 @@ import argparse
 import logging
 import math
 import os
-from collections import defaultdict
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -51,13 +50,15 @@ from training.model import (
     fix_bucket_order,
     load_moments,
     make_model,
+    mean_metrics,
     plan_snapshots,
     state_of,
+    try_evaluation,
 )
-from training.optimizer import Schedule, find_last_step, make_optimizer, norm_of
+from training.optimizer import Schedule, find_last_step, make_optimizer, norm_of, norm_of_weights
 from training.progress import Limits, Progress
 from training.settings import Settings
-from training.tasks import SCORES, evaluate, load_task, loss_of, score
+from training.tasks import SCORES, load_task, loss_of, score
 from training.trackers import RunFacts, Trackers
 
 log = logging.getLogger(__name__)
@@ -85,8 +86,9 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         is_validated = is_due(step, settings.train.eval_every, is_over)
         is_saved = is_over or is_stopped or run.stop.is_save_agreed
         is_saved = is_saved or is_due(step, settings.checkpoint.every)
+        is_copied = is_due(step, settings.checkpoint.snapshot_every) and not is_stopped
 
-        if is_logged or is_saved:
+        if is_logged or is_saved or is_copied:
             loss = run.mean_loss(step)  # raises if not finite: no checkpoint holds such weights
         if is_logged:
             run.record(step, loss, rate)
@@ -94,7 +96,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         if is_validated:
             validated = run.validate(step)
         scores = score(run.task, validated) if is_validated else {}
-        if is_due(step, settings.checkpoint.snapshot_every) and not is_stopped:
+        if is_copied:
             run.save(step, scores, in_memory=True)
         if is_saved:
             run.save(step, scores)
@@ -168,13 +170,15 @@ class Run:
             self.saver.check_folder()  # no rank waits for the others after this
         optimizer = self.task.optimizer(self.model)
         self.optimizer = optimizer or make_optimizer(self.model, settings.train)
-        own_schedule = self.task.schedule(self.optimizer, last_step)
-        self.schedule = Schedule(self.optimizer, own_schedule, settings.train, last_step)
+        self.schedule = Schedule(
+            self.optimizer, self.task.schedule(self.optimizer, last_step), settings.train, last_step
+        )
         self.is_over = False  # the task has ended the run
         self.gradient_norm: torch.Tensor | None = None  # before it is clipped, in the newest step
         self.scaler = helper.grad_scaler(dtype_of(settings))
         if world_size > 2 and not helper.is_sharded(self.model):
             fix_bucket_order(self.task, self.model, batch_size, settings)
+        try_evaluation(self.task, self.model, batch_size, settings)
         helper.seed_everything(settings.seed, rank)  # from here on, dropout differs by rank
 
         own = self._resume(saved) if saved else {}
@@ -239,14 +243,13 @@ class Run:
         helper.beat(step + 1)
 
     def mean_loss(self, step: int) -> float:
-        """Return all ranks' mean loss since the last reading; end the run if it is not finite."""
-        sums = helper.sync_metrics(self.meter.state())
+        """Return the mean loss since the last reading; exit if it or a weight is not finite."""
+        sums = helper.sync_metrics({**self.meter.state(), "norm": norm_of_weights(self.model)})
         mean = sums["loss"] / (sums["terms"] or 1)
-        if not math.isfinite(mean):
-            count = self.settings.train.grad_accumulation
+        if not math.isfinite(mean + sums["norm"]):
+            rank, count = self.environment.rank, self.settings.train.grad_accumulation
             self.meter.exit_not_finite(
-                self.environment.rank,
-                lambda first: self.batches.describe(back=(step - first) * count, count=count),
+                step, rank, lambda back: self.batches.describe(back * count, count)
             )
         return mean
 
@@ -263,22 +266,9 @@ class Run:
     def validate(self, step: int) -> dict[str, float]:
         """Return and record each metric's mean over all ranks' shares of the validation data."""
         with self.meter.paused():
-            model = helper.unwrap(self.model)  # ranks can have different numbers of batches
-            model.eval()
-            sums: defaultdict[str, float] = defaultdict(float)  # also of the weights
             ranks = self.environment.world_size if helper.is_sharded(self.model) else 1
-            for batch, counts in fill_up(self.validation, self.task.validation, ranks):
-                helper.beat(step)
-                with helper.autocast(dtype_of(self.settings)):
-                    found = evaluate(self.task, model, move(batch, helper.device()))
-                for name, parts in found.items():
-                    for part, value in zip(("sum", "weight"), parts, strict=True):
-                        sums[f"{name} {part}"] += counts * float(value)
-            model.train()
-            means = helper.sync_metrics(sums)
-            values = {n: means[f"{n} sum"] / w for n in found if (w := means[f"{n} weight"])}
-            if "loss" in values:
-                values |= self.task.metrics(values["loss"])
+            batches = fill_up(self.validation, self.task.validation, ranks)
+            values = mean_metrics(self.task, self.model, batches, self.settings, step)
             self.progress.record(step, {f"validation_{name}": v for name, v in values.items()})
             self.progress.draw()
         if self.task.on_validation(step, values):
@@ -292,14 +282,12 @@ class Run:
             ranks = checkpoint.gather_ranks({**own, "schedule": self.schedule.state()})
             content = state_of(self.model, self.optimizer, self.settings)
             state = checkpoint.State(*content, {**self.progress_at(step), **scores}, ranks)
-            norm = 0.0 if self.scaler.is_enabled() else norm_of(self.gradient_norm)  # it skips inf
-            is_finite = math.isfinite(own["meter"]["loss"] + norm)
-            if not in_memory:
+            if in_memory:
+                self.saver.snapshot(step, state)
+            else:
                 self.progress.sync()
                 self.saver.save(step, state)
                 self.stop.note_save()
-            elif helper.sync_metrics({"finite": is_finite})["finite"] == 1:  # on all ranks
-                self.saver.snapshot(step, state)
 
     def progress_at(self, step: int) -> dict[str, Any]:
         """Return how far the run has got, and with which settings, for a checkpoint."""
@@ -307,6 +295,7 @@ class Run:
             "step": step,
             **self.batches.position(),
             "global_batch_size": self.batches.samples * self.settings.train.grad_accumulation,
+            "sizes": self.batches.sizes,
             "settings": self.settings.model_dump(mode="json"),
             "scaler": self.scaler.state_dict(),
             "ended": self.environment.run_id if self.is_over else "",

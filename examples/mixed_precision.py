@@ -28,12 +28,14 @@ folder = Path("checkpoints", env.run_id)
 progress = helper.load(folder, model, optimizer, scaler=scaler) or {"step": 0}
 batches.sampler.set_epoch(progress["step"])
 for epoch in range(progress["step"], EPOCHS):
-    for number, (x, y) in enumerate(batches, 1):
-        is_step = number % ACCUMULATION == 0
+    for number, (x, y) in enumerate(batches):
+        first = number - number % ACCUMULATION  # the first batch of this step
+        count = min(ACCUMULATION, len(batches) - first)  # its batches: fewer at an epoch's end
+        is_step = number == first + count - 1
         with helper.no_sync(model, enabled=not is_step):  # ranks exchange gradients once per step
             with helper.autocast(DTYPE):
                 loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
-            scaler.scale(loss / ACCUMULATION).backward()
+            scaler.scale(loss / count).backward()
         if is_step:
             scaler.unscale_(optimizer)  # before clipping
             helper.clip_gradients(model, 1.0)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 from torch.utils.data import get_worker_info as worker_info
 
+from distributed.checkpoint import rng_state, set_rng_state
 from distributed.environment import Environment
 from distributed.heartbeat import beat
 from distributed.stop_signals import STOP_SIGNALS
@@ -68,6 +69,9 @@ class Batches:
         self.samples = share.samples  # of one batch on all ranks
         self.per_epoch: int | None = None  # batches, if known
         self.sizes = [len(task.validation)]  # type: ignore[arg-type] # the same on all nodes
+        if settings.train.eval_every and not self.sizes[0]:
+            cure = "give it samples, or set train.eval_every=0"
+            raise SettingsError(f"data: validation has no samples; {cure}")
         self._epoch, self._batch = position["epoch"], position["samples"] // self.samples
         self._numbers: Callable[[int], Iterator[_Batch]] | None = None  # after this many batches
         if type(task).loader is not Task.loader:
@@ -76,8 +80,7 @@ class Batches:
             )
             self._rest = _epochs(own, self._epoch, self._batch)
         elif isinstance(task.train, IterableDataset):
-            make = task.collate or default_collate
-            whole = functools.partial(_read_all, task.train, make, share)
+            whole = functools.partial(_read_all, task, share, settings.seed)
             self._rest = _epochs(whole, self._epoch, self._batch)
         else:
             length, block = len(task.train), getattr(task.train, "block", 1)  # type: ignore[arg-type]
@@ -174,21 +177,27 @@ def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterat
         epoch, done = epoch + 1, 0
 
 
-def _read_all(
-    data: Iterable[Any],
-    make_batch: Callable[[list[Any]], Any],
-    share: _Share,
-    *,
-    epoch: int,
-    skip: int,
-) -> Iterator[Any]:
-    """Yield a rank's batches of data that can only be read in order, as many as on other ranks."""
-    stream = iter(data)
+def _read_all(task: Task, share: _Share, seed: int, *, epoch: int, skip: int) -> Iterator[Any]:
+    """Yield a rank's batches of data that can only be read in order, as many as on other ranks.
+
+    The data has its own random numbers, the same on every rank and each time it is read. Those of
+    the training do not change.
+    """
+    outside = rng_state()
+    seed_everything(zlib.crc32(f"{seed} {epoch}".encode()))
+    if hasattr(task.train, "set_epoch"):
+        task.train.set_epoch(epoch)
+    make_batch, stream = task.collate or default_collate, iter(task.train)
     groups = iter(lambda: list(itertools.islice(stream, share.samples)), [])
     for number, group in enumerate(groups):
         beat()  # reading what was trained on before can take long
         if number >= skip and len(group) == share.samples:
+            inside = rng_state()
+            set_rng_state(outside)
             yield make_batch(group[share.rank :: share.ranks])
+            outside = rng_state()
+            set_rng_state(inside)
+    set_rng_state(outside)
 
 
 def shuffled(length: int, block: int, key: str, skip: int = 0) -> Iterator[int]:

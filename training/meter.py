@@ -63,16 +63,20 @@ class Meter:
         self._new.clear()
         return dict(self._sums)
 
-    def exit_not_finite(self, rank: int, describe: Callable[[int], str]) -> NoReturn:
+    def exit_not_finite(self, step: int, rank: int, describe: Callable[[int], str]) -> NoReturn:
         """Raise FloatingPointError on the first rank whose loss is not finite; exit on the others.
 
-        `describe` returns the samples of a step.
+        If every loss up to this step is finite, a weight is not, and rank 0 reports it.
+        `describe(n)` returns the samples of the step n steps ago.
         """
-        first, value = self.not_finite or (math.inf, 0.0)
+        first, value = self.not_finite or (step + 1, 0.0)
         steps = helper.gather_json(first)
         if rank == steps.index(min(steps)):
             cause = f"the loss at step {first} is {value} on rank {rank}"
-            cause += f", for {samples}" if (samples := describe(int(first))) else ""
+            if first > step:
+                cause = f"a weight is not finite after step {step}"
+            elif samples := describe(step - first):
+                cause += f", for {samples}"
             cause += "; try a lower train.learning_rate, and check the data of that step"
             raise with_fault(FloatingPointError, "loss-not-finite", cause)
         with contextlib.suppress(RuntimeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from training.asked import refuse_misspelt
 from training.batches import move
 from training.config_file import SettingsError
 from training.settings import OwnTaskSettings, Settings, Train
-from training.tasks import Task
+from training.tasks import Task, evaluate, score
 
 _log = logging.getLogger(__name__)
 
@@ -151,6 +152,44 @@ def choose_forward(model: nn.Module, settings: Train) -> None:
             block.forward = torch.compile(block.forward)
 
 
+@torch.no_grad()
+def mean_metrics(
+    task: Task,
+    model: nn.Module,
+    batches: Iterable[tuple[Any, bool]],
+    settings: Settings,
+    step: int | None = None,
+) -> dict[str, float]:
+    """Return each metric's mean over the batches that count, on all ranks.
+
+    Without a step, it is a trial before the first one, and metrics without terms are 0.
+    """
+    module = helper.unwrap(model)  # ranks can have different numbers of batches
+    modes = {one: one.training for one in module.modules()}  # the task may have frozen some
+    module.eval()
+    sums: defaultdict[str, float] = defaultdict(float)  # also of the weights
+    for batch, counts in batches:
+        if step is not None:  # no limit applies before the first step
+            helper.beat(step)
+        with helper.autocast(dtype_of(settings)):
+            found = evaluate(task, module, move(batch, helper.device()))
+        for name, parts in found.items():
+            for part, value in zip(("sum", "weight"), parts, strict=True):
+                sums[f"{name} {part}"] += counts * float(value)
+    for one, is_training in modes.items():
+        one.training = is_training
+    means = helper.sync_metrics(sums)
+    weights = {name: means[f"{name} weight"] or step is None for name in found}
+    values = {name: means[f"{name} sum"] / weight for name, weight in weights.items() if weight}
+    return values | (task.metrics(values["loss"]) if "loss" in values else {})
+
+
+def try_evaluation(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:
+    """Evaluate one batch, so that mistakes in `evaluate` and `best` show before the first step."""
+    if settings.train.eval_every:
+        score(task, mean_metrics(task, model, [(_make_batch(task, batch_size), True)], settings))
+
+
 def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:
     """Run one backward pass, after which DDP puts its gradient buckets in their final order.
 
@@ -158,15 +197,18 @@ def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Se
     must be rounded like the same step of an uninterrupted run.
     """
     before = [buffer.clone() for buffer in model.buffers()]
-    data: Any = task.validation or task.train  # the training data may have no length
-    samples = [data[index % len(data)] for index in range(batch_size)]
-    batch = (task.collate or default_collate)(samples)
     with helper.autocast(dtype_of(settings)):
-        loss = task.loss(model, move(batch, helper.device()))
+        loss = task.loss(model, _make_batch(task, batch_size))
     loss.backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
     for buffer, value in zip(model.buffers(), before, strict=True):
         buffer.copy_(value)
+
+
+def _make_batch(task: Task, batch_size: int) -> Any:
+    data: Any = task.validation or task.train  # the training data may have no length
+    samples = [data[index % len(data)] for index in range(batch_size)]
+    return move((task.collate or default_collate)(samples), helper.device())
 
 
 def is_mixed(settings: Settings) -> bool:

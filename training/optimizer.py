@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -85,3 +86,11 @@ def share_of_peak(step: int, settings: Train, last_step: int | None) -> float:
 def norm_of(gradient: Tensor | None) -> float:
     """Return the norm of the gradients, which may be a DTensor, as a float; 0 if not known."""
     return 0.0 if gradient is None else float(getattr(gradient, "full_tensor", gradient.detach)())
+
+
+@torch.no_grad()
+def norm_of_weights(model: nn.Module) -> float:
+    """Return the norm of this rank's part of the weights: not finite if any weight is not."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    norms = [getattr(one, "to_local", one.detach)().norm() for one in trained]
+    return float(torch.stack(norms).norm())  # waits for the device once

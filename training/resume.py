@@ -43,11 +43,17 @@ def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoin
 def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | None) -> int:
     """Return the size of one process's micro-batch; log a global batch that had to be rounded.
 
-    A run that is resumed with another number of processes uses the config's global batch or, if
-    there is none, its previous one. Raises SettingsError if that batch is not divisible.
+    A resumed run uses the config's global_batch_size. With batch_size, it keeps its global batch,
+    on any number of processes, until that setting or grad_accumulation changes. Raises
+    SettingsError if the global batch is not divisible.
     """
     each, shares = train.batch_size_on(world_size), world_size * train.grad_accumulation
-    before = saved.progress["global_batch_size"] if saved and len(saved.ranks) != world_size else 0
+    before = 0
+    if saved:
+        now = train.model_dump(include={"batch_size", "grad_accumulation"}).items()
+        is_same = now <= saved.progress["settings"]["train"].items()
+        if is_same if train.batch_size else len(saved.ranks) != world_size:
+            before = saved.progress["global_batch_size"]
     samples = train.global_batch_size or before or each * shares
     if samples % shares:
         cause = f"{samples} samples are not divisible by {shares} (ranks x grad_accumulation)"
@@ -68,6 +74,10 @@ def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None
     before, samples = saved.progress["global_batch_size"], progress["global_batch_size"]
     if samples != before:
         told.append(f"batches of {samples} samples (was {before})")
+    sizes, names = progress["sizes"], ("validation", "training")
+    for new, old, name in zip(sizes, saved.progress.get("sizes") or sizes, names, strict=False):
+        if new != old:
+            told.append(f"{new} {name} samples (was {old})")
     if world_size != len(saved.ranks):
         count = f"{world_size} {'process' if world_size == 1 else 'processes'}"
         told.append(f"{count} (was {len(saved.ranks)}): sums are rounded differently")

@@ -53,7 +53,7 @@ class Noisily(Task):
     def __init__(self, settings):
         self.train = self.validation = Noisy()
         self.calls = 0
-        what, rank, call = os.environ.get("FAULT", "none 0 0").split()
+        what, rank, call = os.environ.get("FAULT", "none -1 0").split()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         is_here = rank == os.environ.get("RANK", "0") and (attempt == "0" or "always" in what)
         self.fault, self.call = (what.removeprefix("always-"), int(call)) if is_here else ("", 0)

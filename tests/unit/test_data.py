@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from distributed.environment import detect
+from distributed.torch import seed_everything
 from training import batches
 from training.batches import Batches, move, share_of, shuffled
 from training.config_file import SettingsError
@@ -379,6 +380,39 @@ def test_data_without_a_length_is_shared_out_and_goes_on_anywhere(done: int) -> 
         opened = stream_of(Stream(22), rank, ranks=2, at=whole.position())
         assert [next(opened).tolist() for _ in range(4)] == [next(whole).tolist() for _ in range(4)]
     assert sorted(both) == list(range(16))
+
+
+class Mixed(Stream):
+    """Draws its order from the process's generators, as a shuffle buffer does."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.length).tolist()
+        for _ in range(self.length):
+            yield order.pop(random.randrange(len(order)) - numpy.random.randint(len(order)))
+
+
+@pytest.mark.parametrize("done", range(4))
+def test_an_order_drawn_at_random_is_that_of_every_rank_and_of_a_resumed_run(done: int) -> None:
+    both = []
+    for rank in (0, 1):
+        seed_everything(done, rank)
+        drawn = Drawn()[0]
+        seed_everything(done, rank)
+        data = Mixed(22)
+        whole = stream_of(data, rank, ranks=2)
+        read = [next(whole).tolist() for _ in range(4)]
+        assert read[:2] != read[2:] and data.epoch == 1
+        both += read[0] + read[1]
+        at = {"step": done, "epoch": done // 2, "samples": done % 2 * 8}
+        opened = stream_of(data, rank, ranks=2, at=at)
+        assert [next(opened).tolist() for _ in range(4 - done)] == read[done:]
+        assert Drawn()[0] == drawn  # the training's own random numbers do not change
+    assert len({*both}) == 16
 
 
 def test_reading_again_what_was_trained_on_counts_as_progress(

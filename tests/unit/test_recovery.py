@@ -18,6 +18,8 @@ from recovery import SHARDED, STOPS, Job, Outcome, draw_kills
 
 pytestmark = pytest.mark.slow
 
+NOT_FINITE = "a weight is not finite after step 10"
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
@@ -101,7 +103,7 @@ def test_with_another_number_of_ranks_it_sees_each_sample_once(job: Job) -> None
 
 def test_what_no_longer_fits_is_one_line(job: Job, whole: Outcome) -> None:
     shutil.copytree(job.folder / "checkpoints/whole", job.folder / "checkpoints/other")
-    code, output = job.run("other", 3, "train.global_batch_size=null", "train.batch_size=1")
+    code, output = job.run("other", 3)
     assert code == 2
     cause = "the run's 16 samples are not divisible by 6 (ranks x grad_accumulation)"
     cause += "; resume it with a different number of processes"
@@ -157,16 +159,29 @@ def test_a_stuck_rank_is_named_with_its_stack(job: Job, fault: str) -> None:
     assert "nothing is left running" in block
 
 
-def test_a_loss_that_is_no_number_stops_the_run(job: Job) -> None:
-    code, output = job.run("nan", 2, FAULT="nan 1 27")  # step 14, the second half of its batch
+@pytest.mark.parametrize(
+    ("fault", "setting", "rank", "cause", "saved"),
+    [  # in step 14, the second half of its batch; at the save of step 10
+        ("nan 1 27", "", 1, r"the loss at step 14 is nan on rank 1, for samples (\d+, ){7}\d+", 10),
+        ("nan-gradient 1 20", "train.clip_norm=null", 0, NOT_FINITE, 5),
+        *rarely(
+            ("nan-gradient 1 20", "", 0, NOT_FINITE, 5),
+            ("nan-gradient 1 20", "distributed.strategy=fsdp", 0, NOT_FINITE, 5),
+        ),
+    ],
+)
+def test_a_loss_or_a_weight_that_is_no_number_stops_the_run(
+    job: Job, fault: str, setting: str, rank: int, cause: str, saved: int
+) -> None:
+    name = f"{fault.split()[0]}-{len(setting)}"
+    code, output = job.run(name, 2, *setting.split(), FAULT=fault)
     assert code == 1
     block = output[output.index("FAILED") :]
-    assert re.match(r"FAILED   rank 1 \(local rank 1, \S+\) .*\[loss-not-finite\]\n", block)
-    assert re.search(
-        r"the loss at step 14 is nan on rank 1, for samples (\d+, ){7}\d+; try a", block
-    )
-    state = state_of(job.folder / "checkpoints/nan")
-    assert state.progress["step"] == 10
+    head = rf"FAILED   rank {rank} \(local rank {rank}, \S+\) .*\[loss-not-finite\]\n"
+    assert re.match(head, block)
+    assert re.search(f"{cause}; try a", block)
+    state = state_of(job.folder / "checkpoints" / name)
+    assert state.progress["step"] == saved
     assert all(tensor.isfinite().all() for tensor in state.model.values())
 
 
@@ -258,6 +273,7 @@ def test_a_killed_one_ends_with_the_bytes_of_an_uninterrupted_run(
     """This holds under torchrun too."""
     text = (ROOT / "examples/mixed_precision.py").read_text()
     text = text.replace('STRATEGY, DTYPE = "ddp"', f'STRATEGY, DTYPE = "{strategy}"')
+    text = text.replace("ACCUMULATION, TESTS = 6, 4,", "ACCUMULATION, TESTS = 6, 5,")  # 24 batches
     (tmp_path / "whole.py").write_text(text)
     (tmp_path / "killed.py").write_text(text.replace("\n    model.eval()\n", KILLED))
     run_forked(tmp_path, WHOLE, "whole.py")

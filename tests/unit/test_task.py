@@ -35,9 +35,12 @@ class Points(Task):
         self.train, self.validation = points(64, 1), points(37, 2)
 
     def model(self):
-        return nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 2))
+        self.frozen = nn.Identity().eval()  # as a frozen encoder
+        layers = nn.Linear(2, 8), nn.Dropout(0.1), nn.ReLU(), self.frozen, nn.Linear(8, 2)
+        return nn.Sequential(*layers)
 
     def loss(self, model, batch):
+        assert not self.frozen.training
         return cross_entropy(model(batch[0]), batch[1])
 
     def evaluate(self, model, batch):
@@ -68,7 +71,8 @@ class Steps(Stopping):
 
 class Endless(IterableDataset):
     def __iter__(self):
-        return iter(points(64, 1))
+        data = points(64, 1)
+        return (data[index] for index in torch.randperm(64).tolist())
 
 class Streaming(Stopping):
     def __init__(self, settings):
@@ -92,6 +96,12 @@ class Unlike(Points):
 class Blind(Points):
     def __init__(self, settings):
         self.train, self.validation = points(64, 1), []
+
+class Misspelt(Points):
+    best = "acuracy"
+
+    def loss(self, model, batch):
+        raise RuntimeError("this is the first step")
 
 class Early(Points):
     def on_validation(self, step, metrics):
@@ -192,6 +202,10 @@ def test_data_may_lack_a_length_and_data_to_validate_on_may_be_missing(
     ("words", "told"),
     [  # the ranks would draw different samples, or wait for each other for ever
         (["task=points:Unlike"], "data: ranks 0 and 1 differ; give all nodes the same data"),
+        (
+            ["task=points:Blind"],
+            "data: validation has no samples; give it samples, or set train.eval_every=0",
+        ),
         *rarely(
             (
                 ["task=points:Streaming", "train.epochs=3"],
@@ -202,6 +216,12 @@ def test_data_may_lack_a_length_and_data_to_validate_on_may_be_missing(
 )
 def test_data_that_cannot_be_trained_on_is_refused(work: Work, words: list[str], told: str) -> None:
     assert told in work.run("refused", 2, *words, code=2)
+
+
+def test_an_evaluation_is_tried_before_the_first_step(work: Work) -> None:
+    told = work.run("tried", 2, "task=points:Misspelt", code=1)
+    assert "task.best is 'acuracy', but evaluate returns loss, accuracy;" in told
+    assert "this is the first step" in told and not work.metrics("tried", "validation_loss")
 
 
 def test_a_best_that_no_validation_returns_is_told() -> None:

@@ -23,7 +23,7 @@ from distributed.errors import STOPPED
 from training.config_file import SettingsError
 from training.model import load_moments
 from training.optimizer import find_last_step, make_optimizer, share_of_peak
-from training.resume import choose_batch_size, resume_line
+from training.resume import choose_batch_size, log_resume, resume_line
 from training.settings import Train
 from training.settings import load as load_config
 
@@ -395,18 +395,42 @@ def test_the_first_limit_ends_the_run() -> None:
         ({"global_batch_size": 32}, 3, (2, 32), "32 samples are not divisible by 3"),
         ({"batch_size": 8}, 2, (4, 32), 16),
         ({"batch_size": 8}, 3, (4, 32), "32 samples are not divisible by 3"),
+        ({"batch_size": 8}, 2, (2, 32), 16),  # the second start with 2 ranks
+        ({"batch_size": 8}, 8, (8, 32), 4),
+        ({"batch_size": 4}, 2, (4, 32), 4),  # a changed setting applies
+        ({"batch_size": 8, "grad_accumulation": 2}, 2, (2, 32), 8),
     ],
 )
 def test_the_batch_of_a_run_that_is_resumed(
     config: dict[str, int], ranks: int, before: tuple[int, int] | None, each: int | str
 ) -> None:
     train = Train(max_steps=1, **config)  # type: ignore[arg-type]
-    saved = before and State({}, {}, {"global_batch_size": before[1]}, [{}] * before[0])
+    then = {"train": {"batch_size": 8, "grad_accumulation": 1}}
+    count, samples = before or (0, 0)
+    saved = State({}, {}, {"global_batch_size": samples, "settings": then}, [{}] * count)
     if isinstance(each, int):
-        assert choose_batch_size(train, ranks, saved or None) == each
+        assert choose_batch_size(train, ranks, saved if before else None) == each
     else:
         with pytest.raises(SettingsError, match=each):
-            choose_batch_size(train, ranks, saved or None)
+            choose_batch_size(train, ranks, saved if before else None)
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [
+        ({}, []),  # an older checkpoint
+        ({"sizes": [5]}, []),  # the training data had no length
+        ({"sizes": [5, 64]}, ["           with 67 training samples (was 64)"]),
+        ({"sizes": [7, 67]}, ["           with 5 validation samples (was 7)"]),
+    ],
+)
+def test_data_that_has_changed_is_named_after_a_resume(
+    caplog: pytest.LogCaptureFixture, before: dict[str, list[int]], told: list[str]
+) -> None:
+    now = {"step": 3, "settings": {}, "global_batch_size": 4, "sizes": [5, 67]}
+    saved = State({}, {}, {"step": 3, "settings": {}, "global_batch_size": 4, **before}, [{}])
+    log_resume(saved, now, 1)
+    assert caplog.messages == told
 
 
 # --- the same final weights with every entry point ------------------------------------------------
