@@ -16,8 +16,8 @@ from agents import ROOT
 # In tokens. Planned, with 5% slack: launcher/ 76,000, the helper 9,000, checkpoint/ 10,000, the
 # training 20,000. The helper has grown by the calls for loops with mixed precision, several
 # strategies and an evaluation, by `save` and `load`, so that users need not write them, and by what
-# it does where a site differs: no file locks, longer time limits, older data workers. The training tries an evaluation before the
-# first step, and reads a stream in the same order on all ranks.
+# it does where a site differs: no file locks, longer time limits, older data workers. The training
+# has grown by an evaluation before the first step, and by streams in the same order on all ranks.
 WINGS = {
     ("launcher",): 96_350,
     ("distributed",): 12_890,
