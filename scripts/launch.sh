@@ -26,8 +26,9 @@
 #          pip installs it as: launch --nproc-per-node 4 train.py config/x.py --batch_size=32
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-HERE=$(dirname -- "$(readlink -f -- "$0")") # unless this is a scheduler's copy
-for LIB in "$HERE/lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
+case $0 in */slurm_script) FILE=$(scontrol show job "${SLURM_JOB_ID:-none}" 2>/dev/null | sed -n 's/\.sh .*/.sh/; s/^ *Command=//p' | tail -n 1) || FILE=$0 ;; *) FILE=$0 ;; esac # SLURM runs a copy
+for LIB in "$(dirname -- "$(readlink -f -- "$FILE")")/lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
+[[ -r $LIB/launch.sh ]] || { echo "launch.sh: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" >&2 && exit 3; }
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
 run_command launch "$@"

@@ -40,9 +40,7 @@ die() { # <exit code> <"cause; cure">
 }
 
 refuse() { # <fault of TROUBLESHOOTING.md> <"cause; cure">
-  local host
-  host=$(uname -n)
-  die 3 "${host%%.*}: $2 [$1]"
+  die 3 "$(uname -n | sed 's|[.].*||'): $2 [$1]"
 }
 
 # Starts a command of launcher/cli/options.py; does not return.

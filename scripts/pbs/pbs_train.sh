@@ -23,11 +23,8 @@
 set -euo pipefail
 cd -- "${PBS_O_WORKDIR:-.}"
 [[ -z ${PBS_O_WORKDIR:-} ]] || mkdir -p logs 2>/dev/null || true # PBS writes the output of this script there
-LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
-for FOLDER in "$PWD" "$PWD/launch-kit"; do # PBS runs a copy of this file; make init creates launch-kit
-  [[ -r $LIB/launch.sh ]] || LIB=$FOLDER/scripts/lib
-done
-[[ -r $LIB/launch.sh ]] || { echo "pbs_train.sh: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" >&2 && exit 2; }
+for LIB in "$(dirname -- "$(readlink -f -- "$0")")/../lib" "$PWD"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
+[[ -r $LIB/launch.sh ]] || { echo "pbs_train.sh: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" >&2 && exit 3; }
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
 run_command pbs_train "$@"
