@@ -27,7 +27,7 @@ LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
 for FOLDER in "$PWD" "$PWD/launch-kit"; do # PBS runs a copy of this file; make init creates launch-kit
   [[ -r $LIB/launch.sh ]] || LIB=$FOLDER/scripts/lib
 done
-[[ -r $LIB/launch.sh ]] || { echo "pbs_train.sh: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" >&2 && exit 2; }
+[[ -r $LIB/launch.sh ]] || { echo "pbs_train.sh: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" >&2 && exit 3; }
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"
 run_command pbs_train "$@"

@@ -42,7 +42,7 @@ if [[ ! -r $LIB/launch.sh ]]; then # sbatch runs a copy; the job's record names 
   for LIB in "$HERE/../lib" {"$HERE","${SLURM_SUBMIT_DIR:-$HERE}"}/{,launch-kit/}scripts/lib; do
     [[ ! -r $LIB/launch.sh ]] || break
   done
-  [[ -r $LIB/launch.sh ]] || { echo "$NAME: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" >&2 && exit 2; }
+  [[ -r $LIB/launch.sh ]] || { echo "$NAME: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" >&2 && exit 3; }
 fi
 # shellcheck source=scripts/lib/launch.sh
 source "$LIB/launch.sh"

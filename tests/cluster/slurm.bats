@@ -603,6 +603,9 @@ is_not_running() { # <job>
   grep -q "^resume     RUN_ID=path .*sbatch --nodes=1 --gpus-per-node=2 $ROOT/scripts/slurm/slurm_train.sh '../a b/local3.yaml' " job.out
   run on login "../a b/scripts/submit_with_config.sh" config="../a b/local3.yaml" num_gpus_train=2 --dry-run
   [[ $output == *" $ROOT/scripts/slurm/slurm_train_single_node.sh '../a b/local3.yaml'"* ]]
+  echo 'import sys; print("got", sys.argv[1:])' >own.py
+  job --nodes=1 "../a b/scripts/launch.sh" --hosts job --nproc-per-node 1 own.py x.sh "a b"
+  grep -q "got \['x.sh', 'a b'\]" job.out
 }
 
 @test "a copy of the script that cannot find the project is refused in one line" {
@@ -610,10 +613,10 @@ is_not_running() { # <job>
   local name
   for name in slurm_train slurm_train_single_node; do
     cp -- "$ROOT/scripts/slurm/$name.sh" elsewhere/mine.sh
-    (cd elsewhere && run -2 job --nodes=1 mine.sh)
+    (cd elsewhere && run -3 job --nodes=1 mine.sh)
     [[ $(<elsewhere/job.out) == "$name.sh: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" ]]
     rm elsewhere/job.out
-    run -2 elsewhere/mine.sh # outside any job
+    run -3 elsewhere/mine.sh # outside any job
     [[ $output == "$name.sh: this copy cannot find scripts/lib; "* && ${#lines[@]} == 1 ]]
     RUN_ID=$name job --nodes=1 elsewhere/mine.sh config/local3.yaml --dry-run # from the project's folder
   done

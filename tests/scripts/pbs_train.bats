@@ -76,10 +76,10 @@ setup_folder() {
   [[ $status == 0 && $output == *"8 = 1 node x 8, nccl"* && $output != *"warning"* ]]
 }
 
-@test "a copy far from the project: exit 2, and what to do" {
+@test "a copy far from the project: exit 3, and what to do" {
   touch nodes
   run launch plain.yaml
-  [[ $status == 2 && $output == "pbs_train.sh: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" ]]
+  [[ $status == 3 && $output == "pbs_train.sh: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" ]]
 }
 
 @test "outside a job: exit 2, and what to do" {

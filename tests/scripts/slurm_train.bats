@@ -46,14 +46,20 @@ load helper
   done
 }
 
-@test "other scripts under sbatch also find launch-kit" {
-  mkdir -p repo/launch-kit spool
-  ln -s -- "$ROOT/scripts" repo/launch-kit/scripts
-  local script
-  for script in launch run_ddp cluster_train test_distributed ssh/launch_singlenode; do
+@test "other scripts under sbatch also find the project, from any folder" {
+  mkdir -p "a repo/launch-kit" spool
+  ln -s -- "$ROOT/scripts" "a repo/launch-kit/scripts"
+  # shellcheck disable=SC2016 # the tool expands it
+  fake_tool scontrol '[ -n "$SUBMITTED" ] && printf "JobId=7\n   Command=%s --x y.sh\n   WorkDir=/\n" "$SUBMITTED"'
+  local script name
+  for script in {launch,run_ddp,cluster_train,test_distributed} ssh/launch_{multinode,pdsh_multinode,singlenode,torchrun_auto,torchrun_multinode}; do
+    name=${script#ssh/}.sh
     cp -- "$ROOT/scripts/$script.sh" spool/slurm_script
-    SLURM_SUBMIT_DIR=$PWD/repo run bash spool/slurm_script --version
-    [[ $status == 0 && $output == "${script##*/}.sh "* ]]
+    ln -sf -- "launch-kit/scripts/$script.sh" "a repo/link.sh"
+    SLURM_SUBMIT_DIR=$PWD/a\ repo run bash spool/slurm_script --version
+    [[ $status == 0 && $output == "$name "* ]]
+    SUBMITTED="$PWD/a repo/link.sh" SLURM_JOB_ID=7 SLURM_SUBMIT_DIR=$PWD run bash spool/slurm_script --version
+    [[ $status == 0 && $output == "$name "* ]]
   done
 }
 

@@ -24,7 +24,7 @@ WINGS = {
     ("distributed/checkpoint",): 10_270,
     ("training", "train.py"): 22_620,
 }
-SCRIPTS = 911  # lines; planned: 900
+SCRIPTS = 921  # lines; planned: 900
 FILE, CLASS, FUNCTION = 350, 250, 60  # lines
 LONGER = {"train.py:train": 100}  # the training loop reads from top to bottom
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
