@@ -180,7 +180,6 @@ class Run:
             fix_bucket_order(self.task, self.model, batch_size, settings)
         try_evaluation(self.task, self.model, batch_size, settings)
         helper.seed_everything(settings.seed, rank)  # from here on, dropout differs by rank
-
         own = self._resume(saved) if saved else {}
         self.meter, self.stopwatch = Meter(own.get("meter")), Stopwatch(self.model)
         size = sum(parameter.numel() for parameter in self.model.parameters())
