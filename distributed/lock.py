@@ -14,7 +14,6 @@ import struct
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,9 @@ class RunLock:
         new = str(folder / f".lock.{me['host']}.{me['process']}.{time.time_ns()}")
         self.fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         os.write(self.fd, json.dumps(me).encode())
-        _set_lock(self.fd, fcntl.F_WRLCK, _LIVE)
+        if not _set_lock(self.fd, fcntl.F_WRLCK, _LIVE):
+            cure = "never start two runs with the same id"
+            _log.warning(f"warning: {folder}: this file system has no locks; {cure}")
         try:
             while not self._take_place(new, me):
                 pass  # another process was faster
@@ -107,19 +108,15 @@ class RunLock:
             _set_lock(self.fd, fcntl.F_UNLCK, _COMMIT)
 
 
-def _set_lock(fd: int, kind: int, byte: int, how: int = _SET) -> None:
+def _set_lock(fd: int, kind: int, byte: int, how: int = _SET) -> bool:
+    """Set a lock; returns False if the file system has none."""
     try:
         fcntl.fcntl(fd, how, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        _warn(error.strerror)
-
-
-@cache
-def _warn(cause: str) -> None:
-    cure = "mount it with flock; until then, never start two runs with one id"
-    _log.warning("warning: the file system has no locks (%s); %s", cause, cure)
+        return False
+    return True
 
 
 def _try_lock(fd: int, byte: int) -> bool:
