@@ -294,7 +294,7 @@ def test_the_task_recognises_digits(tmp_path: Path) -> None:
 
 
 PREAMBLE = """
-import itertools, sys
+import sys
 from pathlib import Path
 import torch
 
