@@ -28,8 +28,9 @@ def count_ranks() -> int:
 
 
 def gloo_group() -> dist.ProcessGroup:
-    """Return a new group of all ranks, with gloo, and with the default group's time limit."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=time_limit())
+    """Return a new group of all ranks, with gloo: its limit is at least the default group's."""
+    limit = max(time_limit(), dist.default_pg_timeout)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=limit)
     return group
 
 

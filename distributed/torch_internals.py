@@ -106,7 +106,8 @@ def reports_leaks() -> bool:
 def skip_worker_joins() -> None:
     """Do not wait 5 s for each worker of a loader that pins memory; newer torch does not."""
     kind = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
-    atexit.unregister(getattr(kind, "_clean_up_worker", print))
+    if hasattr(kind, "_clean_up_worker"):
+        atexit.unregister(kind._clean_up_worker)
 
 
 def copy_each(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:

@@ -92,5 +92,5 @@ def norm_of(gradient: Tensor | None) -> float:
 def norm_of_weights(model: nn.Module) -> float:
     """Return the norm of this rank's part of the weights: not finite if any weight is not."""
     trained = [one for one in model.parameters() if one.requires_grad]
-    norms = [getattr(one, "to_local", one.detach)().norm() for one in trained]
+    norms = [getattr(one, "to_local", one.detach)().float().norm() for one in trained]
     return float(torch.stack(norms).norm())  # waits for the device once

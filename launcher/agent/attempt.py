@@ -158,7 +158,8 @@ class Attempt:
             return True
         if self.facts.is_ending:
             others_s = self.grace_s if self.facts.asked else 0.0  # they may still save
-            self.over.set_within(self.verdict_s * (1 if self.is_first_node else 2) + others_s)
+            limit_s = limits.VERDICT_S if self.facts.signals else self.verdict_s
+            self.over.set_within(limit_s * (1 if self.is_first_node else 2) + others_s)
         return self.over.take()
 
     # --- this node's ranks ----------------------------------------------------------------------

@@ -125,7 +125,7 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
             yield warning("gpu-unhealthy", cause, "wait until it is free, or choose another GPU")
         elif gpu.is_taken:
             used = f"{gpu.used_mib} of {gpu.total_mib} MiB of its memory"
-            cause = f"GPU {gpu.index} has {used} in use, but no process that uses it is visible"
+            cause = f"GPU {gpu.index} has {used} in use, by an unknown process"
             yield warning("gpu-unhealthy", cause, "wait until it is free, or choose another GPU")
 
 
@@ -279,8 +279,9 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
     least = LEAST_MEMLOCK_INFINIBAND if is_used else LEAST_MEMLOCK
     locked, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if 0 <= locked < least:
-        cause, cure = f"the limit on locked memory is {locked >> 10} KiB", "run ulimit -l unlimited"
-        if most >= 0:
+        cause = f"the limit on locked memory is {locked >> 10} KiB"
+        cure = f"run ulimit -l {'unlimited' if most < 0 else most >> 10}"
+        if 0 <= most < least:
             cure = "ask the administrator to raise it (limits.conf; under SLURM, slurmd's limit)"
         yield Fault("low-memlock", cause, cure, warns=not is_used)
 

@@ -11,6 +11,7 @@ Each message is one line (messages.py). The bytes of a snapshot follow the line 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -35,7 +36,7 @@ class Link:
         self.socket = connection
         self.heard = time.monotonic()
         self._buffer = received
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()  # a signal handler may send during a send
 
     def send(self, message: object, *, may_wait: bool = True) -> None:
         """Send one message. If the node is gone, the next read reports that.
@@ -100,11 +101,10 @@ class Link:
 
     def _fill(self, limit_s: float) -> bool:
         """Read what arrives in time. Returns False if the node is gone or sends too much data."""
-        self.socket.settimeout(limit_s)
+        if not select.select([self.socket], [], [], limit_s)[0]:
+            return True
         try:
             data = self.socket.recv(65536)
-        except TimeoutError:
-            return True
         except OSError:
             return False
         self.heard = time.monotonic()

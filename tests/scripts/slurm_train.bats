@@ -50,7 +50,7 @@ load helper
   mkdir -p "a repo/launch-kit" spool
   ln -s -- "$ROOT/scripts" "a repo/launch-kit/scripts"
   # shellcheck disable=SC2016 # the tool expands it
-  fake_tool scontrol '[ -n "$SUBMITTED" ] && printf "JobId=7\n   Command=%s --x y.sh\n   WorkDir=/\n" "$SUBMITTED"'
+  fake_tool scontrol '[ -n "$SUBMITTED" ] && printf "JobId=$1\n   Command=%s --x y.sh\n   WorkDir=/\n" "$SUBMITTED" "$SUBMITTED"'
   local script name
   for script in {launch,run_ddp,cluster_train,test_distributed} ssh/launch_{multinode,pdsh_multinode,singlenode,torchrun_auto,torchrun_multinode}; do
     name=${script#ssh/}.sh

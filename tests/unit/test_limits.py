@@ -20,7 +20,8 @@ PROMISE_S = 2.0  # README: for all processes of a run to end once one is killed
         (2 * limits.BEAT_S, limits.STILL_S),
         (limits.STILL_S + limits.BEAT_S, limits.SILENCE_S),
         (limits.SILENCE_S, limits.HELD_UP_S),
-        (limits.SILENCE_S, limits.DECIDE_S),
+        (limits.SILENCE_S, limits.RANKS_END_S),
+        (limits.RANKS_END_S, limits.DECIDE_S),
         # A stop: the agent's snapshot, the launcher's last request, the supervisor, the launcher,
         # the command that requested it.
         (limits.STOP_SNAPSHOT_S, limits.STOP_CLOSE_S),

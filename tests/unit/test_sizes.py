@@ -19,7 +19,7 @@ from agents import ROOT
 # it does where a site differs: no file locks, longer time limits, older data workers. The training
 # has grown by an evaluation before the first step, and by streams in the same order on all ranks.
 WINGS = {
-    ("launcher",): 96_350,
+    ("launcher",): 96_370,
     ("distributed",): 12_890,
     ("distributed/checkpoint",): 10_270,
     ("training", "train.py"): 22_620,
