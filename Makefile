@@ -18,7 +18,7 @@ SITE_PATH = $${PYTHONPATH:+:$$PYTHONPATH}
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-gpu test-login test-torch
-.PHONY: help init setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-failures bench-shapes bench-faults bench-gpu pictures clean
+.PHONY: help init no-run setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-failures bench-shapes bench-faults bench-gpu pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -31,11 +31,14 @@ init: ## copy this project into your own repository: DIR=REPOSITORY makes REPOSI
 train: $(STAMP) ## train the built-in model on this machine (CONFIG=..., NPROC=..., train.max_steps=...)
 	PYTHON=$(PYTHON) scripts/ssh/launch_singlenode.sh $(CONFIG) $(NPROC) $(SETTINGS)
 
-sample: $(STAMP) ## generate text from the newest checkpoint of a run of the built-in model (RUN=id)
-	@$(PYTHON) -m training.sample $(if $(RUN),checkpoints/$(RUN),$(error give RUN=, a run id))
+sample: $(if $(RUN),$(STAMP),no-run) ## generate text from the newest checkpoint of a run of the built-in model (RUN=id)
+	@$(PYTHON) -m training.sample checkpoints/$(RUN)
 
-plot: $(STAMP) ## draw the metrics of one or more runs beside their logs (RUN="id id")
-	@$(PYTHON) -m training.plot $(or $(RUN),$(error give RUN=, a run id))
+plot: $(if $(RUN),$(STAMP),no-run) ## draw the metrics of one or more runs beside their logs (RUN="id id")
+	@$(PYTHON) -m training.plot $(RUN)
+
+no-run:
+	@echo "make: give RUN=, a run id" >&2; exit 2
 
 test: $(TESTED) ## run lint and the tests; list what was skipped, and why
 	@PYTHON=$(PYTHON) tests/run.sh all

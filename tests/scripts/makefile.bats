@@ -98,6 +98,14 @@ load helper
   done
 }
 
+@test "make plot and make sample without a run say so, and install nothing" {
+  local target
+  for target in plot sample; do
+    run make -s -C "$ROOT" "$target" VENV="$PWD/venv"
+    [[ $status == 2 && $output == "make: give RUN=, a run id"* && ! -e venv ]]
+  done
+}
+
 @test "make train passes settings on" {
   run make -n -C "$ROOT" train STAMP= NPROC=2 train.max_steps=20 seed=1 data.path=text
   [[ $output == *"launch_singlenode.sh config/local3.yaml 2 data.path=text train.max_steps=20"* ||

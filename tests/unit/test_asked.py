@@ -152,7 +152,11 @@ def test_what_a_task_returns_is_checked_with_its_line(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Right, "loss", lambda self, model, batch: torch.ones(2))
     with pytest.raises(TypeError, match=rf"{HERE}:\d+: loss returned a tensor of shape \[2\]; ret"):
         loss_of(task, MODEL, None)
-    for wrong in ({"loss": 0.5}, {"loss": (1.0, 2, 3)}, 0.5):
+    monkeypatch.setattr(Right, "weight", lambda self, batch: 2)
+    with pytest.raises(TypeError, match=rf"{HERE}:\d+: loss returned a tensor of shape \[2\]; ret"):
+        Task.evaluate(task, MODEL, None)
+    pairs = (torch.ones(2), 2), ("a", 1), (1.0, 2, 3)
+    for wrong in (*({"loss": pair} for pair in pairs), {"loss": 0.5}, 0.5):
         monkeypatch.setattr(Right, "evaluate", lambda self, model, batch, wrong=wrong: wrong)
         with pytest.raises(TypeError, match=rf"{HERE}:\d+: evaluate returned .*; return {{name: "):
             evaluate(task, MODEL, None)

@@ -22,7 +22,7 @@ WINGS = {
     ("launcher",): 96_370,
     ("distributed",): 12_890,
     ("distributed/checkpoint",): 10_270,
-    ("training", "train.py"): 22_620,
+    ("training", "train.py"): 22_660,
 }
 SCRIPTS = 921  # lines; planned: 900
 FILE, CLASS, FUNCTION = 350, 250, 60  # lines

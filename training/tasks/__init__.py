@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sized
+from numbers import Real
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class Task(Protocol):
         total of its sums divided by the total of its weights, over all batches and ranks.
         """
         terms = self.weight(batch)
-        return {"loss": (self.loss(model, batch).item() * terms, terms)}
+        return {"loss": (loss_of(self, model, batch).item() * terms, terms)}
 
     def metrics(self, loss: float) -> dict[str, float]:
         """Return further values to record with a loss, by name."""
@@ -142,11 +143,16 @@ def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
+def _is_number(part: Any) -> bool:
+    return part.numel() == 1 if isinstance(part, Tensor) else isinstance(part, Real)
+
+
 def evaluate(task: Task, model: nn.Module, batch: Any) -> Mapping[str, Any]:
     """Return the sum and the weight of each metric; raises TypeError for anything else."""
     found: Any = task.evaluate(model, batch)
     is_right = isinstance(found, Mapping) and all(
-        isinstance(one, tuple | list) and len(one) == 2 for one in found.values()
+        isinstance(one, tuple | list) and [*map(_is_number, one)] == [True, True]
+        for one in found.values()
     )
     if not is_right:
         raise TypeError(
