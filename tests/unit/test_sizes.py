@@ -7,24 +7,23 @@ strings, without docstrings), because lines can be packed.
 import ast
 import re
 import tokenize
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from agents import ROOT
 
-# In tokens. Planned, with 5% slack: launcher/ 76,000, the helper 9,000, checkpoint/ 10,000, the
-# training 20,000. The helper has grown by the calls for loops with mixed precision, several
-# strategies and an evaluation, by `save` and `load`, so that users need not write them, and by what
-# it does where a site differs: no file locks, longer time limits, older data workers. The training
-# has grown by an evaluation before the first step, and by streams in the same order on all ranks.
+# The sizes aimed at, in tokens. A wing may exceed its size by SILENT, and by MOST with a warning: a
+# size that is met exactly is met by inlining names. Raise one only in a commit of its own.
 WINGS = {
-    ("launcher",): 96_370,
-    ("distributed",): 12_890,
-    ("distributed/checkpoint",): 10_270,
-    ("training", "train.py"): 22_660,
+    ("launcher",): 97_000,
+    ("distributed",): 12_000,
+    ("distributed/checkpoint",): 10_000,
+    ("training", "train.py"): 23_000,
 }
-SCRIPTS = 921  # lines; planned: 900
+SCRIPTS = 900  # lines
+SILENT, MOST = 1.05, 1.10
 FILE, CLASS, FUNCTION = 350, 250, 60  # lines
 LONGER = {"train.py:train": 100}  # the training loop reads from top to bottom
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
@@ -87,12 +86,39 @@ def test_nothing_is_longer_than_its_limit() -> None:
     assert [found for path in FILES for found in too_long(path)] == []
 
 
+def check_size(name: str, sizes: dict[Path, int], aim: int) -> None:
+    """Warn if the files together are well above their aim, with the largest; fail far above it."""
+    size = sum(sizes.values())
+    if size <= SILENT * aim:
+        return
+
+    largest = sorted(sizes, key=sizes.__getitem__)[:-6:-1]
+    shown = ", ".join(f"{path.relative_to(ROOT)} {sizes[path]}" for path in largest)
+    told = f"{name}: {size} is {size / aim - 1:.1%} above {aim}; the largest: {shown}"
+    assert size <= MOST * aim, told
+    warnings.warn(told, stacklevel=1)
+
+
 @pytest.mark.parametrize("places", WINGS, ids=" ".join)
 def test_a_wing_keeps_to_its_budget(places: tuple[str, ...]) -> None:
     inner = {file for wing in WINGS if wing > places for file in files_of(*wing)}
     own = [file for file in files_of(*places) if file.suffix == ".py" and file not in inner]
-    assert sum(map(tokens_of, own)) <= WINGS[places]
+    check_size(" ".join(places), {file: tokens_of(file) for file in own}, WINGS[places])
 
 
 def test_the_scripts_keep_to_theirs() -> None:
-    assert sum(map(lines_of, files_of("scripts"))) <= SCRIPTS
+    check_size("scripts", {file: lines_of(file) for file in files_of("scripts")}, SCRIPTS)
+
+
+@pytest.mark.parametrize("size", (100, 105))
+def test_a_size_near_its_aim_is_silent(size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_size("it", {ROOT / "a": size}, 100)
+
+
+def test_a_size_above_its_aim_warns_then_fails() -> None:
+    with pytest.warns(UserWarning, match=r"it: 110 is 10\.0% above 100; the largest: a 110"):
+        check_size("it", {ROOT / "a": 110}, 100)
+    with pytest.raises(AssertionError, match=r"it: 111 is 11\.0% above 100"):
+        check_size("it", {ROOT / "a": 111}, 100)
