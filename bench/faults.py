@@ -30,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import quoted
 from fault_case import Case
 from fault_rows import BEFORE, SECRET, Elsewhere, Fault
 from fault_rows_in_runs import IN_RUNS
@@ -233,6 +234,7 @@ def main() -> None:
     else:
         machine = describe_machine("make bench-faults")
         PAGE.write_text(f"{INTRODUCTION}\n{machine}\n\n{named}.\n\n{table}\n")
+        quoted.record("make bench-faults")
     sys.exit(right < len(faults) or (not words.names and healthy < TIMES))
 
 

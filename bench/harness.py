@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import figures
+import quoted
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "bench/README.md"
@@ -110,11 +111,15 @@ def cluster(nodes: int) -> Iterator[bool]:
 
 def describe_machine(command: str) -> str:
     """Return when, where and with which command the figures were measured."""
+    day = time.strftime("%Y-%m-%d")
+    return f"{day}, {name_machine()}, Python {platform.python_version()}: `{command}`"
+
+
+def name_machine() -> str:
+    """Return the number of cores that this process may use, and their model."""
     model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     name = model[1] if model else platform.machine()
-    day = time.strftime("%Y-%m-%d")
-    cores = len(os.sched_getaffinity(0))
-    return f"{day}, {cores} cores ({name}), Python {platform.python_version()}: `{command}`"
+    return f"{len(os.sched_getaffinity(0))} cores ({name})"
 
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -126,11 +131,13 @@ def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def write_section(name: str, about: str, *parts: str) -> None:
     """Put the parts between the markers of section `name` of bench/README.md, and print them.
 
-    The first line gives the machine, the command and `about`. Also updates the main README.
+    The first line gives the machine, the command and `about`. Also records the block, and updates
+    the main README.
     """
     text = "\n\n".join([f"{describe_machine(f'make bench-{name}')}{about}", *parts])
     print(text)
     section = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     page = README.read_text(encoding="utf-8")
     README.write_text(section.sub(lambda at: f"{at[1]}{text}\n{at[2]}", page), encoding="utf-8")
+    quoted.record(f"make bench-{name}")
     figures.write()

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import figures
+import quoted
 from conftest import isolate
 from harness import describe_machine, render
 from proofs import prove_attacks, prove_clean_up, prove_hangs, prove_one_dies
@@ -121,6 +122,7 @@ def run(name: str, times: int) -> bool:
     print(f"{section}\n{name}: {'kept' if is_kept else 'NOT KEPT'}\n", flush=True)
     with WRITING:
         PROOFS.write_text(replace_section(PROOFS.read_text(encoding="utf-8"), section, part.title))
+        quoted.record(f"make prove PART={name}")
     return is_kept
 
 
