@@ -49,8 +49,8 @@ test-fast: $(TESTED) ## run lint and the quick tests, in about a minute
 lint: $(TESTED) ## run shellcheck, shfmt, ruff and mypy
 	@PYTHON=$(PYTHON) tests/run.sh lint
 
-test-torch: ## test what another version of torch can break: one table (VERSION=2.6.0 PYTHON=...)
-	@PYTHONPATH=bench$(SITE_PATH) $(ANY_PYTHON) tests/with_torch.py $(VERSION)
+test-torch: ## test what another version of torch can break: one row in docs/admin.md (VERSION=2.6.0 PYTHON=...)
+	@PYTHONPATH=bench$(SITE_PATH) $(ANY_PYTHON) tests/with_torch.py $(if $(RECORD),--record-failures) $(VERSION)
 
 test-cluster: $(TESTED) ## run only the tests on the cluster on this machine (as root)
 	@PYTHON=$(PYTHON) tests/run.sh cluster

@@ -2,11 +2,14 @@
 
 Creates an environment below .tools/ with this Python, that torch, NumPy, PyYAML and pydantic. Runs
 the tests marked `another_torch` in it. Prints a one-row table: which parts pass, which fail and
-why, and which are rejected by name because that torch is too old. Exits with 1 if a part
-fails.
+why, and which are rejected by name because that torch is too old. Records the row in
+bench/versions.json, from which the table in docs/admin.md is drawn. If a part fails, exits with 1
+and records nothing, unless --record-failures is given.
 """
 
+import argparse
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -14,6 +17,7 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
+import versions
 from harness import render
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,19 +37,34 @@ Row = dict[str, str]
 
 
 def main() -> int:
-    if not re.fullmatch(r"\d+\.\d+\.\d+", version := "".join(sys.argv[1:])):
+    parser = argparse.ArgumentParser(prog="test-torch")
+    parser.add_argument("--record-failures", action="store_true")
+    parser.add_argument("version", nargs="?", default="")
+    args = parser.parse_args()
+    version = str(args.version)
+    if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         print("test-torch: give VERSION=, a version of torch such as 2.6.0", file=sys.stderr)
         return 2
+
     python = install(version)
+    commit = versions.name_commit()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         code = run_tests(python, report)
         if code not in (0, 1):  # pytest's codes for tests that passed or failed
             return code
         row = read_row(report)
-    told = {"torch": version, "Python": name_python(), **row}
+    if versions.name_commit() != commit:
+        commit += ", changed during the test"
+    told = {"torch": version, "Python": name_python(), "commit": commit, **row}
     print(render([*told], [[*told.values()]]))
-    return int(any(cell.startswith("FAIL") for cell in row.values()))
+
+    has_failed = any(cell.startswith("FAIL") for cell in row.values())
+    if has_failed and not args.record_failures:
+        print("test-torch: not recorded, because a part fails; RECORD=failures records it, too")
+    else:
+        versions.record(versions.observe(version, platform.python_version(), commit, row))
+    return int(has_failed)
 
 
 def name_python() -> str:
@@ -64,6 +83,7 @@ def install(version: str) -> Path:
         (ROOT / one).read_text() for one in ("requirements.txt", "tests/requirements.txt")
     )
     pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    pip += ["--no-compile"]  # Python compiles what is imported, a small part of torch
     if subprocess.call([*pip, f"torch=={version}", "numpy", *PACKAGES.findall(pinned)]) != 0:
         sys.exit(f"test-torch: torch {version} cannot be installed for Python {name_python()}")
     return python

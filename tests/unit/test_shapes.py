@@ -1,5 +1,6 @@
 """How scripts modelled on public ones are compared with torchrun; a sample of them is compared."""
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -58,6 +59,6 @@ def cases() -> Iterator[object]:
 def test_a_shape_is_as_under_torchrun(shape: Shape) -> None:
     launchers = Launchers(Path(sys.executable), has_cluster=False, port=free_port())
     (cell, *_) = shapes.look(shape, launchers)
-    if f"torchrun failed in {shapes.TRIES} of {shapes.TRIES} runs" in cell:
+    if re.search(r"torchrun failed in (\d+) of \1 runs", cell):
         pytest.skip("torchrun itself fails with this torch")
     assert not cell.startswith("differs"), cell

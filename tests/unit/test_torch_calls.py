@@ -30,8 +30,15 @@ pytestmark = pytest.mark.slow
 
 
 def both(function: Any, *arguments: object) -> list[Any]:
-    """Run a function on two ranks that have joined; returns each rank's result, by rank."""
-    return run_ranks(_joined, function, arguments, ranks=[0, 1], world_size=2)
+    """Run a function on two ranks that have joined; returns each rank's result, by rank.
+
+    Fails if a rank refuses the function because this torch is too old.
+    """
+    results = run_ranks(_joined, function, arguments, ranks=[0, 1], world_size=2)
+    for result in results:
+        if isinstance(result, str) and "; install torch " in result:
+            pytest.fail(result)
+    return results
 
 
 def _joined(function: Any, arguments: Any) -> Any:

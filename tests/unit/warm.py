@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = (str(ROOT / "scripts/lib/agent.py"), str(ROOT / "train.py"))
 EARLY = ("LC_", "LANG", "LD_", "OMP_", "MKL_", "KMP_", "TORCH")  # read before the first line
 THREADS = "OMP_NUM_THREADS"  # can be set in torch later, as the agent does for its ranks
-# Also imported by train.py in each rank.
+# Also imported by train.py in each rank, if they are installed.
 LIBRARIES = (
     *("yaml", "pydantic", "matplotlib.backends.backend_agg", "torch.distributed.fsdp"),
     *("tensorboard.compat.proto.event_pb2", "tensorboard.summary.writer.event_file_writer"),
@@ -212,7 +213,8 @@ if __name__ == "__main__":
     import launcher.agent.agent  # noqa: F401  # imports all of torch that the ranks share
 
     for name in LIBRARIES:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
     import torch
 
     for name in [one for one in sys.modules if one.split(".")[0] in ("launcher", "distributed")]:
