@@ -26,6 +26,7 @@ ROWS = (
     *("launch", "failure block", "restart", "train.py", "FSDP", "snapshots", "hang", "self-test"),
     *("torchrun", "torch.distributed.launch", "shapes", "private names"),
 )
+LIMIT_S = 1800  # for one test: some start torchrun up to eight times, and an old torchrun can hang
 PACKAGES = re.compile(r"^(?:PyYAML|pydantic|pytest|pytest-xdist|hypothesis)==.*$", re.M)
 # In pytest's lines that begin with E: a refusal, the cause in a failure block, any other line.
 REFUSED = re.compile(
@@ -97,6 +98,7 @@ def run_tests(python: Path, report: Path) -> int:
     files = [one for one in TESTS.glob("test_*.py") if "mark.another_torch(" in one.read_text()]
     options = ["-q", "-n", "3", "--dist", "worksteal", "-m", "another_torch"]
     options += [f"--junitxml={report}", "-o", "junit_family=xunit1"]  # a format with properties
+    options += ["-o", f"faulthandler_timeout={LIMIT_S}"]
     command = [str(python), "-m", "pytest", *options, *map(str, sorted(files))]
     own = {"PYTHON": str(python), "TMPDIR": str(report.parent)}
     return subprocess.call(command, cwd=ROOT, env={**os.environ, **own})

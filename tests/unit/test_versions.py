@@ -1,14 +1,16 @@
 """The table of tested versions: what `make test-torch` records, and draws into docs/admin.md."""
 
+import ast
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import versions
+import warm
 from agents import ROOT
 
 WITH_TORCH = f"{ROOT}/tests/with_torch.py"
@@ -26,6 +28,61 @@ def test_every_recorded_row_has_each_part() -> None:
     assert rows
     for row in rows:
         assert [*row.cells] == [*runpy.run_path(WITH_TORCH)["ROWS"]], row
+
+
+# --- what the marked tests need -------------------------------------------------------------------
+
+
+FOLDERS = (ROOT, ROOT / "tests/unit", ROOT / "bench")  # pytest's pythonpath
+# By with_torch.py; pytest brings packaging.
+INSTALLED = {"hypothesis", "numpy", "packaging", "pydantic", "pytest", "torch", "yaml"}
+
+
+def test_the_marked_tests_import_only_what_their_environment_has() -> None:
+    """Also looks into the modules that they import; imports within functions do not count."""
+    files = [ROOT / "tests/unit/conftest.py"]
+    for one in (ROOT / "tests/unit").glob("test_*.py"):
+        if "mark.another_torch(" in one.read_text():
+            files.append(one)
+    assert len(files) > 10
+    seen: set[Path] = set()
+    while files:
+        file = files.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        for name in imported(file):
+            own = find_own(name)
+            files += own
+            package = name.partition(".")[0]
+            is_known = own or package in sys.stdlib_module_names or package in INSTALLED
+            assert is_known, f"{file.relative_to(ROOT)} imports {name}"
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Yield the modules that a file imports when it is imported."""
+    for one in ast.parse(file.read_text()).body:
+        if isinstance(one, ast.Import):
+            yield from (alias.name for alias in one.names)
+        elif isinstance(one, ast.ImportFrom) and one.module and not one.level:
+            yield one.module
+
+
+def find_own(name: str) -> list[Path]:
+    """Return the file of a module of this project, or the folder's __init__.py."""
+    places = [folder / name.replace(".", "/") for folder in FOLDERS]
+    files = [path for one in places for path in (one.with_suffix(".py"), one / "__init__.py")]
+    return [path for path in files if path.exists()]
+
+
+def test_a_fork_lacks_only_the_packages_that_are_missing() -> None:
+    warm.import_installed(("wave", "no_such_package.part"))
+    assert "wave" in sys.modules
+    with pytest.raises(ImportError):
+        warm.import_installed(("yaml.no_such_part",))
+
+
+# --- the record -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

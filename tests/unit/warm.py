@@ -21,7 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -136,6 +136,13 @@ def forker(variables: Mapping[str, str]) -> socket.socket:
     return FORKERS[key][1]
 
 
+def import_installed(names: Iterable[str]) -> None:
+    """Import these modules, except those of packages that are not installed."""
+    for name in names:
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
+
+
 def fork_for(channel: socket.socket) -> tuple[bytes, list[int]]:
     """Fork for every order; returns only in the forks, with the order and its streams."""
     while True:
@@ -212,9 +219,7 @@ if __name__ == "__main__":
     sys.path.insert(1, str(ROOT))
     import launcher.agent.agent  # noqa: F401  # imports all of torch that the ranks share
 
-    for name in LIBRARIES:
-        if importlib.util.find_spec(name.partition(".")[0]):
-            importlib.import_module(name)
+    import_installed(LIBRARIES)
     import torch
 
     for name in [one for one in sys.modules if one.split(".")[0] in ("launcher", "distributed")]:
