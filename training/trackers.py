@@ -8,6 +8,7 @@ records each step once.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import logging
 import subprocess
@@ -118,10 +119,13 @@ _log = logging.getLogger(__name__)
 
 
 class Trackers:
-    """All trackers of a run, which start with its first metrics. One that fails is dropped."""
+    """All trackers of a run, which start with its first metrics. One that fails is dropped.
 
-    def __init__(self, names: Sequence[str], facts: RunFacts) -> None:
-        self._names, self._facts = names, facts
+    If they are not `asked` for, but the default, a package that is missing is no warning.
+    """
+
+    def __init__(self, names: Sequence[str], facts: RunFacts, *, asked: bool = True) -> None:
+        self._names, self._facts, self._asked = names, facts, asked
         self._started: dict[str, Tracker] = {}
         self._has_begun, self.recorded = False, 0  # the latter for RunFacts
 
@@ -129,7 +133,7 @@ class Trackers:
         """Pass the metrics of a step to each tracker; returns whether this call started them."""
         is_first, self._has_begun = not self._has_begun, True
         if is_first:
-            self._each(self._names, self._start)
+            self._each([name for name in self._names if self._is_installed(name)], self._start)
         self._each([*self._started], lambda name: self._started[name].record(step, metrics))
         return is_first
 
@@ -145,6 +149,16 @@ class Trackers:
         if closing.is_alive():
             _log.warning(f"trackers took more than {CLOSE_S:g} s to close; the run ends [log-lost]")
         return self._has_begun
+
+    def _is_installed(self, name: str) -> bool:
+        if name != "tensorboard" or importlib.util.find_spec(name):
+            return True
+        missing = "tensorboard is not installed: no event files"
+        if self._asked:
+            _log.warning(f"{missing}; run pip install tensorboard, or set tracking=[] [log-lost]")
+        else:
+            _log.info(missing)
+        return False
 
     def _start(self, name: str) -> None:
         self._started[name] = load_class(TRACKERS.get(name, name))()

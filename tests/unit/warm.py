@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -30,8 +31,9 @@ PROGRAMS = (str(ROOT / "scripts/lib/agent.py"), str(ROOT / "train.py"))
 EARLY = ("LC_", "LANG", "LD_", "OMP_", "MKL_", "KMP_", "TORCH")  # read before the first line
 THREADS = "OMP_NUM_THREADS"  # can be set in torch later, as the agent does for its ranks
 # Also imported by train.py in each rank.
-LIBRARIES = (
-    *("yaml", "pydantic", "matplotlib.backends.backend_agg", "torch.distributed.fsdp"),
+LIBRARIES = ("yaml", "torch.distributed.fsdp")
+EXTRAS = (  # if they are installed
+    "matplotlib.backends.backend_agg",
     *("tensorboard.compat.proto.event_pb2", "tensorboard.summary.writer.event_file_writer"),
 )
 MOST = 1 << 16  # bytes per order
@@ -211,7 +213,8 @@ if __name__ == "__main__":
     sys.path.insert(1, str(ROOT))
     import launcher.agent.agent  # noqa: F401  # imports all of torch that the ranks share
 
-    for name in LIBRARIES:
+    extras = [name for name in EXTRAS if importlib.util.find_spec(name.partition(".")[0])]
+    for name in (*LIBRARIES, *extras):
         importlib.import_module(name)
     import torch
 
