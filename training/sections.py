@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from types import UnionType
@@ -190,23 +191,18 @@ def nearest(name: str, own: Sequence[str], known: Sequence[str]) -> str:
     Of several, it is one of `own` and a short one.
     """
     keys = sorted(own, key=len) + sorted(known, key=len)
-    found = [key for key in keys if is_short_for(name, key)]
-    for some in own, known:
-        last = {key.rpartition(".")[2]: key for key in some}
-        found += (last[one] for one in difflib.get_close_matches(name, last, 1))
-    found += (key for key in keys if name.endswith(key.rpartition(".")[2]))
+    last = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    letters = re.sub("[._-]", "", name.lower())
+    found = [key for key in keys if is_short_for(letters, re.split("[._]", key))]
+    found += (last[one] for one in difflib.get_close_matches(name, last, 1))
+    found += (last[one] for one in last if name.endswith(one))
     return found[0] if found else ""
 
 
-def is_short_for(short: str, key: str) -> bool:
-    """Return whether `short` consists of beginnings of words of `key`: lr of learning_rate."""
-    key = key.lower()
-    starts = [at for at in range(len(key)) if at == 0 or key[at - 1] in "._-"]
-    letters = [one for one in short.lower() if one not in "._-"]
-    after = starts  # where the next letter may be
-    for letter in letters:
-        matched = [at for at in after if key[at : at + 1] == letter]
-        if not matched:
-            return False
-        after = [at + 1 for at in matched] + [at for at in starts if at > matched[0]]
-    return bool(letters)
+def is_short_for(letters: str, words: Sequence[str]) -> bool:
+    """Return whether letters are beginnings of some of the words, in order: lr, learning rate."""
+    if not letters or not words:
+        return not letters
+    sizes = range(len(words[0]) + 1)
+    starts = (size for size in sizes if letters.startswith(words[0][:size]))
+    return any(is_short_for(letters[size:], words[1:]) for size in starts)
