@@ -8,6 +8,8 @@ TESTED := $(VENV)/.tests-installed
 # A Python given as PYTHON=, or in the environment, is used as it is: nothing is installed into it.
 GIVEN  := $(filter-out $(OWN),$(PYTHON))
 override PYTHON := $(or $(GIVEN),$(OWN))
+# Otherwise the launchers, whose parent has it, would omit it from the command that resumes the run.
+unexport PYTHON
 READY  := $(if $(GIVEN),given,$(STAMP))
 READY_TO_TEST := $(if $(GIVEN),given,$(TESTED))
 NPROC  ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' | sed 's/^0$$/2/')
