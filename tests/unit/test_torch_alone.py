@@ -1,4 +1,4 @@
-"""All kinds of runs in an environment with only torch and its requirements; train.py's, with PyYAML."""
+"""All kinds of runs in an environment with only torch; train.py's, with torch and PyYAML."""
 
 import os
 import re
@@ -112,8 +112,9 @@ def yaml_place(tmp_path: Path, with_yaml: Path) -> Place:
 
 
 def missing(said: str) -> list[str]:
-    """Return the lines about packages that are not installed."""
-    return [line for line in said.splitlines() if re.search("install|No module|Traceback", line)]
+    """Return the lines about packages that are not installed, apart from torch's about NumPy."""
+    told = re.compile("not installed|No module named '(?!numpy)|Traceback")
+    return [line for line in said.splitlines() if told.search(line)]
 
 
 def test_pyyaml_is_enough_for_train_py(yaml_place: Place) -> None:
