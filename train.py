@@ -146,10 +146,8 @@ class Run:
         )
         helper.seed_everything(settings.seed)  # the same weights on every rank
         with refuse_together(environment):
-            chosen = settings.checkpoint
-            self.saver = checkpoint.Saver(
-                self.folder, enabled=is_main, keep_last=chosen.keep_last, format=chosen.format
-            )
+            keep, form = settings.checkpoint.keep_last, settings.checkpoint.format
+            self.saver = checkpoint.Saver(self.folder, keep_last=keep, enabled=is_main, format=form)
         with refuse_together(environment):  # the ranks load together, or not at all
             saved = resume.find_checkpoint(
                 settings.resume, self.folder, is_restart=environment.restart_count > 0
