@@ -146,8 +146,8 @@ class Run:
         )
         helper.seed_everything(settings.seed)  # the same weights on every rank
         with refuse_together(environment):
-            chosen = settings.checkpoint.model_dump(include={"keep_last", "format"})
-            self.saver = checkpoint.Saver(self.folder, enabled=is_main, **chosen)
+            keep, form = settings.checkpoint.keep_last, settings.checkpoint.format
+            self.saver = checkpoint.Saver(self.folder, keep_last=keep, enabled=is_main, format=form)
         with refuse_together(environment):  # the ranks load together, or not at all
             saved = resume.find_checkpoint(
                 settings.resume, self.folder, is_restart=environment.restart_count > 0
@@ -187,9 +187,9 @@ class Run:
         log.info(f"data       {self.task.describe()}")
         self.limits = Limits(position["step"], last_step, settings.train.max_seconds)
         self.pace = Pace(self.meter, self.stopwatch)
-        hosts, config = [*dict.fromkeys(self.pace.hosts)], settings.model_dump(mode="json")
+        hosts, config = [*dict.fromkeys(self.pace.hosts)], settings.as_tree()
         facts = RunFacts(environment.run_id, self.logs, config, hosts, position["step"])
-        trackers = Trackers(settings.tracking, facts)
+        trackers = Trackers(settings.tracking, facts, asked="tracking" in settings.given)
         self.progress = Progress(self.logs, self.task.unit, self.limits, trackers, enabled=is_main)
         if is_main:
             resume.write_config(settings, self.logs)
@@ -295,7 +295,7 @@ class Run:
             **self.batches.position(),
             "global_batch_size": self.batches.samples * self.settings.train.grad_accumulation,
             "sizes": self.batches.sizes,
-            "settings": self.settings.model_dump(mode="json"),
+            "settings": self.settings.as_tree(),
             "scaler": self.scaler.state_dict(),
             "ended": self.environment.run_id if self.is_over else "",
         }

@@ -11,6 +11,7 @@ if [[ -n $(trap -p INT QUIT HUP) ]]; then # started with `&` or nohup: the tests
 fi
 cd -- "$(dirname -- "$0")/.."
 PYTHON=${PYTHON:-${VENV:-.venv}/bin/python}
+PYTHON=$(type -P -- "$PYTHON")
 [[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
 export PYTHON PATH="${PYTHON%/*}:$PWD/.tools/node_modules/.bin:$PATH"
 OUTPUT=$(mktemp)

@@ -1,6 +1,6 @@
 """Run the tests that another torch can break, under that torch: `make test-torch VERSION=2.6.0`.
 
-Creates an environment below .tools/ with this Python, that torch, NumPy, PyYAML and pydantic. Runs
+Creates an environment below .tools/ with this Python, that torch, NumPy and PyYAML. Runs
 the tests marked `another_torch` in it. Prints a one-row table: which parts pass, which fail and
 why, and which are rejected by name because that torch is too old. Records the row in
 bench/versions.json, from which the table in docs/admin.md is drawn. If a part fails, exits with 1
@@ -27,7 +27,7 @@ ROWS = (
     *("torchrun", "torch.distributed.launch", "shapes", "private names"),
 )
 LIMIT_S = 1800  # for one test: some start torchrun up to eight times, and an old torchrun can hang
-PACKAGES = re.compile(r"^(?:PyYAML|pydantic|pytest|pytest-xdist|hypothesis)==.*$", re.M)
+PACKAGES = re.compile(r"^(?:PyYAML|pytest|pytest-xdist|hypothesis)==.*$", re.M)
 # In pytest's lines that begin with E: a refusal, the cause in a failure block, any other line.
 REFUSED = re.compile(
     r"^E +(?:[\w.]+: |cause +)*([^\n]*; install (?:torch )?[\d.]+ or newer[^\n\[]*\b)", re.M

@@ -19,7 +19,7 @@ from distributed import __version__
 from distributed.environment import Environment, LauncherError, is_first_task
 from distributed.errors import BAD_INPUT, Leave, Refused
 from distributed.strategy import check_strategy
-from training.config_file import SettingsError
+from training.config_file import SettingsError, with_ending
 from training.settings import BUILT_IN_TASK, Settings, data_path, load
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -169,7 +169,7 @@ def _parse(description: str) -> argparse.Namespace:
     if (arguments.folder is None) != (arguments.config_name is None):
         parser.error("--config-path DIR and --config-name NAME go together")
     if arguments.folder:
-        arguments.config = arguments.folder / f"{arguments.config_name.removesuffix('.yaml')}.yaml"
+        arguments.config = arguments.folder / with_ending(arguments.config_name)
     if arguments.log_level not in LOG_LEVELS:
         parser.error(f"log level {arguments.log_level} is not one of {', '.join(LOG_LEVELS)}")
     if arguments.distributed_backend:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from distributed.environment import printable
+from distributed.errors import REFUSED, Leave
+
+try:
+    import yaml
+except ModuleNotFoundError:
+    cause = f"{sys.executable} lacks PyYAML; run {sys.executable} -m pip install PyYAML"
+    print(f"{Path(sys.argv[0]).name}: {cause} [env-missing]", file=sys.stderr)
+    raise Leave(REFUSED, "env-missing", cause) from None
 
 Tree = dict[str, Any]
 
@@ -39,13 +46,21 @@ Loader.add_implicit_resolver(
 )
 
 
+def with_ending(name: str) -> str:
+    """Return the name of a config's file; the name may lack the ending."""
+    return name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
+
+
 def read_file(path: Path) -> Tree:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except FileNotFoundError:
-        names = ", ".join(sorted(file.name for file in path.parent.glob("*.yaml")))
-        beside = f"{path.parent} holds {names or 'no .yaml files'}"
-        cure = beside if path.parent.is_dir() else f"there is no folder {path.parent}"
+        names = sorted(file.name for file in path.parent.glob("*.y*ml"))
+        cure = f"{path.parent} holds {', '.join(names) or 'no .yaml files'}"
+        if not path.parent.is_dir():
+            cure = f"there is no folder {path.parent}"
+        elif meant := [name for name in names if Path(name).stem in (path.stem, path.name)]:
+            cure = f"did you mean {meant[0]}?"
         raise SettingsError(f"{path}: no such file; {cure}") from None
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from None

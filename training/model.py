@@ -62,7 +62,7 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
         find_unused_parameters=chosen.find_unused_parameters,
         static_graph=chosen.static_graph,
         bucket_cap_mb=chosen.bucket_cap_mb,
-        sharding=Sharding(dtype=dtype_of(settings), **chosen.fsdp.model_dump()),
+        sharding=Sharding(dtype=dtype_of(settings), **chosen.fsdp.as_tree()),
     )
 
 

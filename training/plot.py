@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.errors import REFUSED
+
 METRICS = "metrics.jsonl"
 SLIDE, SMALL = (12.8, 7.2), (7, 4)  # inches, at 100 dots each
 # The metrics that each panel shows: their names, or endings that begin with an underscore.
@@ -108,7 +110,12 @@ def main(arguments: Sequence[str]) -> int:
             return 2
     first = folders[chosen.runs[0]]
     to = chosen.to or (first if len(folders) == 1 else first.parent) / "runs.png"
-    draw(folders, to)
+    try:
+        draw(folders, to)
+    except ModuleNotFoundError as error:
+        cure = f"run {sys.executable} -m pip install matplotlib"
+        print(f"plot: {sys.executable} lacks {error.name}; {cure}", file=sys.stderr)
+        return REFUSED
     print(to)
     return 0
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import json
 import logging
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from training import plot
-from training.trackers import Trackers
+from training.trackers import Trackers, is_installed
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -46,15 +45,6 @@ def may_be_lost(folder: Path, what: str = "") -> Iterator[None]:
 @functools.cache
 def _tell_lost(what: str, why: str) -> None:
     _log.warning(f"{what} ({why}); the run continues [log-lost]")
-
-
-@functools.cache
-def is_installed(package: str, without: str) -> bool:
-    """Return whether an optional package is installed; if not, log once what will be missing."""
-    if importlib.util.find_spec(package) is None:
-        _log.info(f"{package} is not installed: {without}")
-        return False
-    return True
 
 
 @dataclass(frozen=True)

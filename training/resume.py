@@ -50,8 +50,8 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
     each, shares = train.batch_size_on(world_size), world_size * train.grad_accumulation
     before = 0
     if saved:
-        now = train.model_dump(include={"batch_size", "grad_accumulation"}).items()
-        is_same = now <= saved.progress["settings"]["train"].items()
+        now = {"batch_size": train.batch_size, "grad_accumulation": train.grad_accumulation}
+        is_same = now.items() <= saved.progress["settings"]["train"].items()
         if is_same if train.batch_size else len(saved.ranks) != world_size:
             before = saved.progress["global_batch_size"]
     samples = train.global_batch_size or before or each * shares
@@ -102,7 +102,7 @@ def write_config(settings: Settings, folder: Path) -> None:
     """
     if isinstance(settings, OwnTaskSettings):
         warn_unread(settings.model, settings.task)
-    text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
+    text = yaml.safe_dump(settings.as_tree(), sort_keys=False)
     with may_be_lost(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(f"# All settings of this run's latest start.\n{text}")

@@ -16,6 +16,7 @@ from pathlib import Path
 from distributed import checkpoint
 from distributed.checkpoint import CheckpointError
 from training.config_file import SettingsError
+from training.sections import read
 from training.settings import BUILT_IN_TASK, LanguageModel
 from training.tasks.data import find_corpus
 from training.tasks.language_model import GPT, SAMPLE_PROMPT, SAMPLE_TOKENS, generate, printable
@@ -59,7 +60,7 @@ def load(folder: Path) -> tuple[GPT, Tokenizer]:
     settings = state.progress["settings"]  # only those used below must be valid
     if settings["task"] != BUILT_IN_TASK:
         raise SettingsError(f"{folder} was trained with the task {settings['task']}")
-    shape = LanguageModel.model_validate(settings["model"])
+    shape = read(LanguageModel, settings["model"], "model.")
     model = GPT(shape)
     model.load_state_dict(state.model)
     if shape.vocabulary == 256:

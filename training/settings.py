@@ -5,44 +5,32 @@ A config is YAML. `defaults: [distributed]` puts it on top of distributed.yaml i
 intervals in optimizer steps.
 """
 
-from __future__ import annotations
-
-import difflib
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
 
 from distributed.strategy import check_strategy
 from training.asked import Asked
 from training.classes import check_name
-from training.config_file import Loader, SettingsError, Tree, line_of, read_file
+from training.config_file import Loader, SettingsError, Tree, line_of, read_file, with_ending
+from training.sections import InvalidSetting, Section, keys_of, read, within
 
 COMMAND_LINE = "command line"
 BUILT_IN_TASK = "language_model"
 TRACKERS = {"tensorboard": "training.trackers:TensorBoard", "wandb": "training.trackers:WandB"}
-Count = Annotated[int, Field(gt=0, le=10**15)]
-Interval = Annotated[int, Field(ge=0, le=10**15)]
-Seconds = Annotated[float, Field(gt=0, le=10**7)]
-Rate = Annotated[float, Field(ge=0, le=10**9)]
-Positive = Annotated[float, Field(gt=0, le=10**9)]
+Count = Annotated[int, within(gt=0, le=10**15)]
+Interval = Annotated[int, within(ge=0, le=10**15)]
+Seconds = Annotated[float, within(gt=0, le=10**7)]
+Rate = Annotated[float, within(ge=0, le=10**9)]
+Positive = Annotated[float, within(gt=0, le=10**9)]
 
 
-def _word_or_count(*words: str) -> PlainValidator:
+def _word_or_count(*words: str) -> Callable[[object], object]:
     """Accept one of these words, or a whole number above 0."""
 
     def check(value: object) -> object:
@@ -50,48 +38,45 @@ def _word_or_count(*words: str) -> PlainValidator:
             return value
         raise ValueError(f"should be {', '.join(words)} or a whole number above 0, not {value!r}")
 
-    return PlainValidator(check)
-
-
-def _may_have_wandb_login(environ: Mapping[str, str]) -> bool:
-    """Return whether wandb may find a login, or need none; otherwise it would lose the metrics."""
-    # For a rank, the login was checked where the run was launched.
-    names = ("RANK", "WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC")
-    files = "~/.netrc", "~/_netrc", "~/.config/wandb/settings", "wandb/settings"
-    return any(map(environ.get, names)) or any(map(os.path.exists, map(os.path.expanduser, files)))
+    return check
 
 
 NOTHING = ("", "null", "~")  # `key=null` unsets a setting
 
 
-class Section(BaseModel):
-    """A group of settings. Unknown keys and wrong types are errors; values are immutable."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+def _check_task(task: str) -> str:
+    return check_name(task, BUILT_IN_TASK)
 
 
+def _check_tracking(names: list[str]) -> list[str]:
+    if "wandb" in names and importlib.util.find_spec("wandb") is None:
+        raise ValueError("wandb is not installed; run pip install wandb, or omit it")
+    return [check_name(name, *TRACKERS) for name in names]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Data(Section):
     path: str | None = None  # of text or tokens; see training/tasks/data.py
     num_workers: Interval = 0  # processes per rank that load batches; 0: the rank itself
     pin_memory: bool = False  # faster copies to a GPU
 
 
+@dataclass(frozen=True, kw_only=True)
 class LanguageModel(Section):
     layers: Count = 4
     heads: Count = 4
     width: Count = 128  # of the residual stream; a multiple of heads
     context: Count = 128  # tokens that each prediction sees
     vocabulary: Count = 256  # at least that of the tokens; for text, 256 (bytes)
-    ngrams: Annotated[int, Field(ge=0, le=8)] = 0  # N: also embed the last 2, 3, ... N tokens
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    ngrams: Annotated[int, within(ge=0, le=8)] = 0  # N: also embed the last 2, 3, ... N tokens
+    dropout: Annotated[float, within(ge=0, lt=1)] = 0.0
 
-    @model_validator(mode="after")
-    def _check_heads(self) -> LanguageModel:
+    def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
-        return self
 
 
+@dataclass(frozen=True, kw_only=True)
 class Train(Section):
     max_steps: Count | None = None  # the run ends after max_steps or epochs, whichever comes first
     max_seconds: Seconds | None = None  # then the run saves and stops; resume it later
@@ -108,15 +93,13 @@ class Train(Section):
     log_every: Count = 10
     eval_every: Interval = 0  # 0: never, not even at the end
 
-    @model_validator(mode="after")
-    def _check_choices(self) -> Train:
+    def __post_init__(self) -> None:
         if self.batch_size is None and self.global_batch_size is None:
             raise ValueError("needs batch_size (per process) or global_batch_size")
         if self.batch_size is not None and self.global_batch_size is not None:
             raise ValueError("has both batch_size and global_batch_size; keep one")
         if self.max_steps is None and self.max_seconds is None and self.epochs is None:
             raise ValueError("nothing ends the run; set max_steps, max_seconds or epochs")
-        return self
 
     def batch_size_on(self, world_size: int) -> int:
         """Return the number of samples in one process's micro-batch.
@@ -129,6 +112,7 @@ class Train(Section):
         return max(1, round(self.global_batch_size / (world_size * self.grad_accumulation)))
 
 
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint(Section):
     dir: str = "checkpoints"  # a run saves in <dir>/<run id>/
     every: Interval = 0  # 0: only by the clock and at the end
@@ -138,19 +122,22 @@ class Checkpoint(Section):
     format: Literal["full", "sharded"] = "full"  # rank 0 writes all; or each rank its part
 
 
+@dataclass(frozen=True, kw_only=True)
 class MixedPrecision(Section):
     enabled: bool = False  # on GPUs; CPUs always compute in float32
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
 
 
+@dataclass(frozen=True, kw_only=True)
 class Fsdp(Section):
     shard: Annotated[Any, _word_or_count("all", "node")] = "all"  # ranks that share a model
     reshard_after_forward: bool = True  # false: more memory, less traffic
     cpu_offload: bool = False  # keep parameters in the CPU's memory until needed
 
 
+@dataclass(frozen=True, kw_only=True)
 class Distributed(Section):
-    strategy: Annotated[str, AfterValidator(check_strategy)] = "auto"
+    strategy: Annotated[str, check_strategy] = "auto"
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     join_timeout: Seconds = 300  # for all ranks to join
     timeout: Seconds = 1800  # of one collective
@@ -162,46 +149,27 @@ class Distributed(Section):
     mixed_precision: MixedPrecision = MixedPrecision()
 
 
+@dataclass(frozen=True, kw_only=True)
 class Settings(Section):
     """All settings of train.py."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    task: str = BUILT_IN_TASK  # or my_module:MyTask, see training/tasks/__init__.py
+    seed: Annotated[int, within(ge=0, lt=2**32)] = 0
+    task: Annotated[str, _check_task] = BUILT_IN_TASK  # or my_module:MyTask, see training/tasks
     resume: str = "auto"  # auto: from this run's newest checkpoint; never; or a path
     data: Data = Data()
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     distributed: Distributed = Distributed()
     model: LanguageModel = LanguageModel()
-    tracking: list[str] = ["tensorboard"]  # wandb, or my_module:MyTracker: training/trackers.py
+    # wandb, or my_module:MyTracker: training/trackers.py
+    tracking: Annotated[list[str], _check_tracking] = field(default_factory=lambda: ["tensorboard"])
     prepare: str | None = None  # a batch script that submit_with_config.sh runs before the training
 
-    @field_validator("task")
-    @classmethod
-    def _check_task(cls, task: str) -> str:
-        return check_name(task, BUILT_IN_TASK)
 
-    @field_validator("tracking", mode="before")
-    @classmethod
-    def _take_one_tracker(cls, names: object) -> object:
-        return [names] if isinstance(names, str) else names
-
-    @field_validator("tracking")
-    @classmethod
-    def _check_tracking(cls, names: list[str], info: ValidationInfo) -> list[str]:
-        if "wandb" in names and importlib.util.find_spec("wandb") is None:
-            raise ValueError("wandb is not installed; run pip install wandb, or omit it")
-        if "wandb" in names and not _may_have_wandb_login(info.context or {}):
-            raise ValueError(
-                "wandb has no login on this machine; "
-                "run wandb login, or set WANDB_API_KEY or WANDB_MODE=offline"
-            )
-        return [check_name(name, *TRACKERS) for name in names]
-
-
+@dataclass(frozen=True, kw_only=True)
 class OwnTaskSettings(Settings):
     # Only the user's task defines its keys.
-    model: Annotated[Tree, AfterValidator(Asked)] = Asked({})  # type: ignore[assignment]
+    model: Annotated[Tree, Asked] = field(default_factory=lambda: Asked({}))  # type: ignore[assignment]
 
 
 def data_path(path: str | None) -> Path | None:
@@ -212,15 +180,7 @@ def data_path(path: str | None) -> Path | None:
     return found
 
 
-def _known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from _known_keys(field.annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field.annotation
-
-
-KNOWN = dict(_known_keys(Settings))  # the type of each setting by its full key
+KNOWN = dict(keys_of(Settings))  # the type of each setting by its full key
 
 
 def load(
@@ -236,7 +196,7 @@ def load(
     if not isinstance(names, list):
         raise SettingsError(f"{path}: defaults: should be a list of names, such as [distributed]")
     names += [] if "_self_" in names else ["_self_"]  # Hydra's name for the file itself
-    files = [path if name == "_self_" else path.parent / f"{name}.yaml" for name in names]
+    files = [path if name == "_self_" else path.parent / with_ending(name) for name in names]
     layers = {str(file): config if file == path else read_file(file) for file in files}
     layers |= {COMMAND_LINE: _read_overrides(overrides)}
     tree: Tree = {}
@@ -250,27 +210,38 @@ def load(
         tree = _merge(tree, layer)
     kind = Settings if tree.get("task", BUILT_IN_TASK) == BUILT_IN_TASK else OwnTaskSettings
     try:
-        settings = kind.model_validate(tree, context=environ)
-    except ValidationError as error:
-        found = error.errors(include_url=False)  # a misspelt section is both unknown and missing
-        first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
-        key = known = ".".join(map(str, first["loc"]))
+        settings = read(kind, tree)
+        _check_login(settings.tracking, environ or {})
+    except InvalidSetting as error:
+        known = error.key
         while known not in sources:
             known = known.rpartition(".")[0]
-        raise SettingsError(
-            f"{sources[known]}{line_of(sources[known], known)}: {key}: {_explain(first)}"
-        ) from None
+        raise SettingsError(f"{sources[known]}{line_of(sources[known], known)}: {error}") from None
     limits = settings.distributed
+    changed: Tree = {}
     # If a config sets only timeout, join_timeout is raised to it: timeout used to be both.
     keys = "distributed.timeout", "distributed.join_timeout"
     set_by, join_by = (["", *layers].index(sources.get(key, "")) for key in keys)
     if set_by > join_by and limits.timeout > limits.join_timeout:
-        limits = limits.model_copy(update={"join_timeout": limits.timeout})
+        changed["join_timeout"] = limits.timeout
     # Each rank's beats read $HANG_SECONDS; only a setting on the command line overrides it.
     typed = sources.get("distributed.hang_seconds") == COMMAND_LINE
     if environ and environ.get("HANG_SECONDS") and not typed:
-        limits = limits.model_copy(update={"hang_seconds": None})
-    return settings.model_copy(update={"distributed": limits})
+        changed["hang_seconds"] = None
+    return read(kind, _merge(tree, {"distributed": changed}))
+
+
+def _check_login(trackers: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise InvalidSetting if wandb would find no login, and lose the metrics."""
+    # For a rank, the login was checked where the run was launched.
+    names = ("RANK", "WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC")
+    files = "~/.netrc", "~/_netrc", "~/.config/wandb/settings", "wandb/settings"
+    has_login = any(map(environ.get, names)) or any(
+        map(os.path.exists, map(os.path.expanduser, files))
+    )
+    if "wandb" in trackers and not has_login:
+        cure = "run wandb login, or set WANDB_API_KEY or WANDB_MODE=offline"
+        raise InvalidSetting("tracking", f"wandb has no login on this machine; {cure}")
 
 
 def _paths(tree: Tree, prefix: str = "") -> Iterator[str]:
@@ -307,34 +278,10 @@ def _parse(key: str, text: str) -> Any:
     if text in NOTHING:
         return None
     kind = KNOWN.get(key)
-    if str in (kind, *get_args(kind)) and kind != list[str]:
+    if str in (kind, *get_args(kind)):
         return text
     try:
         value = yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
     return value if isinstance(value, bool | int | float | list) else text
-
-
-def _explain(error: Any) -> str:
-    given = "empty" if error["input"] is None else repr(error["input"])
-    match error["type"]:
-        case "extra_forbidden":
-            return f"unknown key; {_suggest(error['loc'])}"
-        case "missing":
-            return "is missing"
-        case "value_error":
-            return str(error["ctx"]["error"])
-        case "model_type":
-            return f"should be a section of settings, not {given}"
-        case _:
-            return f"{error['msg'].removeprefix('Input ')}, not {given}"
-
-
-def _suggest(key: tuple[str, ...]) -> str:
-    if near := difflib.get_close_matches(".".join(key), [*Settings.model_fields, *KNOWN], n=1):
-        return f"did you mean {near[0]}?"
-    section: Any = Settings
-    for name in key[:-1]:
-        section = section.model_fields[name].annotation
-    return f"known keys: {', '.join(section.model_fields)}"

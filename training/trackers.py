@@ -8,6 +8,8 @@ records each step once.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import io
 import logging
 import subprocess
@@ -24,6 +26,16 @@ from training.classes import load_class
 from training.settings import TRACKERS
 
 CLOSE_S = 300.0
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def is_installed(package: str, without: str) -> bool:
+    """Return whether an optional package is installed; if not, log once what will be missing."""
+    if importlib.util.find_spec(package) is None:
+        _log.info(f"{package} is not installed: {without}")
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -114,14 +126,14 @@ class WandB:
         self._run.finish()
 
 
-_log = logging.getLogger(__name__)
-
-
 class Trackers:
-    """All trackers of a run, which start with its first metrics. One that fails is dropped."""
+    """All trackers of a run, which start with its first metrics. One that fails is dropped.
 
-    def __init__(self, names: Sequence[str], facts: RunFacts) -> None:
-        self._names, self._facts = names, facts
+    If they are not `asked` for, but the default, one that is not installed causes no warning.
+    """
+
+    def __init__(self, names: Sequence[str], facts: RunFacts, *, asked: bool = True) -> None:
+        self._names, self._facts, self._asked = names, facts, asked
         self._started: dict[str, Tracker] = {}
         self._has_begun, self.recorded = False, 0  # the latter for RunFacts
 
@@ -129,7 +141,7 @@ class Trackers:
         """Pass the metrics of a step to each tracker; returns whether this call started them."""
         is_first, self._has_begun = not self._has_begun, True
         if is_first:
-            self._each(self._names, self._start)
+            self._each([*filter(self._is_wanted, self._names)], self._start)
         self._each([*self._started], lambda name: self._started[name].record(step, metrics))
         return is_first
 
@@ -145,6 +157,9 @@ class Trackers:
         if closing.is_alive():
             _log.warning(f"trackers took more than {CLOSE_S:g} s to close; the run ends [log-lost]")
         return self._has_begun
+
+    def _is_wanted(self, name: str) -> bool:
+        return self._asked or name != "tensorboard" or is_installed(name, "no event files")
 
     def _start(self, name: str) -> None:
         self._started[name] = load_class(TRACKERS.get(name, name))()

@@ -75,7 +75,8 @@ def _join_config(values: Values, environ: Environ) -> None:
         values["rest"] = (*words, *values.get("rest", ()))
         values.setdefault("config", "-")
     elif folder and name:
-        values["config"] = f"{folder}/{name.removesuffix('.yaml')}.yaml"
+        ending = "" if name.endswith((".yaml", ".yml")) else ".yaml"
+        values["config"] = f"{folder}/{name}{ending}"
     else:
         raise PlanError("--config-path and --config-name go together; give both, or --config FILE")
 

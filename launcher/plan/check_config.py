@@ -8,18 +8,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from distributed.errors import BAD_INPUT, Refused
+from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher import typed_json
 from launcher.plan.plan import ConfigFacts, Plan
-from launcher.text import PlanError, environment_cure, warn
+from launcher.text import PlanError, warn
 
 
 def check_config(plan: Plan) -> Plan:
     """Have train.py check the config and the settings. Returns the plan with the facts found.
 
     The user's own script is not checked. Raises Refused if train.py cannot run here, and PlanError
-    if the config names a checkpoint that does not exist. Exits with BAD_INPUT if the config is
-    wrong.
+    if the config names a checkpoint that does not exist. Exits with train.py's code if that has
+    printed the cause: the config is wrong, or PyYAML is missing.
     """
     steps = plan.step_options()
     if not plan.is_ours or (steps and "SLURM_JOB_ID" not in plan.environ):  # pyxis needs a step
@@ -32,17 +32,14 @@ def check_config(plan: Plan) -> Plan:
         srun = importlib.import_module("launcher.fanout.srun")
         command = srun.node_step(replace(plan, num_nodes=1), [], command)
     result = plan.run_inside(command, env={**plan.environ, **world}, capture_output=True)
-    if result.returncode == BAD_INPUT:
+    if result.returncode in (BAD_INPUT, REFUSED):
         sys.stderr.write(result.stderr)
-        raise SystemExit(BAD_INPUT)
+        raise SystemExit(result.returncode)
     if result.returncode != 0:
         words = (result.stderr or result.stdout).strip().splitlines() or ["no output"]
         where = f" in {plan.container}" if plan.container else ""
         cause = f"{plan.python} cannot run train.py{where} ({words[-1]})"
-        cure = "set PYTHON to a path inside it"
-        if not plan.container:
-            file = plan.root / "requirements.txt"
-            cure = environment_cure(f"-r {file}" if file.exists() else "pydantic PyYAML")
+        cure = "set PYTHON to a path inside it" if plan.container else "set PYTHON to another"
         raise Refused("env-missing", f"{cause}; {cure}")
     facts = typed_json.parse(ConfigFacts, result.stdout)
     folder = facts.checkpoint_dir or Path()

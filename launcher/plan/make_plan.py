@@ -313,7 +313,9 @@ def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
         raise PlanError(f"no config; usage: {typed.usage}")
     if config != "-" and not flag and not Path(config).is_file():
         none = "" if is_ours else ", or - for none"
-        raise PlanError(f"there is no config {config!r}; give the path of a YAML file{none}")
+        beside = (file.name for file in Path(config).parent.glob("*.y*ml"))
+        near = did_you_mean(Path(config).name, beside)
+        raise PlanError(f"there is no config {config!r}; {near}give the path of a YAML file{none}")
     if is_ours and config == "-":
         raise PlanError(
             "this project's train.py needs a config, but '-' passes none; give one, or set "

@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:bench python tests/gpu [--json FILE] [--keep FOLDER] [--seconds N] [WORD...]
 
-Needs torch, pydantic and PyYAML, but neither root nor a network. Prints a table with a row for each
+Needs torch and PyYAML, but neither root nor a network. Prints a table with a row for each
 thing that must work: pass, FAIL or why it did not run, and figures. With WORDs, runs only rows
 whose names contain one of them. Without a GPU, rows that need one say so. Exits with 1 if a row
 fails.

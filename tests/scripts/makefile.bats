@@ -106,6 +106,37 @@ load helper
   done
 }
 
+# A Python that has only the packages named, and prints what else it is asked to do.
+make_python() { # <package...>
+  mkdir -p packages
+  local package
+  for package in "$@"; do echo >"packages/$package.py"; done
+  printf '%s\n' '#!/bin/sh' 'case $1 in' '*lacking.py) exec python3 -S "$@" ;;' '*) echo "$@" ;;' 'esac' >given
+  chmod +x given
+  export PYTHONPATH=$PWD/packages
+}
+
+@test "make installs nothing into a given Python, and names what it lacks" {
+  make_python torch
+  local target words
+  for target in train "sample RUN=r" bench-step test; do
+    read -ra words <<<"$target"
+    run make -s -C "$ROOT" "${words[@]}" PYTHON="$PWD/given" VENV="$PWD/venv"
+    [[ $status == 2 && ${lines[0]} == "make: "*" lacks "*"PyYAML"*"; run "*" -m pip install "*"PyYAML"*", or omit PYTHON" ]]
+    [[ ${lines[1]} == "make: *** "*"Error 3" && ${#lines[@]} == 2 ]]
+  done
+  PYTHON=$PWD/given run make -s -C "$ROOT" plot RUN=r VENV="$PWD/venv" # in the environment
+  [[ $status == 2 && ${lines[0]} == "make: "*" lacks matplotlib; "* && ! -e venv ]]
+  run make -s -C "$ROOT" train PYTHON="$PWD/none" VENV="$PWD/venv"
+  [[ ${lines[0]} == "make: there is no Python at $PWD/none; correct PYTHON" && ! -e venv ]]
+}
+
+@test "make plot runs a given Python that has what it needs" {
+  make_python matplotlib
+  run make -s -C "$ROOT" plot RUN=r VENV="$PWD/venv" PYTHON="$PWD/given"
+  [[ $status == 0 && $output == "-m training.plot r" && ! -e venv ]]
+}
+
 @test "make train passes settings on" {
   run make -n -C "$ROOT" train STAMP= NPROC=2 train.max_steps=20 seed=1 data.path=text
   [[ $output == *"launch_singlenode.sh config/local3.yaml 2 data.path=text train.max_steps=20"* ||

@@ -1,12 +1,14 @@
 """The keys that a user's own task reads, and the methods that it must have."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from training import sections
 from training.asked import Asked, refuse_misspelt, warn_unread
 from training.config_file import SettingsError
 from training.settings import OwnTaskSettings, load
@@ -19,7 +21,7 @@ MODEL = torch.nn.Linear(1, 1)
 def make(model: dict[str, Any]) -> Any:
     train = {"batch_size": 1, "max_steps": 1}
     tree = {"task": "test_asked:Right", "train": train, "model": model}
-    return OwnTaskSettings.model_validate(tree)
+    return sections.read(OwnTaskSettings, tree)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_a_misspelt_key_is_refused(model: dict[str, Any], read: Any, told: str) 
 )
 def test_what_was_read_is_not_named(read: Any, caplog: pytest.LogCaptureFixture) -> None:
     settings = make({"a": 1, "b": {"c": 2}})
-    assert settings.model_dump(mode="json")["model"] == {"a": 1, "b": {"c": 2}}
+    assert settings.as_tree()["model"] == {"a": 1, "b": {"c": 2}}
     assert pickle.loads(pickle.dumps(make({"a": 1}).model)) == {"a": 1}  # for a spawned worker
     warn_unread(settings.model, "it")
     assert [text.split()[1] for text in caplog.messages] == ["model.a", "model.b"]
@@ -134,7 +136,7 @@ class Static(Right):
     ],
 )
 def test_a_task_is_checked_when_it_is_loaded(kind: str, told: str) -> None:
-    settings = make({}).model_copy(update={"task": f"test_asked:{kind}"})
+    settings = replace(make({}), task=f"test_asked:{kind}")
     if not told:
         assert load_task(settings)
         return

@@ -29,7 +29,7 @@ from launcher.explain.rules import RULES, UNKNOWN, match
 from launcher.plan import make_plan
 from launcher.record.run_json import Record
 from launcher.wire import limits
-from training.settings import KNOWN, Settings, load
+from training.settings import KNOWN, Settings, Train, load
 
 GUIDES = [ROOT / f"{name}.md" for name in ("README", "LAUNCH_GUIDE", "TROUBLESHOOTING")]
 GUIDES += [ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")]
@@ -448,7 +448,7 @@ def test_every_option_has_its_table_and_is_in_the_help() -> None:
 def test_the_table_of_the_config_and_its_defaults_are_the_codes() -> None:
     rows = dict(re.findall(r"^\| `([a-z_.]+)` \|([^|]*)\|", CONFIG, re.M))
     assert sorted(rows) == sorted(KNOWN)
-    least = Settings.model_validate({"train": {"batch_size": 1, "max_steps": 1}})
+    least = Settings(train=Train(batch_size=1, max_steps=1))
     for key in set(KNOWN) - {"train.batch_size", "train.max_steps"}:
         value: object = least
         for part in key.split("."):

@@ -52,11 +52,13 @@ def test_every_entry_script_is_a_command() -> None:
 
 
 def test_what_it_needs_is_what_the_project_runs_with() -> None:
-    needed = re.search(r"^dependencies = (\[.*\])$", PYPROJECT, re.M)
-    assert needed
-    names = {re.split(r"[<>=]", text)[0] for text in ast.literal_eval(needed[1])}
+    lists = re.findall(r"^(?:dependencies|all) = (\[.*\])$", PYPROJECT, re.M)
+    needed, extras = (
+        {re.split(r"[<>=]", text)[0] for text in ast.literal_eval(one)} for one in lists
+    )
     pinned = re.findall(r"^([\w-]+)==", (ROOT / "requirements.txt").read_text(), re.M)
-    assert names == set(pinned)
+    assert needed == {"torch", "PyYAML"}
+    assert needed | extras == set(pinned)
 
 
 def test_every_folder_of_python_is_installed() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from agents import written
 from launched import Work
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from test_task import work as work
@@ -26,9 +27,10 @@ from torch import nn
 
 from distributed import torch as torch_helper
 from training import plot, trackers
+from training.config_file import SettingsError
 from training.meter import Meter, Pace, Stopwatch
 from training.progress import Limits, Progress
-from training.settings import Settings
+from training.settings import load
 from training.trackers import RunFacts, Trackers
 
 
@@ -364,12 +366,14 @@ def test_wandb_without_a_login_is_refused_at_the_start(
     if file:
         (tmp_path / file).touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
-    content: dict[str, Any] = {"train": {"max_steps": 1, "batch_size": 1}, "tracking": "wandb"}
+    config = written(tmp_path / "my.yaml", "train: {max_steps: 1, batch_size: 1}\n")
     if is_refused:
-        with pytest.raises(ValueError, match="wandb has no login on this machine; run wandb login"):
-            Settings.model_validate(content, context=environ)
+        with pytest.raises(SettingsError) as error:
+            load(config, ["tracking=wandb"], environ)
+        told = "command line: tracking: wandb has no login on this machine; run wandb login"
+        assert str(error.value).startswith(told)
     else:
-        assert Settings.model_validate(content, context=environ).tracking == ["wandb"]
+        assert load(config, ["tracking=wandb"], environ).tracking == ["wandb"]
 
 
 def test_wandb_asks_nothing_in_the_middle_of_a_run(

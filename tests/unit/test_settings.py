@@ -2,11 +2,14 @@
 
 import functools
 import json
+import pickle
 import sys
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 from agents import ROOT, written
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -95,7 +98,7 @@ def test_text_arrives_byte_for_byte(text: str) -> None:
 
 def test_an_override_may_hold_a_list_for_a_task_of_ones_own(config: Path) -> None:
     settings = load(config, ["task=json:JSONDecoder", "model.sizes=[1, 2]", "model.deep.name=a b"])
-    assert settings.model_dump()["model"] == {"sizes": [1, 2], "deep": {"name": "a b"}}
+    assert settings.as_tree()["model"] == {"sizes": [1, 2], "deep": {"name": "a b"}}
 
 
 TRAIN = "train: {max_steps: 1, batch_size: 1}\n"
@@ -127,6 +130,33 @@ def test_any_value_is_taken_or_refused_in_one_line(key: str, value: str) -> None
         ("train.batchsize=3", "train.batchsize: unknown key; did you mean train.batch_size?"),
         ("max_steps=3", "max_steps: unknown key; did you mean train.max_steps?"),
         ("zzz=3", "known keys: seed, task, resume, data"),
+        ("train.lr=3", "train.lr: unknown key; did you mean train.learning_rate?"),
+        ("lr=3", "lr: unknown key; did you mean train.learning_rate?"),
+        ("learning-rate=3", "did you mean train.learning_rate?"),
+        ("train.bs=3", "did you mean train.batch_size?"),
+        ("gbs=3", "did you mean train.global_batch_size?"),
+        ("train.wd=3", "did you mean train.weight_decay?"),
+        ("steps=3", "did you mean train.max_steps?"),
+        ("train.epoch=3", "did you mean train.epochs?"),
+        ("train.num_train_epochs=3", "did you mean train.epochs?"),
+        ("train.warmup=3", "did you mean train.warmup_steps?"),
+        ("accum=3", "did you mean train.grad_accumulation?"),
+        ("batchSize=3", "did you mean train.batch_size?"),
+        ("model.num_hidden_layers=3", "did you mean model.layers?"),
+        ("model.vocab=3", "did you mean model.vocabulary?"),
+        ("data_path=x", "did you mean data.path?"),
+        ("clip_norm=3", "did you mean train.clip_norm?"),
+        ("train.width=3", "did you mean model.width?"),
+        ("train.zzz=3", "train.zzz: unknown key; known keys: max_steps, max_seconds, epochs"),
+        ("train.learning_rate=-1", "should be greater than or equal to 0, not -1"),
+        ("train.learning_rate=.nan", "should be greater than or equal to 0, not nan"),
+        ("model.dropout=1", "model.dropout: should be less than 1, not 1"),
+        ("train.max_steps=1.0", "should be a valid integer, not 1.0"),
+        ("train.learning_rate=true", "should be a valid number, not True"),
+        ("data.pin_memory=1", "data.pin_memory: should be a valid boolean, not 1"),
+        ("seed=null", "seed: should be a valid integer, not empty"),
+        ("tracking=[1]", "tracking: should be a list of names, not [1]"),
+        ("tracking=3", "tracking: should be a list of names, not 3"),
         ("seed=99999999999999999999999", "seed: should be less than 4294967296"),
         ("train.max_steps=x", "train.max_steps: should be a valid integer, not 'x'"),
         ("train.max_steps=true", "train.max_steps: should be a valid integer"),
@@ -159,6 +189,14 @@ def test_a_wrong_override_is_one_line(config: Path, override: str, message: str)
         ("train: {max_steps: 1}", "train: needs batch_size (per process) or global_batch_size"),
         ("train: {batch_size: '4', max_steps: 1}", "train.batch_size: should be a valid integer"),
         ("train:", "train: should be a section of settings, not empty"),
+        ("seed: 1", "train: is missing"),
+        (f"{TRAIN}data: {{path: 3}}", "data.path: should be a valid string, not 3"),
+        (f"{TRAIN}train.lr: 3", "train.lr: unknown key; did you mean train.learning_rate?"),
+        (f"{TRAIN}task: json:JSONDecoder\nmodel: 3", "model: should be a section whose keys are"),
+        (
+            f"{TRAIN}task: json:JSONDecoder\nmodel: {{1: 2}}",
+            "model: should be a section whose keys",
+        ),
         ("seed: 1\nseed: 2", ":2:1: not YAML: seed is given twice"),
         ("train: [1\nseed: 2", ":2:5: not YAML"),
         ("day: 2024-13-45", "not YAML"),
@@ -238,6 +276,55 @@ def test_a_missing_file_names_those_beside_it(config: Path) -> None:
     error = error_of(config.with_name("mine.yaml"))
     assert error.endswith(f"no such file; {config.parent} holds base.yaml, my.yaml")
     assert "there is no folder" in error_of(config.parent / "no" / "my.yaml")
+
+
+@pytest.mark.parametrize("name", ["my.yml", "my", "my.YAML"])
+def test_a_missing_file_names_its_brother(config: Path, name: str) -> None:
+    assert error_of(config.with_name(name)).endswith("no such file; did you mean my.yaml?")
+
+
+@pytest.mark.parametrize("name", ["base", "base.yml"])
+def test_a_default_may_have_either_ending(config: Path, name: str) -> None:
+    config.with_name("base.yaml").rename(config.with_name("base.yml"))
+    config.write_text(config.read_text().replace("base", name))
+    if name == "base":
+        assert "base.yaml: no such file; did you mean base.yml?" in error_of(config)
+    else:
+        assert load(config).train.batch_size == 4
+
+
+def test_numbers_and_one_name_become_what_the_annotation_says(config: Path) -> None:
+    settings = load(config, ["train.clip_norm=2", "tracking=tensorboard", "data.path=null"])
+    assert repr(settings.train.clip_norm) == "2.0"
+    assert settings.tracking == ["tensorboard"]
+    assert settings.data.path is None
+
+
+def test_settings_are_immutable_and_a_changed_copy_is_checked(config: Path) -> None:
+    settings = load(config)
+    with pytest.raises(FrozenInstanceError):
+        settings.seed = 3  # type: ignore[misc]
+    assert replace(settings, seed=3).seed == 3
+    with pytest.raises(ValueError, match="width 128 is not a multiple of heads 3"):
+        replace(settings.model, heads=3)
+
+
+def test_all_settings_are_written_as_they_are_read(config: Path) -> None:
+    settings = load(config)
+    written(copy := config.with_name("copy.yaml"), yaml.safe_dump(settings.as_tree()))
+    assert load(copy) == settings
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    own = ["task=json:JSONDecoder", "model.when=2024-05-06"]
+    written(
+        config.with_name("own.yaml"), f"{TRAIN}task: json:JSONDecoder\nmodel: {{day: 2024-05-06}}"
+    )
+    assert load(config.with_name("own.yaml")).as_tree()["model"] == {"day": "2024-05-06"}
+    assert load(config, own).as_tree()["model"] == {"when": "2024-05-06"}
+
+
+def test_which_settings_the_config_holds(config: Path) -> None:
+    assert "tracking" not in load(config).given
+    assert "tracking" in load(config, ["tracking=[tensorboard]", "distributed.timeout=900"]).given
 
 
 def test_the_upper_layer_chooses_between_the_two_batch_sizes(config: Path) -> None:

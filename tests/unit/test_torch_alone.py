@@ -1,4 +1,4 @@
-"""All kinds of runs in an environment with only torch and its requirements."""
+"""All kinds of runs in an environment with only torch; train.py's, with torch and PyYAML."""
 
 import os
 import re
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch_alone
+import yaml
 from agents import ROOT, run_program
 
 pytestmark = pytest.mark.slow
@@ -44,6 +45,11 @@ class Place:
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return torch_alone.make(tmp_path_factory.mktemp("alone") / "environment")
+
+
+@pytest.fixture(scope="session")
+def with_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return torch_alone.make(tmp_path_factory.mktemp("with-yaml") / "environment", "PyYAML")
 
 
 @pytest.fixture
@@ -89,3 +95,64 @@ def test_the_block_of_an_error(place: Place) -> None:
     head = r"FAILED   rank 1 \(local rank 1, \S+\) \d+ s after the start +\[rank-error\]\n"
     assert re.match(rf"{head}cause    ValueError: boom\n         raises.py:4 in <module>\n", err)
     assert place.ours("launcher.explain", RUN_ID) == (0, err, "")
+
+
+# --- train.py, with torch and PyYAML ------------------------------------------------------------
+
+SMALL = ("train.max_steps=4", "train.eval_every=2", "train.log_every=1", "model.layers=1")
+NOTES = [
+    "tensorboard is not installed: no event files",
+    "matplotlib is not installed: no loss plot",
+]
+
+
+@pytest.fixture
+def yaml_place(tmp_path: Path, with_yaml: Path) -> Place:
+    return Place(tmp_path, with_yaml)
+
+
+def missing(said: str) -> list[str]:
+    """Return the lines about packages that are not installed, apart from torch's about NumPy."""
+    told = re.compile("not installed|No module named '(?!numpy)|Traceback")
+    return [line for line in said.splitlines() if told.search(line)]
+
+
+def test_pyyaml_is_enough_for_train_py(yaml_place: Place) -> None:
+    words = [ROOT / "scripts/run_ddp.sh", "-n", "2", *SMALL, "checkpoint.snapshot_every=2"]
+    code, out, err = yaml_place.run(*words)
+    assert (code, missing(err)) == (0, NOTES), err
+    assert "warning" not in err and "done       step 4 " in out
+    folder = yaml_place.folder / "logs" / RUN_ID
+    metrics = (folder / "metrics.jsonl").read_text()
+    assert "validation_loss" in metrics
+    assert not (folder / "loss.png").exists() and not (folder.parent / "tensorboard").exists()
+    assert yaml.safe_load((folder / "config.yaml").read_text())["tracking"] == ["tensorboard"]
+    code, out, err = yaml_place.run(*words, "train.max_steps=6")  # resumed
+    assert code == 0 and "done       step 6 (2 steps this session" in out, err
+
+
+def test_what_is_asked_for_and_missing_is_a_warning(yaml_place: Place) -> None:
+    words = (*SMALL, "train.max_steps=1", "tracking=tensorboard")
+    config = ROOT / "config/local3.yaml"
+    code, _, err = yaml_place.run(
+        yaml_place.python, ROOT / "train.py", "--config", config, *words, LOG_LEVEL="WARNING"
+    )
+    told = "tracker tensorboard failed (No module named 'tensorboard'); the run continues"
+    assert (code, missing(err)) == (0, [f"{told} [log-lost]"])
+
+
+def test_a_picture_needs_matplotlib_and_says_so(yaml_place: Place) -> None:
+    folder = yaml_place.folder / "logs/mine"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").touch()
+    code, out, err = yaml_place.ours("training.plot", "mine")
+    python = yaml_place.python
+    cure = f"run {python} -m pip install matplotlib"
+    assert (code, out, err) == (3, "", f"plot: {python} lacks matplotlib; {cure}\n")
+
+
+def test_without_pyyaml_the_launcher_says_what_to_install(place: Place) -> None:
+    code, out, err = place.run(ROOT / "scripts/run_ddp.sh", "-n", "2", *SMALL)
+    cure = f"run {place.python} -m pip install PyYAML"
+    assert (code, out) == (3, "")
+    assert err == f"train.py: {place.python} lacks PyYAML; {cure} [env-missing]\n"

@@ -185,7 +185,7 @@ def test_a_mistake_of_one_rank_is_one_line(tmp_path: Path, text: Path) -> None:
 def test_a_changed_weight_decay_is_that_of_the_settings_after_a_resume() -> None:
     before, now = (Train(batch_size=1, max_steps=1, weight_decay=one) for one in (0.1, 0.05))
     model = nn.Linear(2, 2)
-    progress = {"settings": {"train": before.model_dump()}}
+    progress = {"settings": {"train": before.as_tree()}}
     moments = make_optimizer(model, before).state_dict()
     for group in moments["param_groups"]:
         group.pop("follows_config", None)  # as in an older checkpoint
@@ -554,6 +554,7 @@ def test_losses_and_weights_are_those_of_one_process(work: Work, nproc: int, set
 
 STOPPING = """
 import os, signal
+from dataclasses import replace
 from training.settings import LanguageModel
 from training.tasks.language_model import LanguageModelTask
 
@@ -562,7 +563,7 @@ class Stopping(LanguageModelTask):
 
     def __init__(self, settings):
         shape = LanguageModel(**settings.model)
-        super().__init__(settings.model_copy(update={"model": shape}))
+        super().__init__(replace(settings, model=shape))
 
     def loss(self, model, batch):
         self.calls += model.training

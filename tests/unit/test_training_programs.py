@@ -6,6 +6,7 @@ import math
 import struct
 import zlib
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,7 @@ def save(folder: Path, text: Path, *more: str) -> None:
     settings = load(LOCAL3, overrides)
     torch.manual_seed(0)
     model = GPT(settings.model)
-    progress = {"step": 3, "settings": settings.model_dump(mode="json")}
+    progress = {"step": 3, "settings": settings.as_tree()}
     state = State(model.state_dict(), {"state": {}, "param_groups": []}, progress, [])
     test_checkpoint.save(folder, 3, state, keep_last=1)
 
@@ -306,7 +307,7 @@ def test_yardsticks_have_their_known_values() -> None:
 @pytest.mark.parametrize("ngrams", [0, 3])
 def test_no_byte_sees_what_comes_after_it(ngrams: int) -> None:
     torch.manual_seed(0)
-    model = GPT(TINY.model_copy(update={"ngrams": ngrams}))
+    model = GPT(replace(TINY, ngrams=ngrams))
     text = torch.arange(8)[None]
     changed = text.clone()
     changed[0, 5] = 200

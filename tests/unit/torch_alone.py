@@ -1,4 +1,4 @@
-"""Create an environment with only torch and its requirements: FOLDER.
+"""Create an environment with only torch, other packages and their requirements: FOLDER [PACKAGE...]
 
 Its packages are links to those of the Python that runs this script.
 """
@@ -21,11 +21,14 @@ def required(name: str, found: set[str]) -> set[str]:
     return found
 
 
-def make(folder: Path) -> Path:
-    """Create the environment; returns its Python."""
+def make(folder: Path, *packages: str) -> Path:
+    """Create the environment, with torch and these packages; returns its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python3*/site-packages")
-    for name in required("torch", set()):
+    found: set[str] = set()
+    for name in ("torch", *packages):
+        required(name, found)
+    for name in found:
         package = distribution(name)
         tops = {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}
         for top in tops:
@@ -35,4 +38,4 @@ def make(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(make(Path(sys.argv[1])))
+    print(make(Path(sys.argv[1]), *sys.argv[2:]))

@@ -32,7 +32,7 @@ EARLY = ("LC_", "LANG", "LD_", "OMP_", "MKL_", "KMP_", "TORCH")  # read before t
 THREADS = "OMP_NUM_THREADS"  # can be set in torch later, as the agent does for its ranks
 # Also imported by train.py in each rank, if they are installed.
 LIBRARIES = (
-    *("yaml", "pydantic", "matplotlib.backends.backend_agg", "torch.distributed.fsdp"),
+    *("yaml", "matplotlib.backends.backend_agg", "torch.distributed.fsdp"),
     *("tensorboard.compat.proto.event_pb2", "tensorboard.summary.writer.event_file_writer"),
 )
 MOST = 1 << 16  # bytes per order
