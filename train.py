@@ -19,7 +19,7 @@ from pathlib import Path
 if getattr(sys.flags, "safe_path", False):  # PYTHONSAFEPATH omits this folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from training.arguments import refuse, refuse_together, start
+from training.arguments import refuse, refuse_alone, refuse_together, start
 
 if __name__ == "__main__":
     arguments, settings = start(__doc__)  # launch-kit: answers --check
@@ -55,10 +55,10 @@ from training.model import (
     state_of,
     try_evaluation,
 )
-from training.optimizer import Schedule, find_last_step, make_optimizer, norm_of, norm_of_weights
-from training.progress import Limits, Progress
+from training.optimizer import Schedule, choose_optimizer, find_last_step, norm_of, norm_of_weights
+from training.progress import Limits, Progress, shown_speed
 from training.settings import Settings
-from training.tasks import SCORES, load_task, loss_of, score
+from training.tasks import SCORES, load_task, loss_of, metrics_of, score
 from training.trackers import RunFacts, Trackers
 
 log = logging.getLogger(__name__)
@@ -167,12 +167,9 @@ class Run:
                 raise SettingsError(f"data: ranks 0 and {odd} differ; give all nodes the same data")
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")
             plan_snapshots(self.model, settings, environment)
+            self.optimizer = choose_optimizer(self.task, self.model, settings.train)
+            self.schedule = Schedule(self.optimizer, self.task, settings.train, last_step)
             self.saver.check_folder()  # no rank waits for the others after this
-        optimizer = self.task.optimizer(self.model)
-        self.optimizer = optimizer or make_optimizer(self.model, settings.train)
-        self.schedule = Schedule(
-            self.optimizer, self.task.schedule(self.optimizer, last_step), settings.train, last_step
-        )
         self.is_over = False  # the task has ended the run
         self.gradient_norm: torch.Tensor | None = None  # before it is clipped, in the newest step
         self.scaler = helper.grad_scaler(dtype_of(settings))
@@ -216,7 +213,7 @@ class Run:
         train = self.settings.train
         for micro in range(train.grad_accumulation):
             is_last = micro == train.grad_accumulation - 1
-            with self.meter.loading():
+            with self.meter.loading(), refuse_alone(self.environment):
                 batch = move(next(self.batches), helper.device())
             helper.beat(step)  # here and below: the last beat identifies a stuck rank
             with helper.no_sync(self.model, enabled=not is_last):
@@ -256,7 +253,7 @@ class Run:
         """Record the training loss, the learning rate, and how fast the ranks were."""
         pace = self.pace.read(step, self.task.unit, self.task.flops)
         with self.meter.paused():
-            values = {"loss": loss, **self.task.metrics(loss), "lr": rate}
+            values = {"loss": loss, **metrics_of(self.task, loss), "lr": rate}
             if self.gradient_norm is not None:
                 values["grad_norm"] = norm_of(self.gradient_norm)
             self.progress.record(step, values | pace)
@@ -270,6 +267,7 @@ class Run:
             values = mean_metrics(self.task, self.model, batches, self.settings, step)
             self.progress.record(step, {f"validation_{name}": v for name, v in values.items()})
             self.progress.draw()
+        self.schedule.validated(values)
         if self.task.on_validation(step, values):
             self.stop.end()
         return values
@@ -317,7 +315,7 @@ class Run:
             return
         time = timedelta(seconds=round(self.meter.wall()))
         session = f"{step - self.limits.first_step} steps this session, {time}"
-        speed = f"{self.meter.speed() * self.environment.world_size:,.0f} {self.task.unit}/s"
+        speed = shown_speed(self.meter.speed() * self.environment.world_size, self.task.unit)
         ended = f", ended by task {self.settings.task}" if self.is_over else ""
         print(f"done       step {step}{ended} ({session}), {speed}")
         if skipped := int(self.scaler.skipped):

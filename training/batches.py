@@ -173,7 +173,8 @@ def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterat
         for number, batch in enumerate(load(epoch=epoch, skip=done), done + 1):
             yield epoch, number, batch
         if number == 0:
-            raise SettingsError(f"data: epoch {epoch} is too small for one batch per rank")
+            cure = "iter(train) must start again in each epoch" if epoch else "give it more samples"
+            raise SettingsError(f"data: epoch {epoch} is too small for one batch per rank; {cure}")
         epoch, done = epoch + 1, 0
 
 

@@ -26,7 +26,7 @@ from training.asked import refuse_misspelt
 from training.batches import move
 from training.config_file import SettingsError
 from training.settings import OwnTaskSettings, Settings, Train
-from training.tasks import Task, evaluate, score
+from training.tasks import Task, evaluate, metrics_of, score
 
 _log = logging.getLogger(__name__)
 
@@ -173,15 +173,16 @@ def mean_metrics(
             helper.beat(step)
         with helper.autocast(dtype_of(settings)):
             found = evaluate(task, module, move(batch, helper.device()))
-        for name, parts in found.items():
-            for part, value in zip(("sum", "weight"), parts, strict=True):
-                sums[f"{name} {part}"] += counts * float(value)
+        for name, (total, weight) in found.items():
+            sums[f"{name} sum"] += counts * float(total)
+            sums[f"{name} weight"] += counts * float(weight)
     for one, is_training in modes.items():
         one.training = is_training
     means = helper.sync_metrics(sums)
-    weights = {name: means[f"{name} weight"] or step is None for name in found}
+    names = [name.removesuffix(" weight") for name in means if name.endswith(" weight")]
+    weights = {name: means[f"{name} weight"] or step is None for name in names}
     values = {name: means[f"{name} sum"] / weight for name, weight in weights.items() if weight}
-    return values | (task.metrics(values["loss"]) if "loss" in values else {})
+    return values | (metrics_of(task, values["loss"]) if "loss" in values else {})
 
 
 def try_evaluation(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:
