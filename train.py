@@ -3,6 +3,7 @@
     python train.py --config config/local3.yaml                         # one process
     python train.py --config config/local3.yaml train.max_steps=100     # with a setting changed
     python train.py --config config/local3.yaml --check                 # only check the config
+    python train.py --config config/local3.yaml --evaluate RUN_ID       # only evaluate a checkpoint
     scripts/ssh/launch_singlenode.sh config/local3.yaml 2               # 2 processes here
     torchrun --nproc-per-node 2 train.py --config config/local3.yaml    # the same with torchrun
 
@@ -34,7 +35,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from distributed import checkpoint
 from distributed import torch as helper
@@ -42,18 +42,18 @@ from distributed.environment import Environment
 from distributed.errors import STOPPED
 from distributed.stop import Stop
 from training import resume
-from training.batches import START, Batches, fill_up, move, share_of
-from training.config_file import SettingsError
+from training.batches import START, Batches, check_sizes, move
+from training.evaluate import evaluate_checkpoint
 from training.meter import Meter, Pace, Stopwatch
 from training.model import (
     dtype_of,
     fix_bucket_order,
     load_moments,
     make_model,
-    mean_metrics,
     plan_snapshots,
     state_of,
     try_evaluation,
+    validate,
 )
 from training.optimizer import Schedule, choose_optimizer, find_last_step, norm_of, norm_of_weights
 from training.progress import Limits, Progress, shown_speed
@@ -62,6 +62,12 @@ from training.tasks import SCORES, load_task, loss_of, metrics_of, score
 from training.trackers import RunFacts, Trackers
 
 log = logging.getLogger(__name__)
+
+
+def evaluate(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Evaluate the checkpoint of --evaluate; returns the exit code."""
+    environment = join(arguments, settings)
+    return evaluate_checkpoint(arguments.evaluate, settings, environment, as_json=arguments.json)
 
 
 def train(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -158,13 +164,10 @@ class Run:
             self.saved_step = position["step"] if saved and not saved.is_snapshot else None
             self.task = load_task(settings)
             self.batches = Batches(self.task, batch_size, settings, environment, position)
+            self.batch_size = batch_size  # of one rank
             last_step = find_last_step(settings.train, self.batches.per_epoch)
-        share = share_of(self.task.validation, rank, world_size)
-        self.validation = DataLoader(share, batch_size, collate_fn=self.task.collate)
         with refuse_together(environment):
-            told = helper.gather_json(self.batches.sizes)
-            if odd := next((rank for rank, one in enumerate(told) if one != told[0]), 0):
-                raise SettingsError(f"data: ranks 0 and {odd} differ; give all nodes the same data")
+            check_sizes(self.batches.sizes)
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")
             plan_snapshots(self.model, settings, environment)
             self.optimizer = choose_optimizer(self.task, self.model, settings.train)
@@ -258,13 +261,10 @@ class Run:
                 values["grad_norm"] = norm_of(self.gradient_norm)
             self.progress.record(step, values | pace)
 
-    @torch.no_grad()
     def validate(self, step: int) -> dict[str, float]:
         """Return and record each metric's mean over all ranks' shares of the validation data."""
         with self.meter.paused():
-            ranks = self.environment.world_size if helper.is_sharded(self.model) else 1
-            batches = fill_up(self.validation, self.task.validation, ranks)
-            values = mean_metrics(self.task, self.model, batches, self.settings, step)
+            values = validate(self.task, self.model, self.batch_size, self.settings, step)
             self.progress.record(step, {f"validation_{name}": v for name, v in values.items()})
             self.progress.draw()
         self.schedule.validated(values)
@@ -333,4 +333,5 @@ def is_due(step: int, every: int, is_over: bool = False) -> bool:
 
 
 if __name__ == "__main__":
-    helper.finish(train(arguments, settings))
+    do = train if arguments.evaluate is None else evaluate
+    helper.finish(do(arguments, settings))

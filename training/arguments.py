@@ -166,7 +166,10 @@ def _parse(description: str) -> argparse.Namespace:
     config.add_argument("--config-path", dest="folder", metavar="DIR", type=Path, help="its folder")
     parser.add_argument("--config-name", metavar="NAME", help="its name in DIR")
     parser.add_argument("--check", action="store_true", help="only check the config")
-    parser.add_argument("--json", action="store_true", help="with --check: print JSON")
+    parser.add_argument("--json", action="store_true", help="with --check, --evaluate: print JSON")
+    parser.add_argument(
+        "--evaluate", metavar="CHECKPOINT", help="only evaluate a checkpoint, or a run's newest"
+    )
     backends = "nccl", "gloo"
     parser.add_argument("--distributed-backend", choices=backends, help="default: the config's")
     parser.add_argument(

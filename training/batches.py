@@ -20,7 +20,7 @@ from distributed.checkpoint import rng_state, set_rng_state
 from distributed.environment import Environment
 from distributed.heartbeat import beat
 from distributed.stop_signals import STOP_SIGNALS
-from distributed.torch import seed_everything
+from distributed.torch import gather_json, seed_everything
 from distributed.torch_internals import tree_map_only
 from training.config_file import SettingsError
 from training.settings import Settings
@@ -46,6 +46,13 @@ class _Share(NamedTuple):
 
 
 START = {"step": 0, "epoch": 0, "samples": 0}
+
+
+def check_sizes(sizes: list[int]) -> None:
+    """Raise SettingsError if the numbers of samples differ between ranks. All must call this."""
+    told = gather_json(sizes)
+    if odd := next((rank for rank, one in enumerate(told) if one != told[0]), 0):
+        raise SettingsError(f"data: ranks 0 and {odd} differ; give all nodes the same data")
 
 
 class Batches:

@@ -85,6 +85,13 @@ class Plateau(Stopping):
     def metrics(self, loss):
         return {"half": loss / 2, "not_yet": None}
 
+class Normed(Points):
+    def model(self):
+        return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+    def loss(self, model, batch):
+        return cross_entropy(model(batch[0]), batch[1])
+
 class Endless(IterableDataset):
     def __iter__(self):
         data = points(64, 1)
