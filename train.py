@@ -38,9 +38,6 @@ import torch
 
 from distributed import checkpoint
 from distributed import torch as helper
-from distributed.environment import Environment
-from distributed.errors import STOPPED
-from distributed.stop import Stop
 from training import resume
 from training.batches import START, Batches, check_sizes, move
 from training.evaluate import evaluate_checkpoint
@@ -55,7 +52,7 @@ from training.model import (
     try_evaluation,
     validate,
 )
-from training.optimizer import Schedule, choose_optimizer, find_last_step, norm_of, norm_of_weights
+from training.optimizer import Schedule, choose_optimizer, find_last_step, norm_of_weights
 from training.progress import Limits, Progress, shown_speed
 from training.settings import Settings
 from training.tasks import SCORES, load_task, loss_of, metrics_of, score
@@ -117,7 +114,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def join(arguments: argparse.Namespace, settings: Settings) -> Environment:
+def join(arguments: argparse.Namespace, settings: Settings) -> helper.Environment:
     """Join the other ranks, and set up logging: by default, only rank 0 logs."""
     torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
     try:
@@ -139,13 +136,15 @@ def join(arguments: argparse.Namespace, settings: Settings) -> Environment:
 class Run:
     """A task, its data, model and optimizer on one rank, as the newest checkpoint left them."""
 
-    def __init__(self, settings: Settings, environment: Environment, command: str | None) -> None:
+    def __init__(
+        self, settings: Settings, environment: helper.Environment, command: str | None
+    ) -> None:
         # `command` is the launcher's, and resumes the run; None without a launcher.
         self.settings, self.environment, self.command = settings, environment, command
         rank, world_size, is_main = environment.rank, environment.world_size, environment.is_main
         self.folder = Path(os.path.expanduser(settings.checkpoint.dir)) / environment.run_id
         self.logs = environment.log_dir / environment.run_id
-        self.stop = Stop(
+        self.stop = helper.Stop(
             settings.train.max_seconds,
             save_seconds=settings.checkpoint.every_minutes * 60,
             folder=self.logs if is_main else None,
@@ -231,8 +230,7 @@ class Run:
             self.meter.add(step + 1, loss, self.task.weight(batch))
         if train.clip_norm:
             self.scaler.unscale_(self.optimizer)
-            parameters = self.model.parameters()
-            self.gradient_norm = torch.nn.utils.clip_grad_norm_(parameters, train.clip_norm)
+            self.gradient_norm = helper.clip_gradients(self.model, train.clip_norm)
         self.scaler.step(self.optimizer)  # skipped if a gradient is not finite
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -258,7 +256,7 @@ class Run:
         with self.meter.paused():
             values = {"loss": loss, **metrics_of(self.task, loss), "lr": rate}
             if self.gradient_norm is not None:
-                values["grad_norm"] = norm_of(self.gradient_norm)
+                values["grad_norm"] = float(self.gradient_norm)
             self.progress.record(step, values | pace)
 
     def validate(self, step: int) -> dict[str, float]:
@@ -306,7 +304,7 @@ class Run:
             log.info(resume.resume_line(self.environment, None))
         helper.barrier()  # all ranks have saved before one reports it
         helper.beat(saved=step)
-        return STOPPED
+        return helper.STOPPED
 
     def print_summary(self, step: int, validated: Mapping[str, float]) -> None:
         """Print how the run ended, on rank 0. All ranks that share a model compute the summary."""

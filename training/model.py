@@ -21,7 +21,6 @@ from distributed.checkpoint import State
 from distributed.checkpoint.memory import free_memory
 from distributed.collectives import count_ranks, own_rank
 from distributed.environment import Environment
-from distributed.strategy import Sharding
 from distributed.torch_internals import compile_beside_ddp
 from training.asked import refuse_misspelt
 from training.batches import fill_up, move, share_of
@@ -66,7 +65,7 @@ def make_model(
         find_unused_parameters=chosen.find_unused_parameters,
         static_graph=chosen.static_graph,
         bucket_cap_mb=chosen.bucket_cap_mb,
-        sharding=Sharding(dtype=dtype_of(settings), **chosen.fsdp.model_dump()),
+        sharding=helper.Sharding(dtype=dtype_of(settings), **chosen.fsdp.model_dump()),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -125,11 +125,6 @@ def share_of_peak(step: int, settings: Train, last_step: int | None) -> float:
         return 1.0
     done = (step - settings.warmup_steps) / (last_step - settings.warmup_steps)
     return (1 + math.cos(math.pi * done)) / 2
-
-
-def norm_of(gradient: Tensor | None) -> float:
-    """Return the norm of the gradients, which may be a DTensor, as a float; 0 if not known."""
-    return 0.0 if gradient is None else float(getattr(gradient, "full_tensor", gradient.detach)())
 
 
 @torch.no_grad()

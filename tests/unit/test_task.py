@@ -335,4 +335,4 @@ def test_a_best_that_no_validation_returns_is_told() -> None:
     task.best = "accuracy"
     assert score(task, {"accuracy": 0.5}) == {"validation_loss": None, "score": -0.5}
     for odd in (math.nan, math.inf):  # cannot be compared, or would always be the best
-        assert score(task, {"accuracy": odd}) == {"validation_loss": None, "score": None}
+        assert score(task, {"accuracy": odd}) == {"validation_loss": None, "score": math.inf}

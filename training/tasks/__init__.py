@@ -127,7 +127,7 @@ def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]
     if best is None:
         return {}
     lower = -best if task.best_is_highest else best
-    ranked = lower if math.isfinite(lower) else None  # None is never the best
+    ranked = lower if math.isfinite(lower) else math.inf  # never the best
     return dict(zip(SCORES, (validated.get("loss"), ranked), strict=True))
 
 
