@@ -3,6 +3,7 @@
     python train.py --config config/local3.yaml                         # one process
     python train.py --config config/local3.yaml train.max_steps=100     # with a setting changed
     python train.py --config config/local3.yaml --check                 # only check the config
+    python train.py --config config/local3.yaml --evaluate RUN_ID       # only evaluate a checkpoint
     scripts/ssh/launch_singlenode.sh config/local3.yaml 2               # 2 processes here
     torchrun --nproc-per-node 2 train.py --config config/local3.yaml    # the same with torchrun
 
@@ -19,7 +20,7 @@ from pathlib import Path
 if getattr(sys.flags, "safe_path", False):  # PYTHONSAFEPATH omits this folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from training.arguments import refuse, refuse_together, start
+from training.arguments import refuse, refuse_alone, refuse_together, start
 
 if __name__ == "__main__":
     arguments, settings = start(__doc__)  # launch-kit: answers --check
@@ -34,34 +35,36 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from distributed import checkpoint
 from distributed import torch as helper
-from distributed.environment import Environment
-from distributed.errors import STOPPED
-from distributed.stop import Stop
 from training import resume
-from training.batches import START, Batches, fill_up, move, share_of
-from training.config_file import SettingsError
+from training.batches import START, Batches, check_sizes, move
+from training.evaluate import evaluate_checkpoint
 from training.meter import Meter, Pace, Stopwatch
 from training.model import (
     dtype_of,
     fix_bucket_order,
     load_moments,
     make_model,
-    mean_metrics,
     plan_snapshots,
     state_of,
     try_evaluation,
+    validate,
 )
-from training.optimizer import Schedule, find_last_step, make_optimizer, norm_of, norm_of_weights
-from training.progress import Limits, Progress
+from training.optimizer import Schedule, choose_optimizer, find_last_step, norm_of_weights
+from training.progress import Limits, Progress, shown_speed
 from training.settings import Settings
-from training.tasks import SCORES, load_task, loss_of, score
+from training.tasks import SCORES, load_task, loss_of, metrics_of, score
 from training.trackers import RunFacts, Trackers
 
 log = logging.getLogger(__name__)
+
+
+def evaluate(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Evaluate the checkpoint of --evaluate; returns the exit code."""
+    environment = join(arguments, settings)
+    return evaluate_checkpoint(arguments.evaluate, settings, environment, as_json=arguments.json)
 
 
 def train(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -111,7 +114,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def join(arguments: argparse.Namespace, settings: Settings) -> Environment:
+def join(arguments: argparse.Namespace, settings: Settings) -> helper.Environment:
     """Join the other ranks, and set up logging: by default, only rank 0 logs."""
     torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
     try:
@@ -133,13 +136,15 @@ def join(arguments: argparse.Namespace, settings: Settings) -> Environment:
 class Run:
     """A task, its data, model and optimizer on one rank, as the newest checkpoint left them."""
 
-    def __init__(self, settings: Settings, environment: Environment, command: str | None) -> None:
+    def __init__(
+        self, settings: Settings, environment: helper.Environment, command: str | None
+    ) -> None:
         # `command` is the launcher's, and resumes the run; None without a launcher.
         self.settings, self.environment, self.command = settings, environment, command
         rank, world_size, is_main = environment.rank, environment.world_size, environment.is_main
         self.folder = Path(os.path.expanduser(settings.checkpoint.dir)) / environment.run_id
         self.logs = environment.log_dir / environment.run_id
-        self.stop = Stop(
+        self.stop = helper.Stop(
             settings.train.max_seconds,
             save_seconds=settings.checkpoint.every_minutes * 60,
             folder=self.logs if is_main else None,
@@ -158,21 +163,15 @@ class Run:
             self.saved_step = position["step"] if saved and not saved.is_snapshot else None
             self.task = load_task(settings)
             self.batches = Batches(self.task, batch_size, settings, environment, position)
+            self.batch_size = batch_size  # of one rank
             last_step = find_last_step(settings.train, self.batches.per_epoch)
-        share = share_of(self.task.validation, rank, world_size)
-        self.validation = DataLoader(share, batch_size, collate_fn=self.task.collate)
         with refuse_together(environment):
-            told = helper.gather_json(self.batches.sizes)
-            if odd := next((rank for rank, one in enumerate(told) if one != told[0]), 0):
-                raise SettingsError(f"data: ranks 0 and {odd} differ; give all nodes the same data")
+            check_sizes(self.batches.sizes)
             self.model = make_model(self.task, saved, settings, self.folder / "compiled")
             plan_snapshots(self.model, settings, environment)
+            self.optimizer = choose_optimizer(self.task, self.model, settings.train)
+            self.schedule = Schedule(self.optimizer, self.task, settings.train, last_step)
             self.saver.check_folder()  # no rank waits for the others after this
-        optimizer = self.task.optimizer(self.model)
-        self.optimizer = optimizer or make_optimizer(self.model, settings.train)
-        self.schedule = Schedule(
-            self.optimizer, self.task.schedule(self.optimizer, last_step), settings.train, last_step
-        )
         self.is_over = False  # the task has ended the run
         self.gradient_norm: torch.Tensor | None = None  # before it is clipped, in the newest step
         self.scaler = helper.grad_scaler(dtype_of(settings))
@@ -216,7 +215,7 @@ class Run:
         train = self.settings.train
         for micro in range(train.grad_accumulation):
             is_last = micro == train.grad_accumulation - 1
-            with self.meter.loading():
+            with self.meter.loading(), refuse_alone(self.environment):
                 batch = move(next(self.batches), helper.device())
             helper.beat(step)  # here and below: the last beat identifies a stuck rank
             with helper.no_sync(self.model, enabled=not is_last):
@@ -231,8 +230,7 @@ class Run:
             self.meter.add(step + 1, loss, self.task.weight(batch))
         if train.clip_norm:
             self.scaler.unscale_(self.optimizer)
-            parameters = self.model.parameters()
-            self.gradient_norm = torch.nn.utils.clip_grad_norm_(parameters, train.clip_norm)
+            self.gradient_norm = helper.clip_gradients(self.model, train.clip_norm)
         self.scaler.step(self.optimizer)  # skipped if a gradient is not finite
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -256,20 +254,18 @@ class Run:
         """Record the training loss, the learning rate, and how fast the ranks were."""
         pace = self.pace.read(step, self.task.unit, self.task.flops)
         with self.meter.paused():
-            values = {"loss": loss, **self.task.metrics(loss), "lr": rate}
+            values = {"loss": loss, **metrics_of(self.task, loss), "lr": rate}
             if self.gradient_norm is not None:
-                values["grad_norm"] = norm_of(self.gradient_norm)
+                values["grad_norm"] = float(self.gradient_norm)
             self.progress.record(step, values | pace)
 
-    @torch.no_grad()
     def validate(self, step: int) -> dict[str, float]:
         """Return and record each metric's mean over all ranks' shares of the validation data."""
         with self.meter.paused():
-            ranks = self.environment.world_size if helper.is_sharded(self.model) else 1
-            batches = fill_up(self.validation, self.task.validation, ranks)
-            values = mean_metrics(self.task, self.model, batches, self.settings, step)
+            values = validate(self.task, self.model, self.batch_size, self.settings, step)
             self.progress.record(step, {f"validation_{name}": v for name, v in values.items()})
             self.progress.draw()
+        self.schedule.validated(values)
         if self.task.on_validation(step, values):
             self.stop.end()
         return values
@@ -308,7 +304,7 @@ class Run:
             log.info(resume.resume_line(self.environment, None))
         helper.barrier()  # all ranks have saved before one reports it
         helper.beat(saved=step)
-        return STOPPED
+        return helper.STOPPED
 
     def print_summary(self, step: int, validated: Mapping[str, float]) -> None:
         """Print how the run ended, on rank 0. All ranks that share a model compute the summary."""
@@ -317,7 +313,7 @@ class Run:
             return
         time = timedelta(seconds=round(self.meter.wall()))
         session = f"{step - self.limits.first_step} steps this session, {time}"
-        speed = f"{self.meter.speed() * self.environment.world_size:,.0f} {self.task.unit}/s"
+        speed = shown_speed(self.meter.speed() * self.environment.world_size, self.task.unit)
         ended = f", ended by task {self.settings.task}" if self.is_over else ""
         print(f"done       step {step}{ended} ({session}), {speed}")
         if skipped := int(self.scaler.skipped):
@@ -335,4 +331,5 @@ def is_due(step: int, every: int, is_over: bool = False) -> bool:
 
 
 if __name__ == "__main__":
-    helper.finish(train(arguments, settings))
+    do = train if arguments.evaluate is None else evaluate
+    helper.finish(do(arguments, settings))

@@ -80,6 +80,25 @@ def refuse_together(environment: Environment) -> Iterator[None]:
         raise Leave(BAD_INPUT, *first)
 
 
+@contextlib.contextmanager
+def refuse_alone(environment: Environment) -> Iterator[None]:
+    """Run the body; if it finds a mistake, print one line and exit with 2, without a collective.
+
+    If all ranks find the same mistake, rank 0 prints it and exits first.
+    """
+    from distributed.torch import finish
+
+    try:
+        yield
+    except SettingsError as error:
+        fault, cause = _read(error)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        if environment.is_main or signal.sigtimedwait([signal.SIGTERM], 2) is None:
+            _complain(fault, cause)
+        atexit.register(finish, BAD_INPUT)
+        raise Leave(BAD_INPUT, fault, cause) from None
+
+
 def start(description: str) -> tuple[argparse.Namespace, Settings]:
     """Read the arguments and the config. With --check, or if they are invalid, exit here."""
     arguments = _parse(description)
@@ -147,7 +166,10 @@ def _parse(description: str) -> argparse.Namespace:
     config.add_argument("--config-path", dest="folder", metavar="DIR", type=Path, help="its folder")
     parser.add_argument("--config-name", metavar="NAME", help="its name in DIR")
     parser.add_argument("--check", action="store_true", help="only check the config")
-    parser.add_argument("--json", action="store_true", help="with --check: print JSON")
+    parser.add_argument("--json", action="store_true", help="with --check, --evaluate: print JSON")
+    parser.add_argument(
+        "--evaluate", metavar="CHECKPOINT", help="only evaluate a checkpoint, or a run's newest"
+    )
     backends = "nccl", "gloo"
     parser.add_argument("--distributed-backend", choices=backends, help="default: the config's")
     parser.add_argument(

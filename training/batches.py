@@ -20,7 +20,7 @@ from distributed.checkpoint import rng_state, set_rng_state
 from distributed.environment import Environment
 from distributed.heartbeat import beat
 from distributed.stop_signals import STOP_SIGNALS
-from distributed.torch import seed_everything
+from distributed.torch import gather_json, seed_everything
 from distributed.torch_internals import tree_map_only
 from training.config_file import SettingsError
 from training.settings import Settings
@@ -46,6 +46,13 @@ class _Share(NamedTuple):
 
 
 START = {"step": 0, "epoch": 0, "samples": 0}
+
+
+def check_sizes(sizes: list[int]) -> None:
+    """Raise SettingsError if the numbers of samples differ between ranks. All must call this."""
+    told = gather_json(sizes)
+    if odd := next((rank for rank, one in enumerate(told) if one != told[0]), 0):
+        raise SettingsError(f"data: ranks 0 and {odd} differ; give all nodes the same data")
 
 
 class Batches:
@@ -173,7 +180,8 @@ def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterat
         for number, batch in enumerate(load(epoch=epoch, skip=done), done + 1):
             yield epoch, number, batch
         if number == 0:
-            raise SettingsError(f"data: epoch {epoch} is too small for one batch per rank")
+            cure = "iter(train) must start again in each epoch" if epoch else "give it more samples"
+            raise SettingsError(f"data: epoch {epoch} is too small for one batch per rank; {cure}")
         epoch, done = epoch + 1, 0
 
 

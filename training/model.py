@@ -14,28 +14,30 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as recompute
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from distributed import torch as helper
 from distributed.checkpoint import State
 from distributed.checkpoint.memory import free_memory
+from distributed.collectives import count_ranks, own_rank
 from distributed.environment import Environment
-from distributed.strategy import Sharding
 from distributed.torch_internals import compile_beside_ddp
 from training.asked import refuse_misspelt
-from training.batches import move
+from training.batches import fill_up, move, share_of
 from training.config_file import SettingsError
 from training.settings import OwnTaskSettings, Settings, Train
-from training.tasks import Task, evaluate, score
+from training.tasks import Task, evaluate, metrics_of, score
 
 _log = logging.getLogger(__name__)
 
 
-def make_model(task: Task, saved: State | None, settings: Settings, cache: Path) -> nn.Module:
+def make_model(
+    task: Task, saved: State | None, settings: Settings, cache: Path | None
+) -> nn.Module:
     """Return the model on this rank's device, wrapped according to the settings.
 
     All ranks must call this. The results of torch.compile are kept in `cache`, for all ranks and
-    later starts of the run.
+    later starts of the run; without one, in torch's own.
     """
     model = task.model()
     if isinstance(settings, OwnTaskSettings):
@@ -47,9 +49,10 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
         except RuntimeError as error:
             raise SettingsError(
                 "model: the checkpoint is from a different model "
-                f"({str(error).splitlines()[-1].strip()}); use its settings, or another RUN_ID"
+                f"({str(error).splitlines()[-1].strip()}); "
+                "use its settings or, to train a new model, another RUN_ID"
             ) from None
-    if settings.train.compile:
+    if settings.train.compile and cache:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute()))
     choose_forward(model, settings.train)
     chosen = settings.distributed
@@ -62,7 +65,7 @@ def make_model(task: Task, saved: State | None, settings: Settings, cache: Path)
         find_unused_parameters=chosen.find_unused_parameters,
         static_graph=chosen.static_graph,
         bucket_cap_mb=chosen.bucket_cap_mb,
-        sharding=Sharding(dtype=dtype_of(settings), **chosen.fsdp.as_tree()),
+        sharding=helper.Sharding(dtype=dtype_of(settings), **chosen.fsdp.as_tree()),
     )
 
 
@@ -153,6 +156,20 @@ def choose_forward(model: nn.Module, settings: Train) -> None:
 
 
 @torch.no_grad()
+def validate(
+    task: Task, model: nn.Module, batch_size: int, settings: Settings, step: int
+) -> dict[str, float]:
+    """Return each metric's mean over the validation data, on all ranks; all must call this."""
+    world_size = count_ranks()
+    share = share_of(task.validation, own_rank(), world_size)
+    loader = DataLoader(share, batch_size, collate_fn=task.collate)
+    for buffer in model.buffers():  # such as BatchNorm's: rank 0's, which are saved
+        buffer.copy_(helper.broadcast(buffer))
+    in_step = world_size if helper.is_sharded(model) else 1
+    return mean_metrics(task, model, fill_up(loader, task.validation, in_step), settings, step)
+
+
+@torch.no_grad()
 def mean_metrics(
     task: Task,
     model: nn.Module,
@@ -173,15 +190,16 @@ def mean_metrics(
             helper.beat(step)
         with helper.autocast(dtype_of(settings)):
             found = evaluate(task, module, move(batch, helper.device()))
-        for name, parts in found.items():
-            for part, value in zip(("sum", "weight"), parts, strict=True):
-                sums[f"{name} {part}"] += counts * float(value)
+        for name, (total, weight) in found.items():
+            sums[f"{name} sum"] += counts * float(total)
+            sums[f"{name} weight"] += counts * float(weight)
     for one, is_training in modes.items():
         one.training = is_training
     means = helper.sync_metrics(sums)
-    weights = {name: means[f"{name} weight"] or step is None for name in found}
+    names = [name.removesuffix(" weight") for name in means if name.endswith(" weight")]
+    weights = {name: means[f"{name} weight"] or step is None for name in names}
     values = {name: means[f"{name} sum"] / weight for name, weight in weights.items() if weight}
-    return values | (task.metrics(values["loss"]) if "loss" in values else {})
+    return values | (metrics_of(task, values["loss"]) if "loss" in values else {})
 
 
 def try_evaluation(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:

@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from training.asked import where
 from training.config_file import SettingsError
 from training.settings import Train
+from training.tasks import Task
+
+
+def choose_optimizer(task: Task, model: nn.Module, settings: Train) -> Optimizer:
+    """Return the task's own optimizer or, without one, AdamW; raises SettingsError."""
+    own = task.optimizer(model)
+    _refuse_unless(own, Optimizer, task.optimizer)
+    return make_optimizer(model, settings) if own is None else own
+
+
+def _refuse_unless(own: Any, kind: type, method: Any) -> None:
+    """Raise SettingsError if a method of the task returned neither None nor an object of a kind."""
+    if own is not None and not isinstance(own, kind):
+        found = f"{type(own).__module__}.{type(own).__qualname__}".removeprefix("builtins.")
+        wanted = f"{kind.__module__}.{kind.__qualname__}"
+        raise SettingsError(
+            f"task: {where(method)}{method.__name__} returned a {found}; return a {wanted}, or None"
+        )
 
 
 def make_optimizer(model: nn.Module, settings: Train) -> AdamW:
@@ -44,12 +64,19 @@ def find_last_step(settings: Train, batches_per_epoch: int | None) -> int | None
 
 
 class Schedule:
-    """The learning rate of each step, from the task's own scheduler or a warm-up and a cosine."""
+    """The learning rate of each step, from the task's own scheduler or a warm-up and a cosine.
+
+    Raises SettingsError if the task's scheduler is none, or if it waits for validations in vain.
+    """
 
     def __init__(
-        self, optimizer: Optimizer, own: LRScheduler | None, settings: Train, last_step: int | None
+        self, optimizer: Optimizer, task: Task, settings: Train, last_step: int | None
     ) -> None:
-        self.optimizer, self.own = optimizer, own
+        self.optimizer, self.own = optimizer, task.schedule(optimizer, last_step)
+        _refuse_unless(self.own, LRScheduler, task.schedule)
+        if isinstance(self.own, ReduceLROnPlateau):
+            _check_plateau(self.own, task, settings)
+        self._best = task.best
         self._settings, self._last_step = settings, last_step
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
@@ -62,12 +89,29 @@ class Schedule:
 
     def after(self) -> None:
         """Record that a step is done."""
-        if self.own is not None:
+        if self.own is not None and not isinstance(self.own, ReduceLROnPlateau):
             self.own.step()
+
+    def validated(self, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a validation."""
+        if isinstance(self.own, ReduceLROnPlateau) and self._best in metrics:
+            self.own.step(metrics[self._best])
 
     def state(self) -> dict[str, Any]:
         """Return the state_dict() of the task's own scheduler."""
         return {} if self.own is None else dict(self.own.state_dict())
+
+
+def _check_plateau(own: ReduceLROnPlateau, task: Task, settings: Train) -> None:
+    """Raise SettingsError if the learning rate would never fall, or fall on every improvement."""
+    is_highest = own.mode == "max"
+    cure = ""
+    if not settings.eval_every:
+        cure = "needs validations; set train.eval_every"
+    elif is_highest != task.best_is_highest:
+        cure = f"has mode={own.mode!r}, but best_is_highest is {task.best_is_highest}; match them"
+    if cure:
+        raise SettingsError(f"task: {where(task.schedule)}schedule: ReduceLROnPlateau {cure}")
 
 
 def share_of_peak(step: int, settings: Train, last_step: int | None) -> float:
@@ -81,11 +125,6 @@ def share_of_peak(step: int, settings: Train, last_step: int | None) -> float:
         return 1.0
     done = (step - settings.warmup_steps) / (last_step - settings.warmup_steps)
     return (1 + math.cos(math.pi * done)) / 2
-
-
-def norm_of(gradient: Tensor | None) -> float:
-    """Return the norm of the gradients, which may be a DTensor, as a float; 0 if not known."""
-    return 0.0 if gradient is None else float(getattr(gradient, "full_tensor", gradient.detach)())
 
 
 @torch.no_grad()

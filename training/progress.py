@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -47,6 +48,17 @@ def _tell_lost(what: str, why: str) -> None:
     _log.warning(f"{what} ({why}); the run continues [log-lost]")
 
 
+def shown(value: float, digits: int = 3) -> str:
+    """Return a number with this many decimals; a small one with this many significant digits."""
+    is_small = 0 < abs(value) < 0.1
+    return f"{value:.{digits}{'g' if is_small else 'f'}}"
+
+
+def shown_speed(value: float, unit: str) -> str:
+    """Return a speed such as 5,576 tokens/s."""
+    return f"{value:,.0f} {unit}/s" if value >= 10 else f"{value:.2g} {unit}/s"
+
+
 @dataclass(frozen=True)
 class Limits:
     """The first step of this process, and the limits of the run as far as they are known."""
@@ -80,6 +92,7 @@ class Progress:
         self._status = ""  # loss and speed
         self._details = ""  # the slowest rank, data, memory
         self._validation = ""  # the metrics of the newest validation
+        self._has_warned = False  # of a validation that is not finite
         self._bar: Bar | None = None
         self._file: TextIO | None = None
         self._enabled = enabled
@@ -129,12 +142,13 @@ class Progress:
         if not self._enabled:
             return
         if "loss" in values:
-            speed = f"{values[f'{self._unit}_per_second']:,.0f} {self._unit}/s"
+            speed = shown_speed(values[f"{self._unit}_per_second"], self._unit)
             self._details = _tell_details(values)
-            self._status = f"  loss {values['loss']:.3f}{self._validation}  {speed}"
+            self._status = f"  loss {shown(values['loss'])}{self._validation}  {speed}"
         elif found := {n: v for n, v in values.items() if n.startswith("validation_")}:
-            told = (f"{name.removeprefix('validation_')} {found[name]:.3f}" for name in found)
+            told = (f"{name.removeprefix('validation_')} {shown(found[name])}" for name in found)
             self._validation = f"  validation {' '.join(told)}"
+            self._warn_not_finite(step, found)
         if self._file is not None:
             with may_be_lost(self._folder):
                 line = {"step": step, **values, "time": round(time.time(), 3)}
@@ -142,6 +156,16 @@ class Progress:
                 self._file.flush()
         if self._trackers.record(step, values):
             self.draw()  # imports matplotlib now rather than at the end
+
+    def _warn_not_finite(self, step: int, validated: Mapping[str, float]) -> None:
+        """Warn once of metrics that are NaN or infinite: nothing else would report them."""
+        odd = [f"{name} {one}" for name, one in validated.items() if not math.isfinite(one)]
+        if odd and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                f"warning: {', '.join(odd)} after step {step}; check evaluate and its data "
+                "(if task.best names this metric, the checkpoint is not kept as the best)"
+            )
 
     def draw(self) -> None:
         """Draw loss.png from metrics.jsonl, unless that would take more than 1% of the time."""

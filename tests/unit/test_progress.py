@@ -26,7 +26,7 @@ from test_task import work as work
 from torch import nn
 
 from distributed import torch as torch_helper
-from training import plot, trackers
+from training import plot, progress, trackers
 from training.config_file import SettingsError
 from training.meter import Meter, Pace, Stopwatch
 from training.progress import Limits, Progress
@@ -68,6 +68,35 @@ def test_drawing_takes_little_of_the_time(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(drawn) == 1
     shown.close()
     assert len(drawn) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0009, "0.0009"),
+        (0.00012345, "0.000123"),
+        (0.0, "0.000"),
+        (2.31149, "2.311"),
+        (-4e-7, "-4e-07"),
+    ],
+)
+def test_a_small_number_keeps_its_digits(value: float, text: str) -> None:
+    assert progress.shown(value) == text
+    assert progress.shown_speed(0.26, "samples") == "0.26 samples/s"
+    assert progress.shown_speed(5575.6, "tokens") == "5,576 tokens/s"
+
+
+def test_a_validation_that_is_not_finite_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown = make(tmp_path / "run")
+    shown.record(1, {"validation_loss": 1.0, "validation_accuracy": 0.5})
+    assert not caplog.messages
+    for step in (2, 3):
+        shown.record(step, {"validation_loss": math.nan, "validation_accuracy": 0.5})
+    (told,) = caplog.messages
+    assert told.startswith("warning: validation_loss nan after step 2; check evaluate and its data")
+    shown.close()
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:

@@ -1,16 +1,24 @@
 """A user's own task, with all that it may define: evaluate, optimizer, schedule, loader, an end."""
 
+import math
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from agents import rarely
 from launched import Work
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from distributed.checkpoint import weights_hash
 from distributed.checkpoint.files import read_progress
-from training.tasks import score
+from training.config_file import SettingsError
+from training.model import mean_metrics
+from training.optimizer import Schedule, choose_optimizer
+from training.settings import Settings, Train
+from training.tasks import evaluate, metrics_of, score
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +77,21 @@ class Steps(Stopping):
     def schedule(self, optimizer, last_step):
         return torch.optim.lr_scheduler.MultiStepLR(optimizer, [9, 20])
 
+class Plateau(Stopping):
+    def schedule(self, optimizer, last_step):
+        which = torch.optim.lr_scheduler.ReduceLROnPlateau
+        return which(optimizer, mode="max", factor=0.5, patience=0, threshold=0.2)
+
+    def metrics(self, loss):
+        return {"half": loss / 2, "not_yet": None}
+
+class Normed(Points):
+    def model(self):
+        return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+    def loss(self, model, batch):
+        return cross_entropy(model(batch[0]), batch[1])
+
 class Endless(IterableDataset):
     def __iter__(self):
         data = points(64, 1)
@@ -78,6 +101,19 @@ class Streaming(Stopping):
     def __init__(self, settings):
         super().__init__(settings)
         self.train = Endless()
+
+class Short(Points):
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.train = Once()
+
+class Once(IterableDataset):  # the second epoch has no sample
+    def __init__(self):
+        data = points(16, 1)
+        self.samples = iter([data[index] for index in range(16)])
+
+    def __iter__(self):
+        return self.samples
 
 class Uneven(Points):  # the loss is 1 on rank 0, of one term, and 5 on rank 1, of three
     def loss(self, model, batch):
@@ -153,6 +189,67 @@ def test_an_optimizer_and_a_schedule_of_ones_own_resume_exactly(work: Work, task
     assert work.metrics(f"parts-{task}", "lr") == rates
 
 
+def test_a_schedule_by_validations_resumes_exactly(work: Work) -> None:
+    word = "task=points:Plateau"
+    work.run("whole-plateau", 2, word)
+    rates = work.metrics("whole-plateau", "lr")
+    assert min(rates.values()) < rates[1] == 0.1  # it fell
+    work.run("parts-plateau", 2, word, code=75, STOP_AFTER="11")
+    work.run("parts-plateau", 2, word)
+    assert work.metrics("parts-plateau", "lr") == rates
+    parts, whole = (weights_hash(work.weights(f"{one}-plateau")) for one in ("parts", "whole"))
+    assert parts == whole
+    assert work.metrics("parts-plateau", "half") and not work.metrics("parts-plateau", "not_yet")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "schedule", "told"),
+    [
+        (lambda _: [1], None, "returned a list; return a torch.optim.optimizer.Optimi"),
+        (None, lambda *_: len, "returned a builtin_function_or_method; return a torch.o"),
+        (
+            None,
+            lambda one, _: ReduceLROnPlateau(one),
+            "ReduceLROnPlateau needs validations; set tr",
+        ),
+        (None, lambda one, _: ReduceLROnPlateau(one, "max"), ""),
+    ],
+)
+def test_what_is_no_optimizer_or_schedule_is_refused(
+    optimizer: Any, schedule: Any, told: str
+) -> None:
+    task: Any = types.SimpleNamespace(best="loss", best_is_highest=False)
+    task.optimizer = optimizer or (lambda _: None)
+    task.schedule = schedule or (lambda *_: None)
+    settings = Train(max_steps=1, batch_size=1, eval_every=0 if told else 1)
+    told = told or "has mode='max', but best_is_highest is False; match them"
+    with pytest.raises(SettingsError, match=rf"^task: \S*test_task.py:\d+: .*{told}"):
+        Schedule(choose_optimizer(task, nn.Linear(1, 1), settings), task, settings, 1)
+
+
+def test_metrics_that_are_missing_are_skipped_and_others_must_be_numbers() -> None:
+    task: Any = types.SimpleNamespace(metrics=lambda loss: {"a": loss, "b": None})
+    assert metrics_of(task, 1.5) == {"a": 1.5}
+    task.metrics = lambda loss: {"a": torch.tensor([loss])}
+    assert metrics_of(task, 1.5) == {"a": 1.5}
+    for wrong in ({"a": "b"}, {"a": torch.ones(2)}, 0.5, None):
+        task.metrics = lambda loss, wrong=wrong: wrong
+        with pytest.raises(
+            TypeError, match=r"test_task.py:\d+: metrics returned .*; return {name: "
+        ):
+            metrics_of(task, 1.5)
+    task.evaluate = lambda model, batch: {"a": (1.0, 2), "b": None}
+    assert evaluate(task, nn.Identity(), None) == {"a": (1.0, 2), "b": (0.0, 0.0)}
+
+
+def test_a_metric_may_be_missing_in_some_batches() -> None:
+    task: Any = types.SimpleNamespace(metrics=lambda loss: {})
+    task.evaluate = lambda model, batch: {"loss": (batch, 1)} if batch else {"rare": (3.0, 2)}
+    settings = Settings(train=Train(max_steps=1, batch_size=1))
+    batches = [(4.0, True), (0.0, True)]
+    assert mean_metrics(task, nn.Identity(), batches, settings, 1) == {"loss": 4.0, "rare": 1.5}
+
+
 def test_a_task_is_found_beside_its_config(work: Work, tmp_path: Path) -> None:
     config = str(work.folder / "points.yaml")
     words = ("train.max_steps=null", "train.epochs=2", "data.num_workers=1")
@@ -218,6 +315,12 @@ def test_data_that_cannot_be_trained_on_is_refused(work: Work, words: list[str],
     assert told in work.run("refused", 2, *words, code=2)
 
 
+def test_an_epoch_without_a_batch_is_told_in_one_line(work: Work) -> None:
+    told = work.run("short", 2, "task=points:Short", code=2)
+    assert "train.py: data: epoch 1 is too small for one batch per rank; iter(train) must" in told
+    assert "Traceback" not in told
+
+
 def test_an_evaluation_is_tried_before_the_first_step(work: Work) -> None:
     told = work.run("tried", 2, "task=points:Misspelt", code=1)
     assert "task.best is 'acuracy', but evaluate returns loss, accuracy;" in told
@@ -231,3 +334,5 @@ def test_a_best_that_no_validation_returns_is_told() -> None:
     assert score(task, {}) == {}  # there was no validation
     task.best = "accuracy"
     assert score(task, {"accuracy": 0.5}) == {"validation_loss": None, "score": -0.5}
+    for odd in (math.nan, math.inf):  # cannot be compared, or would always be the best
+        assert score(task, {"accuracy": odd}) == {"validation_loss": None, "score": math.inf}

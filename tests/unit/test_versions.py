@@ -35,7 +35,7 @@ def test_every_recorded_row_has_each_part() -> None:
 
 FOLDERS = (ROOT, ROOT / "tests/unit", ROOT / "bench")  # pytest's pythonpath
 # By with_torch.py; pytest brings packaging.
-INSTALLED = {"hypothesis", "numpy", "packaging", "pydantic", "pytest", "torch", "yaml"}
+INSTALLED = {"hypothesis", "numpy", "packaging", "pytest", "torch", "yaml"}
 
 
 def test_the_marked_tests_import_only_what_their_environment_has() -> None:

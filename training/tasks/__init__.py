@@ -18,6 +18,7 @@ the learning rate and everything distributed. All other members of a task have d
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sized
 from numbers import Real
@@ -30,6 +31,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from training.asked import make_task, where
 from training.classes import load_class
+from training.progress import shown
 from training.settings import BUILT_IN_TASK, Settings
 
 SCORES = ("validation_loss", "score")  # the validation results that a checkpoint keeps
@@ -64,13 +66,14 @@ class Task(Protocol):
         """Return (sum, weight) of each metric over a batch.
 
         For example `{"loss": ..., "accuracy": (right, len(labels))}`. The metric's value is the
-        total of its sums divided by the total of its weights, over all batches and ranks.
+        total of its sums divided by the total of its weights, over all batches and ranks. None in
+        place of a pair means that the batch has no terms for this metric.
         """
         terms = self.weight(batch)
         return {"loss": (loss_of(self, model, batch).item() * terms, terms)}
 
-    def metrics(self, loss: float) -> dict[str, float]:
-        """Return further values to record with a loss, by name."""
+    def metrics(self, loss: float) -> Mapping[str, float | None]:
+        """Return further values to record with a loss, by name; None for one that is missing."""
         return {}
 
     def optimizer(self, model: nn.Module) -> Optimizer | None:
@@ -78,7 +81,11 @@ class Task(Protocol):
         return None
 
     def schedule(self, optimizer: Optimizer, last_step: int | None) -> LRScheduler | None:
-        """Return a scheduler that runs after each step, or None for warm-up and cosine."""
+        """Return a scheduler, or None for warm-up and cosine.
+
+        It is stepped after each optimizer step; ReduceLROnPlateau is stepped after each
+        validation, with the metric named by `best`.
+        """
         return None
 
     def loader(
@@ -105,7 +112,7 @@ class Task(Protocol):
 
     def summary(self, model: nn.Module, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Return (label, text) pairs to print at the end; `metrics` are the last validation's."""
-        return [("validation", ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))]
+        return [("validation", told(metrics))]
 
 
 def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]:
@@ -120,7 +127,13 @@ def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]
     if best is None:
         return {}
     lower = -best if task.best_is_highest else best
-    return dict(zip(SCORES, (validated.get("loss"), lower), strict=True))
+    ranked = lower if math.isfinite(lower) else math.inf  # never the best
+    return dict(zip(SCORES, (validated.get("loss"), ranked), strict=True))
+
+
+def told(metrics: Mapping[str, float]) -> str:
+    """Return metrics as text."""
+    return ", ".join(f"{name} {shown(value, 4)}" for name, value in metrics.items())
 
 
 def load_task(settings: Settings) -> Task:
@@ -147,11 +160,24 @@ def _is_number(part: Any) -> bool:
     return part.numel() == 1 if isinstance(part, Tensor) else isinstance(part, Real)
 
 
+def metrics_of(task: Task, loss: float) -> dict[str, float]:
+    """Return the task's further values that are not None; raises TypeError if one is no number."""
+    found: Any = task.metrics(loss)
+    is_right = isinstance(found, Mapping) and all(
+        one is None or _is_number(one) for one in found.values()
+    )
+    if not is_right:
+        raise TypeError(
+            f"{where(task.metrics)}metrics returned {repr(found)[:80]}; return {{name: number}}"
+        )
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
 def evaluate(task: Task, model: nn.Module, batch: Any) -> Mapping[str, Any]:
     """Return the sum and the weight of each metric; raises TypeError for anything else."""
     found: Any = task.evaluate(model, batch)
     is_right = isinstance(found, Mapping) and all(
-        isinstance(one, tuple | list) and [*map(_is_number, one)] == [True, True]
+        one is None or (isinstance(one, tuple | list) and [*map(_is_number, one)] == [True, True])
         for one in found.values()
     )
     if not is_right:
@@ -159,4 +185,4 @@ def evaluate(task: Task, model: nn.Module, batch: Any) -> Mapping[str, Any]:
             f"{where(task.evaluate)}evaluate returned {repr(found)[:80]}; "
             "return {name: (sum, weight)}, both over the batch"
         )
-    return found  # type: ignore[no-any-return]
+    return {name: (0.0, 0.0) if one is None else one for name, one in found.items()}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from training import settings as config
 from training.config_file import SettingsError
+from training.progress import shown
 from training.tasks import Task
 from training.tasks.data import VALIDATION_TOKENS, Windows, find_corpus
 from training.tokenizer import Tokenizer
@@ -140,7 +141,7 @@ class LanguageModelTask(Task):
         """Compare the loss with that of simpler models of the same bytes, and show a sample."""
         assert isinstance(model, GPT)
         windows, corpus = self.validation, self.corpus
-        measure = f"loss {metrics['loss']:.4f}"
+        measure = f"loss {shown(metrics['loss'], 4)}"
         if corpus.is_text:
             count = len(windows) * windows.context  # tokens that are predicted
             predicted = torch.frombuffer(windows.read(1, count), dtype=torch.uint8)
