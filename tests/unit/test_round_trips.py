@@ -83,7 +83,8 @@ def test_a_sparse_tensor_needs_a_full_checkpoint(
     found = load(tmp_path / "whole")
     assert found is not None
     again.load_state_dict(found.model)
-    assert torch.equal(again.held.to_dense(), torch.eye(3))
+    held: Any = again.held
+    assert torch.equal(held.to_dense(), torch.eye(3))
 
 
 @in_each_format
@@ -368,7 +369,8 @@ def _see_through(rank: int, folder: Path, strategy: str) -> None:
         assert type(helper.unwrap(wrapped)).__name__.endswith("Net")
         assert helper.is_sharded(wrapped) == (strategy == "fsdp")
         assert len([*helper.blocks(wrapped)]) == 2
-        local, exchanged = [], []
+        local: list[float] = []
+        exchanged: list[float] = []
         for enabled, norms in ((True, local), (False, exchanged)):
             wrapped.zero_grad()
             with helper.no_sync(wrapped, enabled=enabled):
@@ -414,7 +416,8 @@ def _average(rank: int, folder: Path, strategy: str, kind: str) -> None:
     def run(name: str, last: int) -> list[str]:
         torch.manual_seed(0)
         net = Net()
-        how = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if kind == "ema" else {}
+        make_ema: Any = get_ema_multi_avg_fn
+        how = {"multi_avg_fn": make_ema(0.9)} if kind == "ema" else {}
         averaged = AveragedModel(net, **how)
         model, averaged = helper.setup_distributed_models(net, averaged, strategy=strategy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
