@@ -27,6 +27,7 @@ _SET, _SET_WAITING = 37, 38  # F_OFD_SETLK, F_OFD_SETLKW; missing from fcntl in 
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, process
 # Lustre mounted without flock, NFSv3 without lockd.
 _NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP
+_MOST = 1 << 16  # bytes that are read of a lock file
 _log = logging.getLogger(__name__)
 
 
@@ -37,8 +38,9 @@ class RunLock:
     node that the scheduler cannot reach. So does a launch that has restarted its ranks. Each new
     lock file replaces the previous one. A kernel lock on its first byte shows whether the holder is
     alive; a lock on its second byte is held during a commit. The lock works on NFS, and forked
-    processes do not inherit it. A file system without locks causes only a warning. Raises Refused
-    if a live process holds it, or if the folder belongs to another job with the same id.
+    processes do not inherit it. A file system without locks causes only a warning, and so does a
+    damaged lock file, which is replaced. Raises Refused if a live process holds the lock, or if the
+    folder belongs to another job with the same id.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
@@ -78,6 +80,8 @@ class RunLock:
             if os.fstat(before).st_nlink == 0:
                 return False
             holder = _holder(before)
+            if not holder and os.fstat(before).st_size:
+                _log.warning(f"warning: {self.path} is damaged; it is replaced")
             name, job = self.path.parent.name, me.get("run_id")
             is_named_after_it = name == job or name.startswith(f"{job}.")
             if is_named_after_it and _is_foreign(holder, me):
@@ -100,7 +104,7 @@ class RunLock:
         _set_lock(self.fd, fcntl.F_WRLCK, _COMMIT, _SET_WAITING)
         try:
             if os.fstat(self.fd).st_nlink == 0:
-                host = json.loads(self.path.read_text())["host"]
+                _, host = locked_by(self.path.parent) or (0, "another node")
                 cause = f"{self.what} was restarted on {host}"
                 raise Refused("node-lost", f"{cause}, so this process can no longer save")
             yield
@@ -148,8 +152,9 @@ def _refuse_live(fd: int, what: str, me: Mapping[str, Any]) -> None:
 
 
 def _refusal(what: str, holder: Mapping[str, Any]) -> Refused:
-    job = f"job {holder['run_id']}, " if "job" in holder else ""
-    cause = f"{what} is live: {job}process {holder.get('process')} on {holder.get('host')}"
+    job = f"job {holder['run_id']}, " if "run_id" in holder else ""
+    who = f"{job}process {holder['process']} on {holder['host']}" if holder else "it holds the lock"
+    cause = f"{what} is live: {who}"
     return Refused("run-is-live", f"{cause}; wait until it ends, or choose another RUN_ID")
 
 
@@ -182,7 +187,12 @@ def _is_foreign(holder: Mapping[str, Any], me: Mapping[str, Any]) -> bool:
 
 
 def _holder(fd: int) -> dict[str, Any]:
-    return dict(json.loads(os.pread(fd, 1000, 0) or "{}"))
+    """Return what a process has written into its lock file; {} if that is damaged."""
+    with contextlib.suppress(Exception):  # of many kinds, by what the file holds
+        told = json.loads(os.pread(fd, _MOST, 0))
+        numbers = {name: int(told.get(name, 0)) for name in ("process", "attempt", "start")}
+        return {**told, "host": str(told["host"]), **numbers}
+    return {}
 
 
 def is_locked(folder: Path) -> bool:
@@ -194,11 +204,10 @@ def is_locked(folder: Path) -> bool:
 
 def locked_by(folder: Path) -> tuple[int, str] | None:
     """Return the id and host of the process that last locked a folder; None without a lock."""
-    try:
-        told = json.loads((folder / "lock").read_bytes())
-        return int(told["process"]), str(told["host"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    with contextlib.suppress(OSError), (folder / "lock").open("r+b") as lock:
+        if holder := _holder(lock.fileno()):
+            return holder["process"], holder["host"]
+    return None
 
 
 def is_locked_here(folder: Path) -> bool:
@@ -211,7 +220,7 @@ def update_link(path: Path, target: str) -> None:
 
     A file that is not a link, or a link to another folder, belongs to the user and is kept.
     """
-    is_ours = path.is_symlink() and path.readlink().parts[0] not in ("/", "..")
+    is_ours = path.is_symlink() and path.readlink().parts[:1] not in ((), ("/",), ("..",))
     if os.path.lexists(path) and not is_ours:
         return
     new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")

@@ -9,9 +9,12 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from .collectives import count_ranks, take_first_ranks
+from .environment import LauncherError
 from .strategy import Sharding, check_strategy
+from .torch_internals import compiled_module
 
 
 def device() -> torch.device:
@@ -66,34 +69,45 @@ def setup_distributed_models(
     *models: nn.Module | None,
     strategy: str = "auto",
     sharding: Sharding | None = None,
+    sync_batchnorm: bool = False,
     **options: Any,
 ) -> Any:
     """Move models to this process's device and wrap them; every rank gets rank 0's weights.
 
-    A model without a trainable parameter is not wrapped; None stays None.
+    A model without a trainable parameter is not wrapped, and neither is an AveragedModel, which
+    fsdp shards like the model that it averages; None stays None.
 
     Args:
         strategy: "ddp": one process per GPU; "fsdp": the same, each with a part of the model;
             "dp": one process with all GPUs; "single": one process; "auto": ddp if there are several
             processes.
         sharding: how fsdp shards the model.
+        sync_batchnorm: compute the statistics of each BatchNorm over the batches of all ranks.
         options: DDP's own, such as `find_unused_parameters`, for a model that skips parameters in
             some steps, or `static_graph`.
 
-    Returns one model, or a tuple for several. Raises ValueError for an unknown strategy, or one
-    that cannot run in this many processes.
+    Returns one model, or a tuple for several. Raises ValueError for an unknown strategy, and
+    LauncherError for one that cannot run in this many processes, or sync_batchnorm on CPUs.
     """
     world_size = count_ranks()
     check_strategy(strategy, world_size)
+    sync_batchnorm = sync_batchnorm and world_size > 1
+    if sync_batchnorm and device().type == "cpu":
+        cause = "sync_batchnorm needs GPUs: torch's SyncBatchNorm does not compute on CPUs"
+        raise LauncherError(f"{cause}; pass sync_batchnorm=torch.cuda.is_available()")
 
     def wrap(model: nn.Module) -> nn.Module:
         is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+        if sync_batchnorm and not is_frozen:
+            convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+            model = convert(model)
         if strategy == "fsdp" and world_size > 1 and not is_frozen:
             from . import fsdp
 
-            return fsdp.shard(model, [*blocks(model)], device(), sharding or Sharding())
+            fsdp.shard(unwrap(model), [*blocks(model)], device(), sharding or Sharding())
+            return model
         model = model.to(device())
-        if world_size > 1 and is_frozen:  # which DDP rejects
+        if world_size > 1 and (is_frozen or isinstance(model, AveragedModel)):  # not for DDP
             take_first_ranks(model)
         elif world_size > 1:
             return DistributedDataParallel(
@@ -111,8 +125,17 @@ def setup_distributed_models(
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's module without its wrapper."""
-    return model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
+    """Return the user's module without the wrappers of DDP, DataParallel and torch.compile."""
+    return [*_layers(model)][-1]
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the model, then what its wrappers hold, from the outside in."""
+    yield model
+    is_parallel = isinstance(model, DistributedDataParallel | DataParallel)
+    inner: Any = model.module if is_parallel else compiled_module(model)
+    if inner is not None:
+        yield from _layers(inner)
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -123,17 +146,18 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether each rank holds only a part of the model; then all must compute together."""
-    return hasattr(model, "set_requires_gradient_sync")  # of FSDPModule
+    return hasattr(unwrap(model), "set_requires_gradient_sync")  # of FSDPModule
 
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     """Exchange no gradients in the body; the first backward pass after it exchanges them."""
     with contextlib.ExitStack() as stack:
-        if enabled and isinstance(model, DistributedDataParallel):
-            stack.enter_context(model.no_sync())
-        elif enabled and is_sharded(model):
-            choose: Any = model.set_requires_gradient_sync
+        for layer in _layers(model) if enabled else ():
+            if isinstance(layer, DistributedDataParallel):
+                stack.enter_context(layer.no_sync())
+        if enabled and is_sharded(model):
+            choose: Any = unwrap(model).set_requires_gradient_sync
             choose(False)
             stack.callback(choose, True)
         yield

@@ -125,6 +125,13 @@ def compile_beside_ddp() -> None:
     torch._dynamo.config.optimize_ddp = False
 
 
+def compiled_module(model: torch.nn.Module) -> torch.nn.Module | None:
+    """Return what torch.compile has wrapped; None if the model is not such a wrapper."""
+    dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing has been compiled
+    is_wrapper = isinstance(model, getattr(dynamo, "OptimizedModule", ()))
+    return model._orig_mod if is_wrapper else None  # type: ignore[return-value]
+
+
 def import_fsdp() -> types.ModuleType:
     """Import FSDP2, which was in another module before torch 2.6. The import takes 0.7 s."""
     return _module_with(

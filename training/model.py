@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +20,6 @@ from torch.utils.data import DataLoader, default_collate
 
 from distributed import torch as helper
 from distributed.checkpoint import State
-from distributed.checkpoint.memory import free_memory
 from distributed.collectives import count_ranks, own_rank
 from distributed.environment import Environment
 from distributed.torch_internals import compile_beside_ddp
@@ -112,6 +113,20 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
         )
     every = settings.checkpoint.snapshot_every
     _log.info(f"snapshots  every {every} steps, in {needed / 1e6:,.0f} MB of memory")
+
+
+def free_memory() -> int:
+    """Return the bytes of memory free on this machine, or in its cgroup if that is less."""
+    (kilobytes,) = re.findall(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
+    free = [int(kilobytes) * 1024]
+    with contextlib.suppress(OSError, ValueError, LookupError):  # another version of cgroups
+        (own,) = re.findall(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+        group = Path("/sys/fs/cgroup", own)
+        for one in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # it has no limit ("max")
+                most, used = ((one / f"memory.{name}").read_text() for name in ("max", "current"))
+                free.append(int(most) - int(used))
+    return max(0, min(free))
 
 
 def load_moments(optimizer: Optimizer, model: nn.Module, saved: State, settings: Train) -> None:

@@ -17,6 +17,7 @@ its own SHA-256, because torch.load does not notice a flipped bit.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hashlib
 import io
 import json
@@ -29,7 +30,7 @@ import stat
 import sys
 import time
 from collections import UserList
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..lock import is_locked_here, update_link
+from ..lock import update_link
 from ..torch_internals import tree_map_only
 
 MANIFEST = "manifest.json"
@@ -48,6 +49,7 @@ INDEX = "index.pt"  # only in a sharded checkpoint, beside its parts: see sharde
 _PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 Content = Mapping[str, Any]
 _CHUNK = 1 << 22  # bytes
+_WHY = 1000  # characters of an error that are shown
 _log = logging.getLogger(__name__)
 torch.serialization.add_safe_globals([codecs.encode])  # for bytes; torch 2.5 and newer allow it
 
@@ -56,6 +58,21 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be read or saved; the message is one line that names the cause."""
 
     fault = ""
+
+
+@contextlib.contextmanager
+def told_as(cause: str) -> Iterator[None]:
+    """Turn any error in the body into a CheckpointError: a line that begins with the cause.
+
+    Damaged content, and torch, can raise errors of any kind and of many lines.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:_WHY] or type(error).__name__
+        raise CheckpointError(f"{cause} ({why})") from None
 
 
 # --- writing ------------------------------------------------------------------------------------
@@ -82,7 +99,7 @@ def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> 
 def delete_leftovers(run_folder: Path) -> None:
     """Delete what killed processes left behind: the next checkpoint needs the space."""
     for leftover in run_folder.glob("step-*.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)  # NFS keeps a file that is open
+        _remove(leftover)
 
 
 def entry_of(file: Path) -> dict[str, Any]:
@@ -136,7 +153,7 @@ def _hash_manifest(manifest: Mapping[str, Any]) -> str:
 
 def commit(temporary: Path, final: Path) -> None:
     """Rename a written checkpoint to its final name, durably, and point `latest` at it."""
-    if final.exists():  # damaged: the run would have resumed from an intact one
+    if os.path.lexists(final):  # damaged: the run would have resumed from an intact one
         _delete(final)
     temporary.rename(final)
     sync(final.parent)
@@ -151,7 +168,7 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
     scores = {}
     for folder in steps(run_folder):
         try:
-            scores[folder] = score(folder)
+            scores[folder] = score(read_progress(folder))
         except CheckpointError as error:
             _log.warning("%s; this checkpoint is not deleted", error)
     kept = [folder for folder in scores if step_of(folder) <= step][-keep_last:]
@@ -161,13 +178,16 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
         kept.append(best)
     for folder in scores:
         if folder not in kept:
-            _delete(folder)
+            try:
+                _delete(folder)
+            except OSError as error:
+                _log.warning("%s is not deleted: %s", folder, error)
 
 
 def set_aside(damaged: Path) -> None:
     """Rename a damaged checkpoint, so that it is ignored; replaces an earlier one of that step."""
     aside = damaged.with_name(f"{damaged.name}.damaged")
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
     damaged.rename(aside)
     _log.warning("%s is now %s", damaged, aside.name)
 
@@ -180,12 +200,9 @@ def export(weights: dict[str, Tensor], file: str) -> None:
     if not file.endswith(".safetensors"):
         torch.save(weights, file)
         return
-    try:
+    cure = "pip install safetensors, or export to a .pt file"
+    with told_as(f"{file} needs safetensors; {cure}"):
         from safetensors.torch import save_file
-    except ImportError:
-        raise CheckpointError(
-            f"{file} needs safetensors; pip install safetensors, or export to a .pt file"
-        ) from None
     whole = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(whole, file, metadata={"format": "pt"})  # other programs expect this
 
@@ -205,7 +222,16 @@ def _delete(folder: Path) -> None:
     """Delete a checkpoint. It is renamed first: a half-deleted one must not be used."""
     doomed = folder.with_name(f"{folder.name}.tmp-old")
     folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)  # if this fails, the next save deletes it
+    _remove(doomed)  # if this fails, the next save deletes it
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, or what stands in its place, if possible: NFS keeps a file that is open."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -227,28 +253,6 @@ def candidates(folder: Path) -> list[Path]:
     return [folder] if (folder / MANIFEST).exists() else steps(folder)[::-1]
 
 
-def read_newest(folder: Path) -> tuple[dict[str, bytes], Path, str]:
-    """Return the newest intact checkpoint's files and folder or, if none is intact, the damage.
-
-    Damaged ones that are newer are set aside if this process holds the run's lock.
-    """
-    damaged: dict[Path, str] = {}
-    for candidate in candidates(folder):
-        try:
-            content = read(candidate)
-        except CheckpointError as error:
-            damaged[candidate] = str(error)
-            _log.warning("%s; trying the previous checkpoint", error)
-            continue
-        if damaged and is_locked_here(folder):
-            update_link(folder / "latest", candidate.name)
-            for one in damaged:
-                set_aside(one)
-        return content, candidate, ""
-    cause = next(iter(damaged.values()), "")
-    return {}, folder, cause and f"{cause}, and no intact checkpoint is left in {folder}"
-
-
 def read(folder: Path) -> dict[str, bytes]:
     """Return the content of a checkpoint's files; b"" for a part, which the ranks read later.
 
@@ -261,8 +265,9 @@ def read(folder: Path) -> dict[str, bytes]:
 
 def _read_file(folder: Path, files: Content, name: str) -> bytes:
     is_part = _PART.fullmatch(name)
-    content = b"" if is_part else (folder / name).read_bytes()
-    found = hash_file(folder / name) if is_part else hashlib.sha256(content).hexdigest()
+    with told_as(f"{folder}: unreadable"):
+        content = b"" if is_part else (folder / name).read_bytes()
+        found = hash_file(folder / name) if is_part else hashlib.sha256(content).hexdigest()
     if found != files[name]["sha256"]:
         raise CheckpointError(f"{folder}/{name} differs from what was written (SHA-256)")
     return content
@@ -270,34 +275,48 @@ def _read_file(folder: Path, files: Content, name: str) -> bytes:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest. Raises CheckpointError if it is damaged, or if a file's size differs."""
-    try:
+    with told_as(f"{folder}: unreadable"):
+        _size_of(folder / MANIFEST)  # refuses a pipe, which would never end
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
         is_whole = manifest["version"] == 1 or manifest["sha256"] == _hash_manifest(manifest)
         others = {name for name in manifest["files"].keys() - FILES if not _PART.fullmatch(name)}
         if not is_whole or not manifest["files"].keys() >= FILES or others - {INDEX}:
             raise CheckpointError(f"{folder}/{MANIFEST} differs from what was written")
+        time.localtime(manifest["saved"])
         for name, entry in manifest["files"].items():
-            status = (folder / name).lstat()
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{folder}/{name} is not a regular file")
-            if status.st_size != entry["size"]:
-                found = f"has {status.st_size} bytes, not {entry['size']}"
-                raise CheckpointError(f"{folder}/{name} {found}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{folder}: unreadable ({error})") from None
+            if (size := _size_of(folder / name)) != entry["size"]:
+                raise CheckpointError(f"{folder}/{name} has {size} bytes, not {entry['size']}")
     return manifest
+
+
+def _size_of(file: Path) -> int:
+    """Return the size in bytes. Raises CheckpointError if this is not a regular file."""
+    status = file.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{file} is not a regular file")
+    return status.st_size
+
+
+def parse(folder: Path, name: str, data: bytes) -> Any:
+    """Return what a file of a checkpoint holds. Raises CheckpointError if it cannot be read."""
+    with told_as(f"{folder}/{name}: unreadable"):
+        if name != "progress.json":
+            return unpack(data)
+        progress = json.loads(data)
+        score(progress)
+        return progress
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
     """Return progress.json. Raises CheckpointError if it is damaged, or if the manifest is."""
-    return dict(json.loads(_read_file(folder, read_manifest(folder)["files"], "progress.json")))
+    name = "progress.json"
+    return dict(parse(folder, name, _read_file(folder, read_manifest(folder)["files"], name)))
 
 
-def score(folder: Path) -> float:
-    """Return a checkpoint's `score` or, without one, its validation loss; lower is better.
+def score(progress: Any) -> float:
+    """Return the `score` of a progress or, without one, its validation loss; lower is better.
 
-    Returns infinity if it was saved with neither. Raises CheckpointError if it is damaged.
+    Returns infinity if it was saved with neither. Raises ValueError or TypeError for no number.
     """
-    progress = read_progress(folder)
     found = progress.get("score", progress.get("validation_loss"))
-    return math.inf if found is None else found
+    return math.inf if found is None else float(found)

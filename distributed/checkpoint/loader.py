@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import logging
 import random
 import sys
 from dataclasses import replace
@@ -15,31 +15,35 @@ from torch import Tensor
 
 from ..collectives import broadcast, gather_bytes, own_rank, to_bytes
 from ..errors import with_fault
+from ..lock import is_locked_here, update_link
 from . import files
 from .files import CheckpointError
-from .saver import State
+from .saver import State, wait_for_saves
 from .snapshots import newest_snapshot
+
+_log = logging.getLogger(__name__)
 
 
 def load(folder: Path | str, *, whole: bool = True) -> State | None:
     """Load one checkpoint, or a run's newest intact one, on every rank.
 
-    Rank 0 reads the files and sends them to the other ranks, so the folder need not be shared. Only
-    the parts of a sharded checkpoint are read by every rank: now or, if not `whole`, later with
-    `State.fetch`. After a restart, a newer snapshot in memory is loaded instead. Tensors are on the
-    CPU. Returns None if there is no checkpoint yet. Raises CheckpointError if all are damaged, or
-    if this node cannot read a sharded one. Damaged ones are set aside if rank 0 has already created
-    its Saver.
+    Waits for this process's saves. Rank 0 reads the files and sends them to the other ranks, so
+    the folder need not be shared. Only the parts of a sharded checkpoint are read by every rank:
+    now or, if not `whole`, later with `State.fetch`. After a restart, a newer snapshot in memory is
+    loaded instead. Tensors are on the CPU. Returns None if there is no checkpoint yet. Raises
+    CheckpointError if all are damaged, or if this node cannot read a sharded one. Damaged ones are
+    set aside if rank 0 has already created its Saver.
     """
     folder = Path(folder)
+    wait_for_saves()
     taken = newest_snapshot(folder)
     content: dict[str, bytes] = {}
-    damage, is_snapshot = "", False
+    state, damage, is_snapshot = None, "", False
     if own_rank() == 0:
         if taken is None or any(files.step_of(one) >= taken.step for one in files.steps(folder)):
-            content, folder, damage = files.read_newest(folder)
+            content, state, folder, damage = _read_newest(folder)
         if taken is not None and not (content and files.step_of(folder) >= taken.step):
-            content, damage, is_snapshot = taken.content(), "", True
+            content, state, damage, is_snapshot = taken.content(), None, "", True
     found = [damage, str(folder), [name for name in content if content[name]], is_snapshot]
     damage, place, names, is_snapshot = broadcast(found)
     folder = Path(place)
@@ -49,16 +53,46 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
         raise with_fault(CheckpointError, "checkpoint-damaged", damage)
     if not content:
         return None
-    tensors = {name: files.unpack(content[f"{name}.pt"]) for name in files.TENSORS}
-    tensors["ranks"] = files.Ranks(tensors["ranks"])
-    state = State(progress=json.loads(content["progress.json"]), is_snapshot=is_snapshot, **tensors)
+    state = replace(state or parse(folder, content), is_snapshot=is_snapshot)
     if is_snapshot and taken is not None and taken.holders > 1:
         state = replace(state, fetch=taken.fetch)
-    elif files.INDEX in content:
+    return replace(state, **state.fetch(state.trees())) if whole else state
+
+
+def _read_newest(folder: Path) -> tuple[dict[str, bytes], State | None, Path, str]:
+    """Return the newest intact checkpoint's files and state, its folder, and no damage.
+
+    If none is intact, return the damage. Damaged ones that are newer are set aside if this process
+    holds the run's lock.
+    """
+    damaged: dict[Path, str] = {}
+    for candidate in files.candidates(folder):
+        try:
+            content = files.read(candidate)
+            state = parse(candidate, content)
+        except CheckpointError as error:
+            damaged[candidate] = str(error)
+            _log.warning("%s; trying the previous checkpoint", error)
+            continue
+        if damaged and is_locked_here(folder):
+            update_link(folder / "latest", candidate.name)
+            for one in damaged:
+                files.set_aside(one)
+        return content, state, candidate, ""
+    cause = next(iter(damaged.values()), "")
+    return {}, None, folder, cause and f"{cause}, and no intact checkpoint is left in {folder}"
+
+
+def parse(folder: Path, content: dict[str, bytes]) -> State:
+    """Return the state in a checkpoint's files. Raises CheckpointError if no save wrote them."""
+    found = {Path(name).stem: files.parse(folder, name, content[name]) for name in files.FILES}
+    with files.told_as(f"{folder}: unreadable"):
+        state = State(**{**found, "ranks": files.Ranks(found["ranks"])})
+    if files.INDEX in content:
         from . import sharded
 
-        state = replace(state, fetch=sharded.reader(folder, content[files.INDEX]))
-    return replace(state, **state.fetch(state.trees())) if whole else state
+        return replace(state, fetch=sharded.reader(folder, content[files.INDEX]))
+    return state
 
 
 def _broadcast(data: bytes | None) -> bytes:

@@ -13,12 +13,9 @@ A buffer is valid as soon as its header is written; the checksum follows in the 
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import struct
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 FILES = "SNAPSHOT_FILES"  # the variable in which the agent gives a rank its buffers
@@ -74,17 +71,3 @@ def whole_steps(held: Sequence[Mapping[int, int]]) -> list[int]:
         for step, holders in held[0].items()
         if holders == 1 or (holders > 1 and all(step in one for one in held))
     ]
-
-
-def free_memory() -> int:
-    """Return the bytes of memory free on this machine, or in its cgroup if that is less."""
-    (kilobytes,) = re.findall(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
-    free = [int(kilobytes) * 1024]
-    with contextlib.suppress(OSError, ValueError, LookupError):  # another version of cgroups
-        (own,) = re.findall(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
-        group = Path("/sys/fs/cgroup", own)
-        for one in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # it has no limit ("max")
-                most, used = ((one / f"memory.{name}").read_text() for name in ("max", "current"))
-                free.append(int(most) - int(used))
-    return max(0, min(free))

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import atexit
 import json
-from functools import cache
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..collectives import barrier, own_rank
 from ..errors import STOPPED
 from ..heartbeat import beat
 from ..models import is_sharded, unwrap
-from . import loader
-from .saver import Saver, State
+from . import files, loader
+from .saver import Saver, State, check_types
 
-
-@cache
-def _savers() -> dict[Path, Saver]:
-    return {}
+_SHARED = nn.Module, Optimizer  # all ranks have one state, or a part of it each
+_savers: dict[Path, Saver] = {}
+_log = logging.getLogger(__name__)
 
 
 def save(
@@ -31,74 +30,144 @@ def save(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    scaler: GradScaler | None = None,
     keep_last: int = 2,
-    **progress: Any,
+    **more: Any,
 ) -> None:
     """Copy what this loop needs to continue, and save it in the background.
 
     All ranks must call this. Only rank 0 writes, unless fsdp has sharded the model: then each rank
-    writes its part, to a disk that all nodes share. Each rank's random state is saved too, and so
-    is `progress`: any values that JSON can hold. Keeps the newest `keep_last` checkpoints and, if
-    `progress` has a `score`, the one with the lowest. Call `finish` at the end. Raises the errors
-    of Saver, TypeError if `progress` is not JSON, and CheckpointError if the previous save failed.
+    writes its part, to a disk that all nodes share. Each rank's random state is saved too.
+
+    `more` holds what else the loop needs: objects with a `state_dict`, to be given to `load` by the
+    same names, and values that `load` returns, such as an epoch. Of a model or an optimizer, there
+    is one state; every rank has its own of any other object. Keeps the newest `keep_last`
+    checkpoints and, with a `score`, the one with the lowest. Call `finish` at the end.
+
+    Raises the errors of Saver, TypeError for a score that is no number, and CheckpointError if the
+    previous save failed, or if this state could not be loaded again.
     """
-    told = {"step": step, **progress, "scaler": scaler.state_dict() if scaler else {}}
-    json.dumps(told)
-    _check_keys(told)
-    savers, folder = _savers(), Path(folder)
-    if folder not in savers:
+    objects = {name: one for name, one in more.items() if hasattr(one, "state_dict")}
+    progress = files.plain(
+        {"step": step, **{n: one for n, one in more.items() if n not in objects}}
+    )
+    if not isinstance(progress.get("score", 0), int | float):
+        raise TypeError(f"the score is {progress['score']!r}; pass a number")
+
+    shared = {n: _state_of(one) for n, one in objects.items() if isinstance(one, _SHARED)}
+    own = {name: one.state_dict() for name, one in objects.items() if name not in shared}
+    mine = {"rng": loader.rng_state(), "objects": own, "progress": progress}
+    check_types(mine)
+    # For tools and people; JSON turns keys into text and tuples into lists, for example.
+    in_json = json.loads(json.dumps(progress, default=repr, skipkeys=True))
+
+    folder = Path(folder)
+    if folder not in _savers:
         format = ("full", "sharded")[is_sharded(model)]
-        savers[folder] = Saver(folder, keep_last=keep_last, enabled=own_rank() == 0, format=format)
-        atexit.register(savers[folder].wait)  # for a script that does not call finish
-    ranks = loader.gather_ranks({"rng": loader.rng_state()})
-    state = State(unwrap(model).state_dict(), optimizer.state_dict(), told, ranks)
-    savers[folder].save(step, state)
-
-
-def _check_keys(value: Any) -> None:
-    if isinstance(value, dict):
-        if other := [key for key in value if not isinstance(key, str)]:
-            cause = f"progress has the key {other[0]!r}, which JSON would turn into text"
-            raise TypeError(f"{cause}; use text (of MultiStepLR, save last_epoch)")
-        value = [*value.values()]
-    for one in value if isinstance(value, list | tuple) else ():
-        _check_keys(one)
+        _savers[folder] = Saver(folder, keep_last=keep_last, enabled=own_rank() == 0, format=format)
+        atexit.register(_savers[folder].wait)  # for a script that does not call finish
+    moments = {**_state_of(optimizer), "objects": shared}
+    ranks = loader.gather_ranks(mine)
+    _savers[folder].save(step, State(_state_of(model), moments, in_json, ranks))
 
 
 def load(
-    folder: Path | str, model: nn.Module, optimizer: Optimizer, *, scaler: GradScaler | None = None
+    folder: Path | str,
+    model: nn.Module,
+    optimizer: Optimizer,
+    **objects: Any,
 ) -> dict[str, Any] | None:
     """Load into the given objects what `save` saved last. All ranks must call this.
 
-    The number of ranks and the strategy may differ from those of the save; a rank that did not
-    exist then keeps its random state. Returns the progress, with the step, or None if the folder
-    holds no checkpoint yet. Raises CheckpointError if all are damaged.
+    Waits for a save in progress. The number of ranks and the strategy may differ from those of the
+    save; a rank that did not exist then keeps its random state, and gets rank 0's state of other
+    objects. Returns the progress, with the step, or None if the folder holds no checkpoint yet.
+    Raises CheckpointError if all are damaged, or if the objects are not those that were saved.
     """
     state = loader.load(folder, whole=False)
     if state is None:
         return None
-    module, weights, moments = unwrap(model), state.model, state.optimizer
-    if is_sharded(model):
-        from .. import fsdp
+    given = {name: one for name, one in objects.items() if one is not None}
+    cause = f"{folder} does not fit these objects; load it into objects like those that were saved"
+    with files.told_as(cause):
+        return _restore(state, {"model": model, "optimizer": optimizer, **given})
 
-        weights = fsdp.scatter_weights(weights, module)
-        moments = fsdp.scatter(moments, optimizer)
-    found = state.fetch({"model": weights, "optimizer": moments})
-    module.load_state_dict(found["model"])
-    optimizer.load_state_dict(found["optimizer"])
-    progress = dict(state.progress)
-    scale = progress.pop("scaler", {})
-    if scaler and scale:  # empty if saved without a scaler
-        scaler.load_state_dict(scale)
-    if own_rank() < len(state.ranks):
-        loader.set_rng_state(state.ranks[own_rank()]["rng"])
-    return progress
+
+def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
+    """Load a state, of which nothing has been read yet, into objects; return its progress."""
+    rank, ranks = own_rank(), state.ranks
+    is_new = rank >= len(ranks)
+    mine = ranks[0 if is_new else rank] if ranks else {}
+    progress = {**mine.get("progress", state.progress)}
+    own = {**mine.get("objects", {})}
+    if "scaler" in progress:  # as saved by earlier versions
+        own["scaler"] = progress.pop("scaler")
+    moments = {**state.optimizer}
+    saved = {"model": state.model, "optimizer": moments, **moments.pop("objects", {})}
+
+    names = own.keys() | saved.keys()
+    for name in sorted(names ^ targets.keys()) if rank == 0 else ():
+        where = "only in the checkpoint" if name in names else "not in the checkpoint"
+        _log.warning(f"load: {name} is {where}, so it is not loaded")
+
+    scatter = is_sharded(targets["model"])
+    parts = {n: _part_of(one, targets[n], scatter) for n, one in saved.items() if n in targets}
+    weights, moments = parts.pop("model"), parts.pop("optimizer")
+    found = state.fetch({"model": weights, "optimizer": {**moments, "objects": parts}})
+    for name, one in {**own, **found["optimizer"].pop("objects"), **found}.items():
+        if name in targets and (one or name in saved):  # not of a scaler that does nothing
+            _fill(targets[name], one)
+    if "rng" in mine and not is_new:
+        loader.set_rng_state(mine["rng"])
+    return {"step": progress.pop("step"), **progress}
+
+
+def _state_of(one: Any) -> dict[str, Any]:
+    """Return what is saved of a model or an optimizer. All ranks must call this."""
+    if isinstance(one, nn.Module):
+        return {_plain(name): tensor for name, tensor in unwrap(one).state_dict().items()}
+    if hasattr(one, "consolidate_state_dict"):  # ZeroRedundancyOptimizer: rank 0 collects the parts
+        one.consolidate_state_dict()
+        return one.state_dict() if own_rank() == 0 else {}
+    return dict(one.state_dict())
+
+
+def _part_of(state: dict[str, Any], target: Any, scatter: bool) -> dict[str, Any]:
+    """Return what this rank reads of a saved state: all or, of a sharded target, its part."""
+    if not scatter:
+        return state
+    from .. import fsdp
+
+    if not isinstance(target, nn.Module):
+        return fsdp.scatter(state, target)
+    parts = fsdp.scatter_weights(_named_as_in(target, state), unwrap(target))
+    return dict(zip(state, parts.values(), strict=True))
+
+
+def _fill(target: Any, state: dict[str, Any]) -> None:
+    """Load a state, of which this rank has read its part, into its object."""
+    if isinstance(target, nn.Module):
+        unwrap(target).load_state_dict(_named_as_in(target, state))
+    else:
+        target.load_state_dict(state)
+
+
+def _named_as_in(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return weights with the names that the model has for them, in the same order."""
+    names = {_plain(name): name for name in unwrap(model).state_dict()}
+    return {names.get(_plain(name), name): one for name, one in weights.items()}
+
+
+def _plain(name: str) -> str:
+    """Return a weight's name without what torch.compile adds.
+
+    Earlier versions of `save` kept it, and also the `module.` of a compiled DDP.
+    """
+    return re.sub(r"^_orig_mod\.module\.|\b_orig_mod\.", "", name)
 
 
 def complete(code: int) -> None:
     """Wait until this rank's saves are on disk or, if the run ends well, until all ranks' are."""
-    for saver in _savers().values():
+    for saver in _savers.values():
         saver.wait()
         if code in (0, STOPPED):
             barrier()  # no rank exits while another is still saving

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +22,12 @@ from ..collectives import count_ranks
 from ..errors import with_fault
 from ..heartbeat import beat
 from ..lock import RunLock
-from ..torch_internals import tree_leaves, tree_map_only
+from ..torch_internals import tree_map_only
 from . import files
 from .files import CheckpointError
-from .snapshots import Snapshots, copy_all, kinds_of
+from .snapshots import Snapshots, copy_all, kinds_of, named_tensors
 
-if TYPE_CHECKING:
-    from .sharded import Parts
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()  # of this process
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ class Saver:
         self._thread = threading.Thread()
         self._error: CheckpointError | None = None
         self.snapshots = Snapshots()
-        self._parts: Parts | None = None
+        self._parts: Any = None  # sharded.Parts, which is slow to import
+        self._checked = -1  # tensors, of a kind that can be loaded again
+        _savers.add(self)
         if format == "sharded":
             from .sharded import Parts
 
@@ -105,18 +108,16 @@ class Saver:
     def save(self, step: int, state: State) -> None:
         """Wait for the previous save, copy the state, and write the copy in the background.
 
-        Raises CheckpointError if the previous save failed; earlier checkpoints are intact.
+        Raises CheckpointError if the previous save failed, or if the state holds what could not be
+        loaded again; earlier checkpoints are intact.
         """
-        trees, is_first = state.trees(), self.last_step < 0
-        if is_first and (self.enabled or self._parts is not None):
-            packed = getattr(state.ranks, "data", state.ranks)
-            check_types(tree_map_only(Tensor, lambda _: 0, trees), *packed[:1])
         self.last_step = step
         if not self.enabled and self._parts is None:
             return
+        trees, tensors = state.trees(), self._check(state)
         self.wait()
         if self._parts is None:
-            copies = self._copy([leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)])
+            copies = self._copy(tensors)
             ours = iter(copies)
             trees = tree_map_only(Tensor, lambda _: next(ours), trees)
         else:
@@ -134,11 +135,27 @@ class Saver:
         with code 0 must `save` its last state itself. Without an agent, this does nothing.
         """
         if self.enabled or self._parts is not None:
+            self._check(state)
             holders = count_ranks() if self._parts else 1
-            about = {"folder": str(self.folder.absolute()), "keep_last": self.keep_last}
-            ranks = getattr(state.ranks, "data", state.ranks)  # still packed
-            about |= {"progress": state.progress, "ranks": ranks}
+            about = {
+                "folder": str(self.folder.absolute()),
+                "keep_last": self.keep_last,
+                "progress": state.progress,
+                "ranks": getattr(state.ranks, "data", state.ranks),  # still packed
+            }
             self.snapshots.take(step, holders, state.trees(), about)
+
+    def _check(self, state: State) -> list[Tensor]:
+        """Return the tensors. Raises CheckpointError if the state could not be loaded again."""
+        tensors = dict(named_tensors(trees := state.trees()))
+        if len(tensors) != self._checked:  # the first time, or it has grown
+            for name, tensor in tensors.items():
+                if cause := unfit(tensor, must_be_dense=self._parts is not None):
+                    raise CheckpointError(f"{name} {cause}")
+            packed = getattr(state.ranks, "data", state.ranks)
+            check_types(tree_map_only(Tensor, lambda _: 0, trees), *packed[:1])
+        self._checked = len(tensors)
+        return [*tensors.values()]
 
     def check(self) -> None:
         """Raise the CheckpointError of the background save if it has failed."""
@@ -197,6 +214,27 @@ def check_shared(folder: Path) -> None:
             f"{folder} does not exist on {socket.gethostname()}; "
             "a sharded checkpoint needs a folder on a disk that all nodes share",
         )
+
+
+def wait_for_saves() -> None:
+    """Wait for this process's saves. The errors of those that failed are raised later."""
+    for saver in [*_savers]:
+        with contextlib.suppress(CheckpointError):
+            saver.wait()
+
+
+def unfit(tensor: Tensor, must_be_dense: bool) -> str:
+    """Return why a tensor could be saved, but not loaded again; "" if it could."""
+    kind = type(tensor).__name__
+    is_dense = tensor.layout == torch.strided and not tensor.is_quantized
+    if kind not in ("Tensor", "Parameter", "DTensor"):
+        return f"is a {kind}, not a plain tensor; convert it, or use another optimizer"
+    if tensor.is_meta:
+        return "is on the meta device, without content; use to_empty() first"
+    if tensor.is_nested or (must_be_dense and not is_dense):
+        return "is nested, sparse or quantized; convert it with to_dense() or dequantize()"
+    is_expanded = is_dense and 0 in tensor.stride() and tensor.numel() > 1
+    return "was made by expand(), so torch cannot load it; add .contiguous()" * is_expanded
 
 
 def check_types(*contents: Any) -> None:

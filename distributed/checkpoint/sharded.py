@@ -147,10 +147,13 @@ class _Planner(DefaultSavePlanner):
 def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
     """Return a function that reads meta tensors onto the CPU, and this rank's part of each DTensor.
 
-    Raises CheckpointError if this node cannot see the folder.
+    Raises CheckpointError if this node cannot see the folder, or if no save wrote the index.
     """
     check_shared(folder)
-    found: metadata.Metadata = files.unpack(index)
+    with files.told_as(f"{folder}/{files.INDEX}: unreadable"):
+        found: metadata.Metadata = files.unpack(index)
+        parts = FileSystemReader(folder)
+        parts.set_up_storage_reader(found, True)
 
     def place(tensor: Tensor) -> Tensor:
         mesh = getattr(tensor, "device_mesh", None)
@@ -158,11 +161,10 @@ def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
 
     def read(trees: Trees) -> Trees:
         trees = tree_map_only(Tensor, place, trees)
-        parts = FileSystemReader(folder)
-        parts.set_up_storage_reader(found, True)
         plans = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        plans.set_up_planner(dict(named_tensors(trees)), found, True)
-        parts.read_data(plans.create_local_plan(), plans).wait()
+        with files.told_as(f"{folder}: its parts are unreadable"):
+            plans.set_up_planner(dict(named_tensors(trees)), found, True)
+            parts.read_data(plans.create_local_plan(), plans).wait()
         return trees
 
     return read

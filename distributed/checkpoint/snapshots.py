@@ -9,7 +9,7 @@ import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +65,10 @@ class Snapshot:
         if name not in self.shared:
             return mine
         parts = gather_bytes(to_bytes(mine.contiguous()))
-        return _join([torch.frombuffer(bytearray(p), dtype=mine.dtype) for p in parts if p], wanted)
+        return join([torch.frombuffer(bytearray(p), dtype=mine.dtype) for p in parts if p], wanted)
 
 
-def merge(parts: Sequence[Snapshot]) -> Snapshot:
-    """Join the parts of a snapshot, in order of rank, into one that a single rank holds."""
-    wholes = dict(named_tensors(parts[0].trees))
-    contents = {
-        name: _join([part.contents[name] for part in parts], wholes[name])
-        for name in parts[0].shared
-    }
-    return replace(parts[0], holders=1, contents={**parts[0].contents, **contents}, shared=set())
-
-
-def _join(rows: Sequence[Tensor], whole: Tensor) -> Tensor:
+def join(rows: Sequence[Tensor], whole: Tensor) -> Tensor:
     """Join the rows of each rank into one tensor; drop the replicas that follow."""
     return torch.cat([one.flatten() for one in rows])[: whole.numel()].view(whole.shape)
 

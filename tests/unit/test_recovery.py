@@ -310,7 +310,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 
 def test_the_loop_that_the_page_shows_saves_and_resumes(tmp_path: Path) -> None:
     page = (ROOT / "docs/your-script.md").read_text()
-    calls, loop = [
+    calls, loop, _ = [
         one for one in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "import" in one
     ]
     told = "print_main('after', step)\nwhile"

@@ -439,13 +439,6 @@ def test_a_loop_goes_on_as_if_never_stopped(tmp_path: Path, before: str, after: 
         )
 
 
-def test_a_key_that_json_would_change_is_an_error(tmp_path: Path) -> None:
-    loop = Loop("auto", None)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(loop.optimizer, [3, 5])
-    with pytest.raises(TypeError, match="key 3, which JSON would turn into text"):
-        loop.save(str(tmp_path), 1, schedules=[schedule.state_dict()])
-
-
 def _fewer(folder: str) -> tuple[Any, ...]:
     found = _load(folder, "auto", None)
     return found[0]["step"], found[2]
@@ -484,10 +477,14 @@ save("run", 1, model, torch.optim.SGD(model.parameters()))
     assert (tmp_path / "run/latest").resolve().name == "step-1"
 
 
-def test_progress_that_json_lacks_is_refused_at_once(tmp_path: Path) -> None:
+def test_what_could_not_be_loaded_is_refused_at_once(tmp_path: Path) -> None:
     loop = Loop()
-    with pytest.raises(TypeError, match="Tensor is not JSON serializable"):
-        loop.save(str(tmp_path), 1, loss=torch.ones(()))
+    with pytest.raises(TypeError, match=r"^the score is tensor\(1\.\); pass a number"):
+        loop.save(str(tmp_path), 1, score=torch.ones(()))
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"^the state holds datetime\.timedelta, which"
+    ):
+        loop.save(str(tmp_path), 1, since=timedelta(1))
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:

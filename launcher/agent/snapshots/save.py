@@ -7,10 +7,11 @@ import os
 import shutil
 import socket
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from distributed.checkpoint import files
-from distributed.checkpoint.snapshots import Buffer, Snapshot, merge
+from distributed.checkpoint.snapshots import Buffer, Snapshot, join, named_tensors
 from distributed.lock import RunLock
 from launcher.agent.output.stream import say
 
@@ -36,7 +37,7 @@ def save(files: Sequence[int], folder_name: str = "") -> int:
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         if parts and len(parts) == parts[min(parts)].holders:
-            return _commit(merge([part for _, part in sorted(parts.items())]))
+            return _commit(_merge([part for _, part in sorted(parts.items())]))
     except Exception as error:
         why = str(error) or repr(error)
     say(f"warning: the snapshot of step {step} in memory was not saved: {why}")
@@ -65,6 +66,16 @@ def _read(files: Iterable[int]) -> dict[int, Snapshot]:
         if buffer.header().rank not in parts and (rest := buffer.about()):
             parts[buffer.header().rank] = buffer.read(rest)
     return parts
+
+
+def _merge(parts: Sequence[Snapshot]) -> Snapshot:
+    """Join the parts of a snapshot, in order of rank, into one that a single rank holds."""
+    wholes = dict(named_tensors(parts[0].trees))
+    contents = {
+        name: join([part.contents[name] for part in parts], wholes[name])
+        for name in parts[0].shared
+    }
+    return replace(parts[0], holders=1, contents={**parts[0].contents, **contents}, shared=set())
 
 
 def _commit(taken: Snapshot) -> int:
