@@ -11,6 +11,8 @@ _FLAGS = (  # options without a value
     *("--use-env", "--virtual-local-rank"),
 )
 
+RANGE_CURE = "a range needs --rdzv-backend c10d; add it, or give one number"
+
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return torchrun's options, and the program with its arguments.

@@ -20,6 +20,7 @@ from launcher.agent.diagnosis import collectives, stuck
 from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Calls
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.output.stream import Stream
+from launcher.crash import read_crash
 from launcher.failure import Failure
 from launcher.processes import KILLED
 from launcher.wire import limits
@@ -168,6 +169,7 @@ class NodeRanks:
         raised = failure.read_error(each.error_file)
         if raised is None and err.traceback_line > 0 and each.code == 1:
             raised = failure.read_traceback(err.last_text, unknown.time)
+        raised = raised or read_crash(err.recent_lines, each.code or 0, unknown.time)
         return failure.describe_end(
             replace(unknown, log=f"{log}:{line}" if log and line else log),
             raised,
