@@ -39,7 +39,7 @@ _SECOND_ERROR = "+---------------- 2 -"  # where the second error of a group beg
 _PASSED_ON = re.compile(r"\S+ Caught \w+ (in .+)\.\nOriginal Traceback(?:.*\n)*  .*\n(?P<own>\S.*)")
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
 # A module of this project: PyPI has other packages with these names.
-_OURS = re.compile(r"ModuleNotFoundError: No module named '((distributed|training|launcher)[.\w]*)'")
+_OURS = re.compile(r"ModuleNotFoundError: .* '((distributed|training|launcher)(\.\w+)*)'$")
 _KIT = "torch_launch_kit"  # the name that scripts import; the launchers put it on their path
 _PACKAGES = {"cv2": "opencv-python", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "PyYAML"}
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
@@ -99,8 +99,6 @@ class RaisedError:
     notes: str = ""  # added to the exception (PEP 678)
     has_left: bool = False  # not an error: the script called exit()
     details: Sequence[str] = ()  # the errors of a group, and the error that caused this one
-    has_ended: bool = False  # nothing can catch it any more; torch's own @record cannot know that
-    is_in_hook: bool = False  # the script's own sys.excepthook is still running
 
 
 def read_error(path: Path) -> RaisedError | None:
@@ -120,8 +118,6 @@ def read_error(path: Path) -> RaisedError | None:
             notes=str(message.get("notes", "")),
             has_left=message.get("has_left") is True,
             details=[str(line) for line in message.get("details", ())],
-            has_ended="has_left" in message,
-            is_in_hook=message.get("is_in_hook") is True,
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # none was written, or the rank was killed while writing it

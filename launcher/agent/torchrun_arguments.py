@@ -16,13 +16,12 @@ from distributed.environment import slurm_node
 from distributed.stop_signals import NEVER_ADDED
 from distributed.torch_internals import rendezvous_settings
 from launcher import handshake
-from launcher.agent.command_line import RANGE_CURE, split
+from launcher.agent.command_line import RANGE_CURE, read_grace, split
 from launcher.agent.rank import fresh
 from launcher.agent.rank.program import Program
 from launcher.handshake import Access
 from launcher.record.run_ids import plain_run_id
 from launcher.text import OwnEnviron
-from launcher.wire import limits
 
 _TORCHS_ALONE = (
     *("run_path", "logs_specs", "event_log_handler"),
@@ -108,7 +107,6 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
         raise ValueError(f"{beyond_static}: not supported in a SLURM step; {cure}")
     _check_signals(args)
     _refuse_like_torchrun(args)
-    grace_s = environ.get("GRACE") or vars(args).get("shutdown_timeout") or limits.GRACE_S
     filtered = args.local_ranks_filter
     words = tuple(args.training_script_args)
     is_debug = environ.get("LOG_LEVEL", "").upper() == "DEBUG"
@@ -128,7 +126,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
         shown=frozenset(map(int, filtered.split(","))) if filtered else None,
         is_in_step=is_placed,
         join_timeout_s=float(rendezvous_settings(args.rdzv_conf).get("join_timeout", "300")),
-        grace_s=float(grace_s),
+        grace_s=read_grace(arguments, environ),
         num_spares=spares,
         min_nodes=min_nodes,
         virtual_gpus=_virtual_gpus(args, nproc, environ.get("CUDA_VISIBLE_DEVICES")),

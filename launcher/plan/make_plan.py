@@ -15,6 +15,7 @@ from shutil import which
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
 from distributed.job import ask_scheduler, in_slurm_step, job_id, job_run_id
 from distributed.network import PROFILES
+from launcher.agent.command_line import find_option
 from launcher.container import config_texts, read_container
 from launcher.fanout import job_command
 from launcher.handshake import read_access
@@ -62,7 +63,8 @@ def make_plan(typed: Typed) -> Plan:
         raise PlanError(
             f"MAX_RESTARTS is {max_restarts}, but {typed.engine} cannot restart ranks; omit it"
         )
-    grace_s = read_number("GRACE", environ.get("GRACE") or str(limits.GRACE_S), 0, 86400)
+    grace = find_option(typed.passed, "--shutdown-timeout") or environ.get("GRACE")
+    grace_s = read_number("GRACE", grace or str(limits.GRACE_S), 0, 86400)
     wait = environ.get("PREFLIGHT_SECONDS") or "9"
     fanout = choose_fanout(typed)
     in_step = fanout != "local" and environ.get("LAUNCHER") == "srun"

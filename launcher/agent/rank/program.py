@@ -27,7 +27,7 @@ import time
 import traceback
 import types
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,6 +45,7 @@ from distributed.torch_internals import (
 )
 from launcher import processes
 from launcher.agent.output.stream import say
+from launcher.agent.rank import ending
 from launcher.agent.rank.flight_recorder import answer_requests
 from launcher.agent.rank.optimizer_steps import count_steps
 from launcher.text import Environ, warn
@@ -114,7 +115,10 @@ def run_and_exit(
         answer_requests(error_file)
     _hide_the_agent(program)
     kept = _keep_groups()
-    code = _execute(program, error_file)
+    tell = functools.partial(
+        ending.tell, variables["HEARTBEAT_FILE"], int(variables["LOCAL_WORLD_SIZE"])
+    )
+    code = _execute(program, error_file, tell)
     kept.clear()
     if reports_leaks():
         gc.unfreeze()
@@ -192,8 +196,11 @@ def _keep_groups() -> list[Any]:
     return kept
 
 
-def _execute(program: Program, error_file: Path) -> int:
-    """Run the program as `__main__`. Returns the exit code that Python would give it."""
+def _execute(program: Program, error_file: Path, tell: Callable[[int], None]) -> int:
+    """Run the program as `__main__`. Returns the exit code that Python would give it.
+
+    `tell` tells the agent how far the end of a program has got that an error has ended.
+    """
     faulthandler.enable()
     try:
         if program.is_module:
@@ -205,6 +212,7 @@ def _execute(program: Program, error_file: Path) -> int:
         code = _code_of(leave)
         if code != 0:
             _record(leave, code, error_file)
+            tell(ending.ENDED)
         return code
     except KeyboardInterrupt as stop:
         _report(stop)
@@ -213,7 +221,10 @@ def _execute(program: Program, error_file: Path) -> int:
         return 130
     except BaseException as error:
         _record(error, 1, error_file)
-        return _report(error)
+        tell(ending.IN_HOOK)
+        code = _report(error)
+        tell(ending.ENDED)
+        return code
     return 0
 
 
