@@ -73,7 +73,6 @@ class Attempt:
         self.over = Deadline()  # when to stop waiting for the other nodes
         self.notice = Notice(self.ranks, self.facts, self.query.show)
         self.savers = Savers(self.ranks, self.grace_s, self.query.show)
-        self.others_s = 0.0  # for other nodes' ranks to save after a failure
 
     # --- the event loop -------------------------------------------------------------------------
 
@@ -150,8 +149,7 @@ class Attempt:
     def _terminate_ranks(self) -> None:
         """Send SIGTERM to the ranks, because one has failed."""
         for each in self.ranks.living():
-            is_known = any(each.rank == failure.rank for failure in self.facts.failures)
-            if os.path.exists(each.error_file) and not is_known:  # it is about to exit
+            if os.path.exists(each.error_file) and not self.facts.has_failed(each.rank):
                 self._record_failure(self.ranks.describe_end(each))
         self.facts.stopped.update(each.rank for each in self.ranks.living())
         if self.savers.begin():
@@ -176,7 +174,9 @@ class Attempt:
         if has_all or not self.peers or self.facts.verdict is not None:
             return True
         if self.facts.is_ending:
-            others_s = self.grace_s if self.facts.asked else self.others_s  # they may still save
+            others_s = (
+                self.grace_s if self.facts.asked else self.savers.others_s
+            )  # they may still save
             limit_s = limits.VERDICT_S if self.facts.signals else self.verdict_s
             self.over.set_within(limit_s * (1 if self.is_first_node else 2) + others_s)
         return self.over.take()
@@ -255,38 +255,7 @@ class Attempt:
         if received is None:
             self._drop_peer(node)
         for message in received or ():
-            self._on_message(node, peer, message)
-
-    def _on_message(self, node: int, peer: Link, message: object) -> None:
-        match message:
-            case EndRanks() | Verdict() if self.is_first_node:
-                pass  # node rank 0 only sends these
-            case StopRequest() if message.signum in stop_signals():
-                self._stop(message.signum, peer)
-            case Failure():
-                self._fail(message)
-            case StackRequest() | NodeStacks():
-                self.query.receive(node, message)
-            case SnapshotData():
-                self.snapshots.incoming.take(message)
-            case EndRanks():
-                self._end_ranks(message.stuck)
-            case RanksSave():
-                self.others_s = self.grace_s
-                if self.is_first_node:
-                    self.send_all(message, but=peer)
-            case _:
-                self._note(node, message)
-
-    def _note(self, node: int, message: object) -> None:
-        """Record what another node's agent reports."""
-        match message:
-            case NodeBeat() if message.straggler is not None:
-                self.stragglers[node] = message.straggler
-            case NodeEnd():
-                self.facts.nodes[node] = message
-            case Verdict():
-                self.facts.verdict = message
+            _take_message(self, node, peer, message)
 
     def send_all(self, message: object, *, but: Link | None = None) -> None:
         """On node rank 0, send to every other agent; elsewhere, to node rank 0's."""
@@ -330,3 +299,37 @@ class Attempt:
             self._fail(failure)
             self.savers.refuse()
             self.kill.set_within(0.0)  # a resumed rank must not save
+
+
+def _take_message(attempt: Attempt, node: int, peer: Link, message: object) -> None:
+    """Act on a message from another node's agent."""
+    match message:
+        case EndRanks() | Verdict() if attempt.is_first_node:
+            pass  # node rank 0 only sends these
+        case StopRequest() if message.signum in stop_signals():
+            attempt._stop(message.signum, peer)
+        case Failure():
+            attempt._fail(message)
+        case StackRequest() | NodeStacks():
+            attempt.query.receive(node, message)
+        case SnapshotData():
+            attempt.snapshots.incoming.take(message)
+        case EndRanks():
+            attempt._end_ranks(message.stuck)
+        case RanksSave():
+            attempt.savers.others_s = attempt.grace_s
+            if attempt.is_first_node:
+                attempt.send_all(message, but=peer)
+        case _:
+            _take_report(attempt, node, message)
+
+
+def _take_report(attempt: Attempt, node: int, message: object) -> None:
+    """Record what another node's agent reports."""
+    match message:
+        case NodeBeat() if message.straggler is not None:
+            attempt.stragglers[node] = message.straggler
+        case NodeEnd():
+            attempt.facts.nodes[node] = message
+        case Verdict():
+            attempt.facts.verdict = message

@@ -33,6 +33,7 @@ class Savers:
 
     def __init__(self, ranks: NodeRanks, grace_s: float, show: Callable[[str], None]) -> None:
         self._ranks, self._grace_s, self._show = ranks, grace_s, show
+        self.others_s = 0.0  # for ranks of other nodes to save
         self._all: Sequence[Rank] = ()
         self._before: dict[int, str] = {}  # by rank: the main thread's stack before SIGTERM
         self._is_judged = False

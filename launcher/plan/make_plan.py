@@ -63,8 +63,7 @@ def make_plan(typed: Typed) -> Plan:
         raise PlanError(
             f"MAX_RESTARTS is {max_restarts}, but {typed.engine} cannot restart ranks; omit it"
         )
-    grace = find_option(typed.passed, "--shutdown-timeout") or environ.get("GRACE")
-    grace_s = read_number("GRACE", grace or str(limits.GRACE_S), 0, 86400)
+    grace_s = _read_grace(typed)
     wait = environ.get("PREFLIGHT_SECONDS") or "9"
     fanout = choose_fanout(typed)
     in_step = fanout != "local" and environ.get("LAUNCHER") == "srun"
@@ -137,6 +136,12 @@ def _read_words(typed: Typed) -> dict[str, str]:
     if hang := read.get("HANG_SECONDS"):
         read_number("HANG_SECONDS", hang, 1, 10**6)
     return read
+
+
+def _read_grace(typed: Typed) -> int:
+    """Return how long the ranks have to save, in seconds."""
+    given = find_option(typed.passed, "--shutdown-timeout") or typed.environ.get("GRACE")
+    return read_number("GRACE", given or str(limits.GRACE_S), 0, 86400)
 
 
 # --- nodes --------------------------------------------------------------------------------------
