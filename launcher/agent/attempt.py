@@ -174,9 +174,7 @@ class Attempt:
         if has_all or not self.peers or self.facts.verdict is not None:
             return True
         if self.facts.is_ending:
-            others_s = (
-                self.grace_s if self.facts.asked else self.savers.others_s
-            )  # they may still save
+            others_s = self.grace_s if self.facts.asked else self.savers.others_s
             limit_s = limits.VERDICT_S if self.facts.signals else self.verdict_s
             self.over.set_within(limit_s * (1 if self.is_first_node else 2) + others_s)
         return self.over.take()

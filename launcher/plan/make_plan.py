@@ -15,7 +15,6 @@ from shutil import which
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
 from distributed.job import ask_scheduler, in_slurm_step, job_id, job_run_id
 from distributed.network import PROFILES
-from launcher.agent.command_line import find_option
 from launcher.container import config_texts, read_container
 from launcher.fanout import job_command
 from launcher.handshake import read_access
@@ -63,7 +62,7 @@ def make_plan(typed: Typed) -> Plan:
         raise PlanError(
             f"MAX_RESTARTS is {max_restarts}, but {typed.engine} cannot restart ranks; omit it"
         )
-    grace_s = _read_grace(typed)
+    grace_s = read_number("GRACE", typed.grace or str(limits.GRACE_S), 0, 86400)
     wait = environ.get("PREFLIGHT_SECONDS") or "9"
     fanout = choose_fanout(typed)
     in_step = fanout != "local" and environ.get("LAUNCHER") == "srun"
@@ -136,12 +135,6 @@ def _read_words(typed: Typed) -> dict[str, str]:
     if hang := read.get("HANG_SECONDS"):
         read_number("HANG_SECONDS", hang, 1, 10**6)
     return read
-
-
-def _read_grace(typed: Typed) -> int:
-    """Return how long the ranks have to save, in seconds."""
-    given = find_option(typed.passed, "--shutdown-timeout") or typed.environ.get("GRACE")
-    return read_number("GRACE", given or str(limits.GRACE_S), 0, 86400)
 
 
 # --- nodes --------------------------------------------------------------------------------------
