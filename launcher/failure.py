@@ -16,14 +16,31 @@ from launcher.explain.kinds import Kind
 from launcher.explain.rules import find_rule
 from launcher.text import install_command
 
-# A frame, as a traceback or faulthandler prints it.
-_FRAME = re.compile(r'^ {2}File "(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$')
+_ROOT = Path(__file__).parents[1]
+# A frame, as a traceback, also of a group of errors, or faulthandler prints it.
+FRAME = re.compile(r'^(?: +\| )? {2}File "(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$')
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")  # possibly on another machine
+_FOREIGN = (
+    *(f"{_ROOT}/{folder}/" for folder in ("launcher", "distributed", "scripts")),
+    f"{sysconfig.get_path('stdlib')}/",
+    "<",
+)
 _SHOWN_FRAMES = 3
-_LONGEST = 300  # characters of a cause
+_SHOWN_DETAILS = 3
+_LONGEST = 300  # characters of a line
+# Lines of an error that only repeat general advice, or that only underline.
+_ADVICE = re.compile(
+    r"For further information visit|CUDA kernel errors might be|For debugging consider passing"
+    r"|Compile with `?TORCH_USE_CUDA_DSA|Search for `cuda|[\W_]*$"
+)
+_TRACEBACK = "Traceback (most recent call last)"
+_SECOND_ERROR = "+---------------- 2 -"  # where the second error of a group begins
 # How torch passes on the exception of a data worker, a replica or a pinning thread.
 _PASSED_ON = re.compile(r"\S+ Caught \w+ (in .+)\.\nOriginal Traceback(?:.*\n)*  .*\n(?P<own>\S.*)")
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
+# A module of this project: PyPI has other packages with these names.
+_OURS = re.compile(r"ModuleNotFoundError: .* '((distributed|training|launcher)(\.\w+)*)'$")
+_KIT = "torch_launch_kit"  # the name that scripts import; the launchers put it on their path
 _PACKAGES = {"cv2": "opencv-python", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "PyYAML"}
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
 _MEANING = {  # of an exit code or a signal
@@ -81,6 +98,7 @@ class RaisedError:
     fault: str = ""  # named by the exception's `fault`, and at the end of its message
     notes: str = ""  # added to the exception (PEP 678)
     has_left: bool = False  # not an error: the script called exit()
+    details: Sequence[str] = ()  # the errors of a group, and the error that caused this one
 
 
 def read_error(path: Path) -> RaisedError | None:
@@ -99,6 +117,7 @@ def read_error(path: Path) -> RaisedError | None:
             fault=str(message.get("fault", "")),
             notes=str(message.get("notes", "")),
             has_left=message.get("has_left") is True,
+            details=[str(line) for line in message.get("details", ())],
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # none was written, or the rank was killed while writing it
@@ -118,7 +137,8 @@ def describe_end(
         fault, cause = explain(code, out_of_memory=is_out_of_memory)
         has_left = not signal_name(code)
         return replace(unknown, fault=fault, cause=cause, code=code, has_left=has_left)
-    fault = raised.fault or fault_of(raised.message)
+    details = [*details_of(raised.message), *raised.details][:_SHOWN_DETAILS]
+    fault = raised.fault or fault_of("\n".join([raised.message, *raised.details]))
     cause = raised.message.removesuffix(f" [{fault}]")
     if raised.has_left and last_text not in cause:
         cause += f", after: {last_text}"
@@ -129,7 +149,7 @@ def describe_end(
         cause=f"{cause} ({one_line(raised.notes)})" if raised.notes else cause,
         code=code if code and code < 128 else raised.code,  # its excepthook may choose another code
         time=raised.time,
-        frames=user_frames(raised.stack),
+        frames=[*details, *user_frames(raised.stack.partition(_SECOND_ERROR)[0])],
         is_consequence=is_peer_lost(cause),
         has_left=raised.has_left,
     )
@@ -189,38 +209,52 @@ def count_memory_kills() -> int:
 
 
 def one_line(cause: str) -> str:
-    """Return the first line of a message, shortened if it would fill the screen.
-
-    If torch passed the error on, return the original error's line, and where it was raised.
-    """
-    if passed_on := _PASSED_ON.match(cause):
-        cause = f"{passed_on['own']} ({passed_on[1]})"
-    first, *more = cause.splitlines() or ["an exception without a message"]
+    """Return the first line of a message, shortened if it would fill the screen."""
+    first, *more = _lines_of(cause)
     first = first.rstrip(": ")
     return f"{first[:_LONGEST]} ..." if more or len(first) > _LONGEST else first
 
 
+def details_of(message: str) -> list[str]:
+    """Return the lines after a message's first that say something, such as the missing keys."""
+    _, *lines = _lines_of(message.partition(f"\n{_TRACEBACK}")[0])
+    said = [line.strip() for line in lines if not _ADVICE.match(line.strip())]
+    shown = said[:_SHOWN_DETAILS]
+    return [f"{line[:_LONGEST]} ..." if len(line) > _LONGEST else line for line in shown]
+
+
+def _lines_of(message: str) -> list[str]:
+    """Return a message's lines. If torch passed the error on, the first one says where from."""
+    if passed_on := _PASSED_ON.match(message):
+        first = f"{passed_on['own']} ({passed_on[1]})"
+        return [first, *message[passed_on.end() :].splitlines()[1:]]
+    return message.splitlines() or ["an exception without a message"]
+
+
 def install_cure(cause: str) -> str:
     """Return how to install the package that a cause says is missing; "" for any other cause."""
+    if ours := _OURS.match(cause):
+        return f"; if it is the launch kit's: from {_KIT}.{ours[1]} import ..."
     if not (missing := _MISSING.match(cause)):
         return ""
+    if missing[1] == _KIT:
+        return f"; start the script with scripts/launch.sh, or run {install_command(str(_ROOT))}"
     return f"; if it is a package: {install_command(_PACKAGES.get(missing[1], missing[1]))}"
 
 
 def user_frames(stack: str) -> list[str]:
     """Return the last frames of the user's own code, innermost first: `file:line in name`."""
-    ours = Path(__file__).parents[1]
-    foreign = (
-        *(f"{ours}/{folder}/" for folder in ("launcher", "distributed", "scripts")),
-        f"{sysconfig.get_path('stdlib')}/",
-        "<",
-    )
     frames = [
         f"{short_path(frame['file'])}:{frame['line']} in {frame['name']}"
-        for frame in filter(None, map(_FRAME.match, stack.splitlines()))
-        if not frame["file"].startswith(foreign) and not _LIBRARY.search(frame["file"])
+        for frame in filter(None, map(FRAME.match, stack.splitlines()))
+        if not is_foreign(frame["file"])
     ]
     return frames[::-1][:_SHOWN_FRAMES]
+
+
+def is_foreign(file: str) -> bool:
+    """Whether a file of a frame is ours, Python's or a library's, not the user's."""
+    return file.startswith(_FOREIGN) or bool(_LIBRARY.search(file))
 
 
 def short_path(path: str) -> str:

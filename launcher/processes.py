@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 
+from launcher import shared_files
 from launcher.outer_run import OUTER_TOKEN
 from launcher.wire import limits
 
@@ -200,33 +201,83 @@ def suspend() -> None:
 def end_descendants(*, term_s: float = 0.0) -> list[int]:
     """End every descendant of this process: SIGTERM, then SIGKILL after `term_s` seconds.
 
+    Those that only remove shared memory after the others have ended come last.
+
     Returns the ids of the processes that remain a second later: those in uninterruptible sleep,
     which no signal ends.
     """
-    me = os.getpid()
     if term_s > 0:
-        send(descendants(me), signal.SIGTERM)
+        send(_workers(), signal.SIGTERM)
         deadline = time.monotonic() + term_s
-        while descendants(me) and time.monotonic() < deadline:
+        while _workers() and time.monotonic() < deadline:
             time.sleep(limits.POLL_S)
     deadline = time.monotonic() + limits.KILL_S
-    while alive := descendants(me):
-        if time.monotonic() > deadline:
-            return alive
+    while (alive := _workers()) and time.monotonic() < deadline:
         send(alive, signal.SIGKILL)  # repeat: one may have forked before it stopped
         time.sleep(limits.POLL_S)
-    return []
+    return _end_cleaners()
+
+
+def _end_cleaners() -> list[int]:
+    """End the last descendants, and remove the shared memory that they know. Returns the rest."""
+    me, files = os.getpid(), set[str]()
+    begin = time.monotonic()
+    while alive := descendants(me):
+        now = time.monotonic()
+        if now > begin + limits.KILL_S:
+            break
+        managers = [pid for pid in alive if shared_files.is_manager(pid)]
+        files.update(*map(shared_files.files_of, managers))
+        send(managers if now < begin + limits.CLEAN_S else alive, signal.SIGKILL)
+        time.sleep(limits.POLL_S)
+    shared_files.remove(files)
+    return alive
+
+
+def _workers() -> list[int]:
+    """Return all descendants except those that only clean up."""
+    return [pid for pid in descendants(os.getpid()) if not is_cleaner(pid)]
+
+
+def is_cleaner(pid: int) -> bool:
+    """Whether a process removes the shared memory of others: Python's tracker, torch's manager."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        if b"from multiprocessing.resource_tracker import main" in file.read():
+            return True
+    return shared_files.is_manager(pid)
+
+
+def kill_others(spared: Iterable[int]) -> None:
+    """Send SIGKILL to all descendants of this process except these and their own descendants.
+
+    Those that only clean up are left, too: they may belong to those that are spared.
+    """
+    kept = {*spared}
+    for pid in [*kept]:
+        kept.update(descendants(pid))
+    send((pid for pid in _workers() if pid not in kept), signal.SIGKILL)
 
 
 def end_marked(token: str, wait_s: float) -> int:
     """Wait for the processes of a run to end, and kill the rest. Returns the number killed."""
-    deadline = time.monotonic() + wait_s
+    left, files = _await_marked(token, wait_s)
+    send([pid for pid in left if not is_cleaner(pid)], signal.SIGKILL)
+    if left:
+        cleaners, more = _await_marked(token, limits.CLEAN_S)
+        send(cleaners, signal.SIGKILL)
+        shared_files.remove(files | more)
+    return len(left)
+
+
+def _await_marked(token: str, wait_s: float) -> tuple[list[int], set[str]]:
+    """Wait for the processes of a run to end. Returns the rest, and the shared files they know."""
+    deadline, files = time.monotonic() + wait_s, set[str]()
     while left := _marked(f"LAUNCH_TOKEN={token}", f"{OUTER_TOKEN}={token}"):
+        files.update(*map(shared_files.files_of, filter(shared_files.is_manager, left)))
         if time.monotonic() >= deadline:
-            send(left, signal.SIGKILL)
             break
         time.sleep(10 * limits.POLL_S)
-    return len(left)
+    return left, files
 
 
 def take_name(name: str) -> None:

@@ -51,7 +51,8 @@ from launcher.text import OwnEnviron
 from launcher.wire import limits
 from launcher.wire.messages import Assignment, Membership, Verdict
 
-load_dynamo()  # once here, not in each rank
+with contextlib.suppress(Exception):  # a rank that needs it shows the error
+    load_dynamo()  # once here, not in each rank
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 
 

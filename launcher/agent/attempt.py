@@ -26,6 +26,7 @@ from launcher.agent.notice import Notice
 from launcher.agent.output.outputs import Outputs
 from launcher.agent.output.stream import Stream
 from launcher.agent.query import Query
+from launcher.agent.savers import Savers
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.failure import Failure
 from launcher.outcome import NodeEnd
@@ -36,6 +37,7 @@ from launcher.wire.messages import (
     EndRanks,
     NodeBeat,
     NodeStacks,
+    RanksSave,
     SnapshotData,
     StackRequest,
     StopRequest,
@@ -70,6 +72,7 @@ class Attempt:
         self.partial = Deadline()  # when to show unfinished lines
         self.over = Deadline()  # when to stop waiting for the other nodes
         self.notice = Notice(self.ranks, self.facts, self.query.show)
+        self.savers = Savers(self.ranks, self.grace_s, self.query.show)
 
     # --- the event loop -------------------------------------------------------------------------
 
@@ -135,19 +138,33 @@ class Attempt:
     def _on_time(self) -> None:
         """Do what is due: SIGTERM to the ranks, then SIGKILL to all descendants."""
         if self.term.take():
-            for each in self.ranks.living():
-                if os.path.exists(each.error_file):  # it has raised, and is about to exit
-                    self._record_failure(self.ranks.describe_end(each))
-            self.facts.stopped.update(each.rank for each in self.ranks.living())
-            self.ranks.send(signal.SIGTERM)
-            self.kill.set_within(limits.RANK_TERM_S)
+            self._terminate_ranks()
         if self.kill.take():
-            self.facts.stopped.update(each.rank for each in self.ranks.living())
-            processes.end_descendants()
+            self._kill_ranks()
         suspect = self.query.on_time()
         if suspect is not None and not self.facts.failures:
             self.send_all(EndRanks(suspect))
             self._end_ranks(suspect)
+
+    def _terminate_ranks(self) -> None:
+        """Send SIGTERM to the ranks, because one has failed."""
+        for each in self.ranks.living():
+            if os.path.exists(each.error_file) and not self.facts.has_failed(each.rank):
+                self._record_failure(self.ranks.describe_end(each))
+        self.facts.stopped.update(each.rank for each in self.ranks.living())
+        if self.savers.begin():
+            self.send_all(RanksSave())
+        self.ranks.send(signal.SIGTERM)
+        self.kill.set_within(limits.RANK_TERM_S)
+
+    def _kill_ranks(self) -> None:
+        """Send SIGKILL to all descendants, except ranks that save after another one's failure."""
+        self.facts.stopped.update(each.rank for each in self.ranks.living())
+        if working := self.savers.working():
+            processes.kill_others([each.pid for each in working])
+            self.kill.set_within(self.grace_s - limits.RANK_TERM_S)
+        else:
+            processes.end_descendants()
 
     def _is_over(self) -> bool:
         """Whether every rank here has exited and nothing more is expected from other nodes."""
@@ -157,7 +174,7 @@ class Attempt:
         if has_all or not self.peers or self.facts.verdict is not None:
             return True
         if self.facts.is_ending:
-            others_s = self.grace_s if self.facts.asked else 0.0  # they may still save
+            others_s = self.grace_s if self.facts.asked else self.savers.others_s
             limit_s = limits.VERDICT_S if self.facts.signals else self.verdict_s
             self.over.set_within(limit_s * (1 if self.is_first_node else 2) + others_s)
         return self.over.take()
@@ -178,13 +195,17 @@ class Attempt:
         code = self.facts.codes[each.rank] = each.code or 0
         saved_step = self.ranks.heartbeats.saved()
         if code != 0 and each.rank not in self.facts.stopped:
-            end = self.ranks.describe_end(each)
-            if self.facts.is_asked(end, has_saved=saved_step >= 0):
-                self.kill.set_within(self.grace_s)
-            else:
-                self._fail(end)
+            self._on_error(each)
         if not self.is_first_node and not self.ranks.living():
             self.send_all(self.facts.end_of_node(saved_step, *self.snapshots.parts()))
+
+    def _on_error(self, each: Rank) -> None:
+        """End the ranks, because one has exited, or cannot exit, with a code other than 0."""
+        end = self.ranks.describe_end(each)
+        if self.facts.is_asked(end, has_saved=self.ranks.heartbeats.saved() >= 0):
+            self.kill.set_within(self.grace_s)
+        else:
+            self._fail(end)
 
     def _fail(self, first: Failure) -> None:
         """Record a failure, and end the ranks of all nodes; after a stop request, let them save."""
@@ -207,6 +228,7 @@ class Attempt:
         """Forward a stop signal, so that the ranks can save; a second Ctrl-C kills them."""
         if signum == signal.SIGINT and self.interrupts.is_second():
             self.facts.signals.append(signum)
+            self.savers.refuse()
             self.kill.set_within(0.0)
         else:
             self._stop(signum, None)
@@ -231,28 +253,7 @@ class Attempt:
         if received is None:
             self._drop_peer(node)
         for message in received or ():
-            self._on_message(node, peer, message)
-
-    def _on_message(self, node: int, peer: Link, message: object) -> None:
-        match message:
-            case EndRanks() | Verdict() if self.is_first_node:
-                pass  # node rank 0 only sends these
-            case StopRequest() if message.signum in stop_signals():
-                self._stop(message.signum, peer)
-            case Failure():
-                self._fail(message)
-            case StackRequest() | NodeStacks():
-                self.query.receive(node, message)
-            case SnapshotData():
-                self.snapshots.incoming.take(message)
-            case NodeBeat() if message.straggler is not None:
-                self.stragglers[node] = message.straggler
-            case EndRanks():
-                self._end_ranks(message.stuck)
-            case NodeEnd():
-                self.facts.nodes[node] = message
-            case Verdict():
-                self.facts.verdict = message
+            _take_message(self, node, peer, message)
 
     def send_all(self, message: object, *, but: Link | None = None) -> None:
         """On node rank 0, send to every other agent; elsewhere, to node rank 0's."""
@@ -272,6 +273,9 @@ class Attempt:
         """Send a heartbeat to the other nodes; check for silent nodes and a stuck rank."""
         self.on_beat()
         self.notice.look()
+        if not (self.facts.is_ending or self.facts.signals):
+            for each in self.ranks.find_hanging(self.grace_s):
+                self._on_error(each)
         here = self.ranks.straggler()
         pulse.note(NodeBeat(here))
         for node, peer in list(self.peers.items()):
@@ -291,4 +295,39 @@ class Attempt:
         failure = self.ranks.describe_stuck(suspect)
         if failure is not None:
             self._fail(failure)
+            self.savers.refuse()
             self.kill.set_within(0.0)  # a resumed rank must not save
+
+
+def _take_message(attempt: Attempt, node: int, peer: Link, message: object) -> None:
+    """Act on a message from another node's agent."""
+    match message:
+        case EndRanks() | Verdict() if attempt.is_first_node:
+            pass  # node rank 0 only sends these
+        case StopRequest() if message.signum in stop_signals():
+            attempt._stop(message.signum, peer)
+        case Failure():
+            attempt._fail(message)
+        case StackRequest() | NodeStacks():
+            attempt.query.receive(node, message)
+        case SnapshotData():
+            attempt.snapshots.incoming.take(message)
+        case EndRanks():
+            attempt._end_ranks(message.stuck)
+        case RanksSave():
+            attempt.savers.others_s = attempt.grace_s
+            if attempt.is_first_node:
+                attempt.send_all(message, but=peer)
+        case _:
+            _take_report(attempt, node, message)
+
+
+def _take_report(attempt: Attempt, node: int, message: object) -> None:
+    """Record what another node's agent reports."""
+    match message:
+        case NodeBeat() if message.straggler is not None:
+            attempt.stragglers[node] = message.straggler
+        case NodeEnd():
+            attempt.facts.nodes[node] = message
+        case Verdict():
+            attempt.facts.verdict = message

@@ -6,10 +6,15 @@ import itertools
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
+from launcher.text import Environ
+from launcher.wire.limits import GRACE_S
+
 _FLAGS = (  # options without a value
     *("-h", "--help", "-m", "--module", "--no-python", "--standalone", "--run-path"),
     *("--use-env", "--virtual-local-rank"),
 )
+
+RANGE_CURE = "a range needs --rdzv-backend c10d; add it, or give one number"
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -36,6 +41,17 @@ def find_option(arguments: Sequence[str], name: str) -> str:
         if len(option) > 2 and name.startswith(option.replace("_", "-")):
             given = its_value if equals else value
     return given
+
+
+def read_grace(arguments: Sequence[str], environ: Environ) -> float:
+    """Return how long the ranks have to save, in seconds: by an option, or by a variable."""
+    given = find_option(arguments, "--shutdown-timeout")
+    names = "GRACE", "PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    given = given or next(filter(None, map(environ.get, names)), "")
+    try:
+        return max(0.0, float(given or GRACE_S))
+    except ValueError:
+        return GRACE_S  # torch's parser refuses what is no number
 
 
 def read_for_torch(parse: Callable[[list[str]], Namespace], arguments: Sequence[str]) -> Namespace:

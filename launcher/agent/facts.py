@@ -39,6 +39,10 @@ class Facts:
         """True once this agent has reason to end the attempt."""
         return bool(self.failures or self.stopped)
 
+    def has_failed(self, rank: int) -> bool:
+        """Whether a rank's failure is already recorded."""
+        return any(each.rank == rank for each in self.failures)
+
     def is_asked(self, end: Failure, *, has_saved: bool) -> bool:
         """Whether a rank that exited with a code other than 0 stopped on request.
 

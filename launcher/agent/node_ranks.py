@@ -20,6 +20,8 @@ from launcher.agent.diagnosis import collectives, stuck
 from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Calls
 from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.output.stream import Stream
+from launcher.agent.rank import ending
+from launcher.crash import read_crash
 from launcher.failure import Failure
 from launcher.processes import KILLED
 from launcher.wire import limits
@@ -35,6 +37,7 @@ class Rank:
     streams: tuple[Stream, Stream]  # stdout and stderr
     error_file: Path
     code: int | None = None  # as a shell reports it; None while the rank runs
+    ended_at: float | None = None  # own_time.now() when its script was seen to have failed
 
     @property
     def stack_file(self) -> Path:
@@ -63,10 +66,15 @@ class Heartbeats:
     def clear(self) -> None:
         """Reset all records before new ranks start."""
         os.pwrite(self._fd, RECORD.pack(*Beat()) * self._ranks, 0)
+        ending.clear(self._fd, self._ranks)
 
     def read(self, local_rank: int) -> Beat:
         """Return a rank's latest beat."""
         return Beat(*RECORD.unpack(os.pread(self._fd, RECORD.size, RECORD.size * local_rank)))
+
+    def ending(self, local_rank: int) -> int:
+        """Return a rank's state in launcher/agent/rank/ending.py; 0 while its script runs."""
+        return ending.read(self._fd, self._ranks)[local_rank]
 
     def silence_s(self, local_rank: int) -> float:
         """Return the seconds since a rank's latest beat or its start; 0 if it is not watched."""
@@ -168,6 +176,7 @@ class NodeRanks:
         raised = failure.read_error(each.error_file)
         if raised is None and err.traceback_line > 0 and each.code == 1:
             raised = failure.read_traceback(err.last_text, unknown.time)
+        raised = raised or read_crash(err.recent_lines, each.code or 0, unknown.time)
         return failure.describe_end(
             replace(unknown, log=f"{log}:{line}" if log and line else log),
             raised,
@@ -175,6 +184,21 @@ class NodeRanks:
             is_out_of_memory=failure.count_memory_kills() > self._memory_kills,
             last_text=err.last_text,
         )
+
+    def find_hanging(self, hook_s: float) -> list[Rank]:
+        """Return the ranks whose script has ended with an error, but that do not exit.
+
+        They have RAISED_S to do so, or `hook_s` if the script has a sys.excepthook that still runs.
+        """
+        hanging = []
+        for each in self.living():
+            state = self.heartbeats.ending(each.local_rank)
+            limit_s = max(hook_s, limits.RAISED_S) if state == ending.IN_HOOK else limits.RAISED_S
+            if state and each.ended_at is None:
+                each.ended_at = own_time.now()
+            if each.ended_at is not None and own_time.now() - each.ended_at >= limit_s:
+                hanging.append(each)
+        return hanging
 
     def describe_stuck(self, suspect: int) -> Failure | None:
         """Return the failure of a run that `suspect` holds up, with the stacks of all ranks here.

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from distributed.stop_signals import ADDED, NOTICE, QUERY, STOP_SIGNALS, handled_signals
 from launcher import importable, own_time, processes, typed_json
-from launcher.agent.command_line import find_option, read_for_torch
+from launcher.agent.command_line import find_option, read_for_torch, read_grace
 from launcher.agent.control import (
     AgentNote,
     Control,
@@ -142,7 +142,7 @@ def fork_agent(
     logs, run_id = find_option(arguments, "--log-dir"), environ.get("RUN_ID", "")
     folder = Path(logs, run_id) if is_launcher and logs and run_id else None
     note = AgentNote(run_id, node_rank, 0.0, 0)
-    grace_s = float(environ.get("GRACE") or limits.GRACE_S)
+    grace_s = read_grace(arguments, environ)
     agent = Agent(pid, ours, words, note, control, grace_s, pausing, folder)
     if control is not None and control.fd is not None:
         end_after(follow_stream, control.fd, agent.kill)

@@ -16,13 +16,12 @@ from distributed.environment import slurm_node
 from distributed.stop_signals import NEVER_ADDED
 from distributed.torch_internals import rendezvous_settings
 from launcher import handshake
-from launcher.agent.command_line import split
+from launcher.agent.command_line import RANGE_CURE, read_grace, split
 from launcher.agent.rank import fresh
 from launcher.agent.rank.program import Program
 from launcher.handshake import Access
 from launcher.record.run_ids import plain_run_id
 from launcher.text import OwnEnviron
-from launcher.wire import limits
 
 _TORCHS_ALONE = (
     *("run_path", "logs_specs", "event_log_handler"),
@@ -89,11 +88,11 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
     spares = int(environ.pop("SPARES", "") or 0)
     min_nodes = int(environ.pop("MIN_NODES", "") or 0)
     is_placed = _place_in_step(args, spares, environ)
-    low, high = torchrun.parse_min_max_nnodes(args.nnodes)
+    low, high = _count_nodes(args.nnodes)
     nproc = _count_ranks(args.nproc_per_node, environ)
     address, port = _master(args, high + spares)
     if low != high and args.rdzv_backend == "static":
-        raise ValueError(f"--nnodes {args.nnodes}: a range needs --rdzv-backend c10d")
+        raise ValueError(f"--nnodes {args.nnodes}: {RANGE_CURE}")
     if nproc < 1:
         raise ValueError(f"--nproc-per-node {nproc}: no ranks; give at least 1")
     least = -1 if high + spares > 1 else 0  # -1 requests the next free node rank
@@ -107,7 +106,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
         cure = "omit it, or also give --nnodes, --node-rank and --master-addr"
         raise ValueError(f"{beyond_static}: not supported in a SLURM step; {cure}")
     _check_signals(args)
-    grace_s = environ.get("GRACE") or vars(args).get("shutdown_timeout") or limits.GRACE_S
+    _refuse_like_torchrun(args)
     filtered = args.local_ranks_filter
     words = tuple(args.training_script_args)
     is_debug = environ.get("LOG_LEVEL", "").upper() == "DEBUG"
@@ -127,7 +126,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
         shown=frozenset(map(int, filtered.split(","))) if filtered else None,
         is_in_step=is_placed,
         join_timeout_s=float(rendezvous_settings(args.rdzv_conf).get("join_timeout", "300")),
-        grace_s=float(grace_s),
+        grace_s=read_grace(arguments, environ),
         num_spares=spares,
         min_nodes=min_nodes,
         virtual_gpus=_virtual_gpus(args, nproc, environ.get("CUDA_VISIBLE_DEVICES")),
@@ -185,6 +184,28 @@ def _count_ranks(nproc_per_node: str, environ: OwnEnviron) -> int:
         del environ[_BY_NVML]
         if given is not None:
             environ[_BY_NVML] = given
+
+
+def _count_nodes(given: str) -> tuple[int, int]:
+    """Return the fewest and the most nodes."""
+    try:
+        low, high = torchrun.parse_min_max_nnodes(given)
+    except (ValueError, RuntimeError):
+        low, high = 0, 0
+    if not 0 < low <= high:
+        raise ValueError(f"--nnodes {given}: not a number of nodes; give N or MIN:MAX, at least 1")
+    return low, high
+
+
+def _refuse_like_torchrun(args: argparse.Namespace) -> None:
+    """Raise ValueError for what torchrun refuses too, whether typed or in a PET_ variable."""
+    if args.no_python and args.module and not args.run_path:
+        raise ValueError("--no-python and --module cannot be used at the same time; omit one")
+    if args.max_restarts < 0:
+        raise ValueError(f"--max-restarts {args.max_restarts}: give 0 or more")
+    ranks = args.local_ranks_filter or "0"
+    if not all(rank.strip().isdecimal() for rank in ranks.split(",")):
+        raise ValueError(f"--local-ranks-filter {ranks}: give local ranks, such as 0,1,2")
 
 
 def _check_signals(args: argparse.Namespace) -> None:

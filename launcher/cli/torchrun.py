@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from launcher.agent.command_line import RANGE_CURE
 from launcher.text import Environ, PlanError
 
 
@@ -36,9 +37,8 @@ def find_master(
     """Read the number of nodes, this node's rank and the master from torchrun's rendezvous."""
     least, is_range, most = nodes.partition(":")
     if is_range and least != most:
-        raise PlanError(
-            f"--nnodes {nodes}: the number of nodes cannot change during a run; give one number"
-        )
+        leave_to_torch(values, {"--nnodes": nodes, "--rdzv-backend": backend}, endpoint)
+        return
     if backend not in ("", "static", "c10d"):
         raise PlanError(f"--rdzv-backend {backend}: not supported; omit it, and give --master-addr")
     nodes = least or ("1" if endpoint == "localhost:0" else "")  # torchrun's default
@@ -54,3 +54,19 @@ def find_master(
             values.setdefault("port", port)
         address = address if has_port else endpoint
         values.setdefault("master", address.removeprefix("[").removesuffix("]"))
+
+
+def leave_to_torch(values: dict[str, Any], given: dict[str, str], endpoint: str) -> None:
+    """Pass a range of nodes on: the node agent hands it to torch's elastic agent.
+
+    Raises PlanError where torch's agent would wait for the largest number of nodes.
+    """
+    if given["--rdzv-backend"] in ("", "static"):
+        raise PlanError(f"--nnodes {given['--nnodes']}: {RANGE_CURE}")
+    if endpoint:
+        given |= {"--rdzv-endpoint": endpoint}
+    if not values.get("run_id"):
+        given |= {"--rdzv-id": "none"}  # torchrun's default, which is the same on every node
+    words = [word for option in given.items() for word in option]
+    values["passed"] = (*values.get("passed", ()), *words)
+    values["nnodes"] = "1"  # this one; torch's agents find the others

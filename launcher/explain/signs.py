@@ -70,14 +70,19 @@ SIGNS = (
         """,
     ),
     end(
+        "collective-mismatch",
+        r"""
+        Collective(FingerPrint)? .*mismatch|Detected mismatch between collectives
+        distributed collective mismatch in your code
+        """,
+    ),
+    end(
         "rank-stuck",
         r"""
         Watchdog caught collective operation timeout
         Timed out waiting \d+ms for (recv|send) operation
         [Mm]onitoredBarrier
         [Hh]eartbeat monitor timed out|HeartbeatMonitor|stuck at a collective
-        Collective(FingerPrint)? .*mismatch|Detected mismatch between collectives
-        distributed collective mismatch in your code
         ran for \d+ milliseconds before timing out
         watchdog got stuck|watchdog hang|collective timeout
         submitted to be reduced.* by subset of ranks

@@ -62,7 +62,7 @@ def make_plan(typed: Typed) -> Plan:
         raise PlanError(
             f"MAX_RESTARTS is {max_restarts}, but {typed.engine} cannot restart ranks; omit it"
         )
-    grace_s = read_number("GRACE", environ.get("GRACE") or str(limits.GRACE_S), 0, 86400)
+    grace_s = read_number("GRACE", typed.grace or str(limits.GRACE_S), 0, 86400)
     wait = environ.get("PREFLIGHT_SECONDS") or "9"
     fanout = choose_fanout(typed)
     in_step = fanout != "local" and environ.get("LAUNCHER") == "srun"

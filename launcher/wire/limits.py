@@ -51,12 +51,15 @@ SUCCESSOR_S = 20.0  # to find the node that replaces node rank 0
 # A rank fails, or is stuck.
 SETTLE_S = 0.3  # after an exit that looks like a consequence, for its cause to appear
 RANK_TERM_S = 1.0  # from SIGTERM to SIGKILL
+SAVERS_LOOK_S = 0.4  # for ranks that handle SIGTERM to write their stacks
 VERDICT_S = 1.5  # for the other nodes to report their ends, if no restart follows
 RANKS_END_S = 60.0  # the same, if one may follow: a killed rank can hold its GPU for a while
 # If a rank is still running this long after a traceback, it has caught the exception. On a busy
 # machine, a rank that has not caught it can take more than a second to exit.
 TRACEBACK_S = 3.0
-RAISED_S = 10.0  # the same, for a rank that has written an error file: it is about to exit
+# The same, for a rank that has written an error file: it is about to exit. If it has not exited
+# after this, for example because of a thread, it counts as failed.
+RAISED_S = 10.0
 STACKS_WRITE_S = 2.0  # for the ranks of a node to write their stacks
 STACKS_ANSWER_S = 5.0  # for the other nodes' stacks
 STACKS_SHOW_S = 12.0  # for `--stacks` to receive the stacks of all ranks
@@ -80,6 +83,7 @@ REQUEUE_S = 8.0  # after srun is killed, for SLURM to requeue a job that has los
 DECIDE_S = RANKS_END_S + 10.0  # after a node's part ends, for the run to continue without it
 RECALL_S = 5.0  # an exit this soon after a gap in the signs of life is attributed to the gap
 SWEEP_S = 2.0  # for leftover processes of a run on a node to exit by themselves
+CLEAN_S = 0.3  # for Python's resource trackers to remove shared memory, once the others have ended
 KILL_S = 1.0  # for killed processes to disappear
 
 # Output and records.

@@ -317,6 +317,11 @@ class EndRanks:
     stuck: int = -1  # the rank that holds up the run, or -1; with one, first collect all stacks
 
 
+@dataclass(frozen=True)
+class RanksSave:
+    """To the other agents: after a failure, ranks here may save for up to GRACE seconds."""
+
+
 _ALL = *globals().values(), Failure, NodeEnd, Outcome
 _KINDS = {kind.__name__: kind for kind in _ALL if isinstance(kind, type) and is_dataclass(kind)}
 

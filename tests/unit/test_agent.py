@@ -310,6 +310,11 @@ def test_what_installs_a_package_names_the_python(
     for name, package in (("pandas", "pandas"), ("sklearn", "scikit-learn")):
         told = failure.install_cure(f"{missing} '{name}'")
         assert told == f"; if it is a package: {pip} {package}"
+    for name in ("distributed", "distributed.torch", "launcher", "training"):
+        told = failure.install_cure(f"{missing} '{name}'")
+        assert told == f"; if it is the launch kit's: from torch_launch_kit.{name} import ..."
+    told = failure.install_cure(f"{missing} 'torch_launch_kit'")
+    assert told.startswith("; start the script with scripts/launch.sh, or run ")
     for other in (f"{missing} 'a.b'", "ValueError: No module named 'a'"):
         assert failure.install_cure(other) == ""
 
@@ -372,3 +377,75 @@ def test_the_kernels_kill_of_an_agent_is_told_from_a_foreign_one(
     fault = "out-of-memory" if is_out_of_memory else "agent-killed"
     assert err.lstrip("\n").startswith("FAILED   node agent 1 (") and f"[{fault}]" in err
     assert ("from the kernel" in err) == is_out_of_memory
+
+
+CANNOT_EXIT = """
+import os, sys, threading, time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    threading.Thread(target=time.sleep, args=(10**5,)).start()
+    if sys.argv[1] == "raise":
+        raise ValueError("the label 11 is not in 0..9")
+    sys.exit(7)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "cause"),
+    [
+        ("raise", 1, "ValueError: the label 11 is not in 0..9"),
+        *rarely(("exit", 7, "SystemExit: 7")),
+    ],
+)
+def test_a_rank_that_has_failed_and_cannot_exit_is_reported(
+    tmp_path: Path, runs: list[Run], how: str, code: int, cause: str
+) -> None:
+    script = written(tmp_path / "x.py", CANNOT_EXIT)
+    runs.append(run := Run(["--nproc-per-node", "2", str(script), how]))
+    err = run.finish()
+    run.assert_gone()
+    assert run.process.returncode == code
+    assert "FAILED   rank 1 " in err and f"cause    {cause}\n" in err
+
+
+SAVES_ON_SIGTERM = """
+import os, signal, sys, time
+import torch.distributed as dist
+
+def save(*_):
+    with open("emergency", "w") as file:
+        for _ in range(25):  # longer than the time between SIGTERM and SIGKILL of other ranks
+            print("part", file=file, flush=True)
+            time.sleep(0.1)
+        print("whole", file=file)
+    os._exit(3)
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    how = {"save": save, "flag": lambda *_: None}[sys.argv[1]]
+    signal.signal(signal.SIGTERM, how)
+dist.barrier()
+if dist.get_rank() == 1:
+    raise ValueError("bad")
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["save", *rarely("flag")])
+def test_a_rank_that_saves_on_sigterm_has_time_after_another_ones_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[Run], how: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = written(tmp_path / "x.py", SAVES_ON_SIGTERM)
+    grace = "600" if how == "flag" else "5"  # --shutdown-timeout, or GRACE
+    runs.append(run := Run(["--nproc-per-node", "2", str(script), how], GRACE=grace))
+    err = run.finish()
+    run.assert_gone()
+    assert "cause    ValueError: bad" in err
+    if how == "save":
+        assert (tmp_path / "emergency").read_text().endswith("whole\n")

@@ -428,3 +428,12 @@ def test_an_empty_variable_is_one_that_is_not_set() -> None:
     assert {"GRACE", "SPARES", "VENV", "NO_COLOR"} < {*names}
     empty, _ = torchrun_arguments.parse(["x.py"], dict.fromkeys(names, ""))
     assert replace(empty, environ={}) == usual
+
+
+def test_a_range_of_nodes_is_left_to_torchs_own_agent() -> None:
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    found = read("launch", "--nnodes=1:2", *rendezvous, "x.py")
+    passed = [*("--nnodes", "1:2", "--rdzv-backend", "c10d"), "--rdzv-endpoint", "localhost:0"]
+    assert [*found["passed"]] == [*passed, "--rdzv-id", "none"]
+    with pytest.raises(PlanError, match="a range needs --rdzv-backend c10d"):
+        read("launch", "--nnodes=1:2", "x.py")

@@ -113,3 +113,39 @@ assert processes.descendants(1) == []
 assert processes.end_descendants() == []
 """
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+
+
+SHARES = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.multiprocessing.set_sharing_strategy("file_system")
+dist.init_process_group("gloo")
+kept = [batch for batch in DataLoader(TensorDataset(torch.ones(8, 4)), num_workers=1)]
+names = {line.split()[-1] for line in open("/proc/self/maps") if "/dev/shm/torch_" in line}
+print("names", *(names or ["none"]), flush=True)
+dist.barrier()
+if dist.get_rank() == 1:
+    if sys.argv[1] == "raise":
+        raise ValueError("bad")
+    if sys.argv[1] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+print("asleep", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "raise", "agent"])
+def test_no_shared_memory_is_left(runs: list[Run], tmp_path: Path, how: str) -> None:
+    script = written(tmp_path / "x.py", SHARES)
+    runs.append(run := Run(["--nproc-per-node", "2", str(script), how]))
+    run.wait_for("asleep")
+    if how == "agent":
+        os.kill(run.agent_pid(), signal.SIGKILL)
+    run.finish()
+    run.assert_gone()
+    said = [line.split()[1:] for line in run.output.splitlines() if line.startswith("names")]
+    files = [name for names in said for name in names]
+    assert len(files) > 4 and "none" not in files
+    assert [name for name in files if os.path.exists(name)] == []

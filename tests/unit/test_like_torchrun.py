@@ -237,3 +237,36 @@ def test_elastic_launches_are_handed_to_torch(tmp_path: Path) -> None:
     done = run_agent("--nnodes=1:2", *rendezvous, "--nproc-per-node=2", script)
     assert done.stdout == "2\n2\n", done.stderr
     assert "--nnodes MIN:MAX: torch's elastic agent starts the ranks" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "cause"),
+    [
+        ([], {"PET_NO_PYTHON": "1", "PET_MODULE": "1"}, "--no-python and --module"),
+        *rarely(
+            (["--max-restarts=-1"], {}, "--max-restarts -1: give 0 or more"),
+            (["--local-ranks-filter=a"], {}, "--local-ranks-filter a: give local ranks"),
+            (["--nnodes=2:1"], {}, "--nnodes 2:1: not a number of nodes"),
+            (["--nnodes=1:2"], {}, "--nnodes 1:2: a range needs --rdzv-backend c10d"),
+        ),
+    ],
+)
+def test_what_torchrun_refuses_is_refused_in_one_line(
+    tmp_path: Path, options: list[str], variables: dict[str, str], cause: str
+) -> None:
+    script = written(tmp_path / "x.py", "")
+    done = execute(tmp_path, *AGENT, *options, script, code=2, **variables)
+    assert cause in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_torch_whose_compiler_cannot_be_imported_runs_scripts_that_need_none(
+    tmp_path: Path,
+) -> None:
+    """For example, a package that torch._dynamo imports is missing or too old."""
+    blocked = "class No:\n    def find_spec(self, name, *_):\n        if name == 'torch._dynamo':\n"
+    blocked += (
+        "            raise ImportError('too old')\nimport sys\nsys.meta_path.insert(0, No())\n"
+    )
+    written(tmp_path / "sitecustomize.py", blocked)
+    script = written(tmp_path / "x.py", "print('ran')\n")
+    assert execute(tmp_path, *AGENT, script, PYTHONPATH=str(tmp_path)).stdout == "ran\n"

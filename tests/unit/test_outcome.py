@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agents import ROOT
 
 from launcher import failure
 from launcher.agent.facts import Facts
 from launcher.agent.rank.program import _record
+from launcher.crash import read_crash
 from launcher.failure import Failure, RaisedError, read_error
 from launcher.failure_block import find_end, find_kept, print_outcome
 from launcher.outcome import (
@@ -481,3 +483,59 @@ def test_of_several_ends_the_last_counts(tmp_path: Path) -> None:
     (tmp_path / "job.out").write_text(f"{PLANNED}{printed(END)}{PLANNED}{stopped}")
     assert find_end(tmp_path / "job.out") == stopped.rstrip("\n")
     assert stopped.startswith("stopped  after saving a checkpoint (code 75)")
+
+
+MISMATCH = [
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+    "  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 12 vs 8. Received "
+    "data size doesn't match expected size. Is there a distributed collective mismatch in your "
+    "code?",
+    "Fatal Python error: Aborted",
+    "",
+    "Thread 0x00007f8f2ebf2b80 (most recent call first):",
+    '  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce',
+    '  File "/x/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper',
+    f'  File "{ROOT}/distributed/collectives.py", line 64 in _gather',
+    f'  File "{ROOT}/distributed/checkpoint/one_call.py", line 54 in save',
+    '  File "/me/mm.py", line 8 in main',
+]
+
+
+def test_a_crash_by_collectives_that_differ_names_the_call() -> None:
+    raised = read_crash(MISMATCH, 134, 9.0)
+    told = failure.describe_end(
+        failed(1, 9.0), raised, code=134, is_out_of_memory=False, last_text=""
+    )
+    assert told.fault == "collective-mismatch" and told.code == 134
+    assert "every rank must call save()" in told.cause
+    assert "12 vs 8" in told.frames[0] and told.frames[1:] == ["/me/mm.py:8 in main"]
+    assert read_crash(MISMATCH, 1, 9.0) is None
+
+
+KEYS = """RuntimeError: Error(s) in loading state_dict for Sequential:
+\tUnexpected key(s) in state_dict: "2.weight".
+\tsize mismatch for 0.weight: copying a param with shape [2, 2].
+\tsize mismatch for 0.bias: copying a param with shape [2].
+\tsize mismatch for 1.bias: copying a param with shape [2]."""
+
+
+@pytest.mark.parametrize(
+    ("message", "details", "shown"),
+    [
+        (KEYS, [], [line.strip() for line in KEYS.splitlines()[1:4]]),
+        ("ExceptionGroup: many (2 sub-exceptions)", ["KeyError: 'x'"], ["KeyError: 'x'"]),
+        (
+            "RuntimeError: CUDA error: x\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1",
+            [],
+            [],
+        ),
+    ],
+)
+def test_an_error_of_several_lines_shows_those_that_say_something(
+    message: str, details: list[str], shown: list[str]
+) -> None:
+    raised = RaisedError(message, "", 1, 5.0, details=details)
+    told = failure.describe_end(
+        failed(1, 9.0), raised, code=1, is_out_of_memory=False, last_text=""
+    )
+    assert told.frames == shown

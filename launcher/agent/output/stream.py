@@ -15,6 +15,7 @@ import re
 import select
 import termios
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,8 @@ _CHUNK = 65536
 _TRICKLE = 2048  # bytes
 _PAGE = 4096  # bytes; one read of a terminal returns no more, and asking for more costs time
 _LONGEST_LINE = 1 << 20  # bytes; a longer one is logged in pieces
+_RECENT_LINES = 400  # the Python stacks of all threads, which a crash prints
+_RECENT_BYTES = 2000  # of each of these lines
 _STATES = 5  # how many of the latest states of a line that redraws itself are kept
 _FATAL = b"Traceback (most recent call last)", b"Fatal Python error"
 _TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^Fatal Python error")
@@ -127,6 +130,7 @@ class Stream:
     traceback_line: int = 0  # where the last traceback starts in the log; 0 if none
     last_line: int = 0
     _last: bytes = b""  # the text of the last line
+    _recent: deque[bytes] = field(default_factory=lambda: deque(maxlen=_RECENT_LINES))
     _partial: bytearray = field(default_factory=bytearray)  # a progress bar if it has a \r
     _logged: float = field(default_factory=time.monotonic)  # when a bar was last logged
     _logged_text: bytes = b""  # the state of the bar that was last logged
@@ -135,6 +139,11 @@ class Stream:
     def last_text(self) -> str:
         """The last line that is not a warning from torch's C++ code."""
         return self._last.decode(errors="replace")
+
+    @property
+    def recent_lines(self) -> list[str]:
+        """The last lines, each shortened."""
+        return [line.decode(errors="replace") for line in self._recent]
 
     def pump(self) -> bool:
         """Read what is available. Returns False at the end of the stream."""
@@ -208,6 +217,7 @@ class Stream:
         if not lines:
             return
         self.last_line = self.log.write(self.rank, lines)
+        self._recent.extend(line[:_RECENT_BYTES] for line in lines[-_RECENT_LINES:])
         said = (line for line in reversed(lines) if not _TORCHS_WARNING.match(line))
         self._last = next(said, self._last)
         if any(mark in whole for mark in _FATAL):

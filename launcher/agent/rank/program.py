@@ -27,6 +27,7 @@ import time
 import traceback
 import types
 import zipfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,10 +45,13 @@ from distributed.torch_internals import (
 )
 from launcher import processes
 from launcher.agent.output.stream import say
+from launcher.agent.rank import ending
 from launcher.agent.rank.flight_recorder import answer_requests
 from launcher.agent.rank.optimizer_steps import count_steps
 from launcher.text import Environ, warn
 
+_MOST_DETAILS = 3
+_LONGEST_DETAIL = 300  # characters
 _ROOT = str(Path(__file__).resolve().parents[3])
 
 
@@ -111,7 +115,10 @@ def run_and_exit(
         answer_requests(error_file)
     _hide_the_agent(program)
     kept = _keep_groups()
-    code = _execute(program, error_file)
+    tell = functools.partial(
+        ending.tell, variables["HEARTBEAT_FILE"], int(variables["LOCAL_WORLD_SIZE"])
+    )
+    code = _execute(program, error_file, tell)
     kept.clear()
     if reports_leaks():
         gc.unfreeze()
@@ -189,8 +196,11 @@ def _keep_groups() -> list[Any]:
     return kept
 
 
-def _execute(program: Program, error_file: Path) -> int:
-    """Run the program as `__main__`. Returns the exit code that Python would give it."""
+def _execute(program: Program, error_file: Path, tell: Callable[[int], None]) -> int:
+    """Run the program as `__main__`. Returns the exit code that Python would give it.
+
+    `tell` tells the agent how far the end of a program has got that an error has ended.
+    """
     faulthandler.enable()
     try:
         if program.is_module:
@@ -202,6 +212,7 @@ def _execute(program: Program, error_file: Path) -> int:
         code = _code_of(leave)
         if code != 0:
             _record(leave, code, error_file)
+            tell(ending.ENDED)
         return code
     except KeyboardInterrupt as stop:
         _report(stop)
@@ -210,7 +221,10 @@ def _execute(program: Program, error_file: Path) -> int:
         return 130
     except BaseException as error:
         _record(error, 1, error_file)
-        return _report(error)
+        tell(ending.IN_HOOK)
+        code = _report(error)
+        tell(ending.ENDED)
+        return code
     return 0
 
 
@@ -236,10 +250,7 @@ def _code_of(leave: SystemExit) -> int:
 
 def _record(error: BaseException, code: int, file: Path) -> None:
     """Write the error file, in torch's format; torch itself writes it only for exceptions."""
-    try:
-        text = str(error)
-    except Exception as second:
-        text = f"(its __str__ raised {type(second).__name__})"
+    text = _text_of(error)
     fault, has_left = getattr(error, "fault", ""), isinstance(error, SystemExit)
     has_told = has_left and fault  # distributed.errors.Leave, which may be imported twice
     stack = "" if has_told else traceback.format_exc()
@@ -247,13 +258,37 @@ def _record(error: BaseException, code: int, file: Path) -> None:
         "message": text if has_told else f"{type(error).__name__}: {text}",
         "errorCode": code,
         "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
-        "fault": fault,  # this field and the next three are ours; torch ignores them
+        "fault": fault,  # this field and the next ones are ours; torch ignores them
         "time": time.time(),  # a file server's clock may differ from this one
         "notes": "; ".join(map(str, getattr(error, "__notes__", []))),
+        "details": [] if has_left else _details_of(error),
         "has_left": has_left and not fault,
     }
     with contextlib.suppress(OSError):  # a full disk; stderr has the error too
         file.write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its __str__ raised {type(second).__name__})"
+
+
+def _details_of(error: BaseException) -> list[str]:
+    """Return a line for each error of a group, and one for the error that caused this one."""
+    lines = [f"{type(each).__name__}: {_text_of(each)}" for each in _errors_of_group(error)]
+    if (source := error.__cause__) is not None:
+        lines.append(f"caused by {type(source).__name__}: {_text_of(source)}")
+    return [line.partition("\n")[0][:_LONGEST_DETAIL] for line in lines[:_MOST_DETAILS]]
+
+
+def _errors_of_group(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors of an ExceptionGroup (Python 3.11, or its backport), also of inner ones."""
+    members = getattr(error, "exceptions", ())
+    for member in members if isinstance(members, tuple) else ():
+        if isinstance(member, BaseException):
+            yield from _errors_of_group(member) if hasattr(member, "exceptions") else (member,)
 
 
 def _report(error: BaseException) -> int:

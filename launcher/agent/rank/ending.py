@@ -1,0 +1,31 @@
+"""A rank tells its agent that its script has ended with an error, before it exits (no torch).
+
+An error file alone does not show this: torch's own @record also writes one for an error that the
+script then handles. The states follow the heartbeats, in the same shared memory: one byte a rank.
+"""
+
+from __future__ import annotations
+
+import os
+
+from distributed.heartbeat import RECORD, find_record
+
+IN_HOOK = 1  # sys.excepthook is running, which may save
+ENDED = 2  # threads are joined and exit handlers run
+
+
+def tell(record: str, ranks: int, state: int) -> None:
+    """In a rank, set its state; `record` is HEARTBEAT_FILE, `ranks` the number on this node."""
+    if (place := find_record(record)) is not None:
+        fd, number = place
+        os.pwrite(fd, bytes([state]), RECORD.size * ranks + number)
+
+
+def read(fd: int, ranks: int) -> bytes:
+    """Return the states of all ranks of a node, by local rank; 0 while a script runs."""
+    return os.pread(fd, ranks, RECORD.size * ranks)
+
+
+def clear(fd: int, ranks: int) -> None:
+    """Reset all states before new ranks start."""
+    os.pwrite(fd, bytes(ranks), RECORD.size * ranks)

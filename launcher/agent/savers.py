@@ -1,0 +1,96 @@
+"""Which ranks may save for GRACE seconds after another rank has failed (no torch).
+
+A rank whose script handles SIGTERM itself may be writing an emergency checkpoint. Ranks that only
+wait for the failed one must end at once, however. The agent tells them apart as follows:
+
+1. A rank that does not handle SIGTERM ends by it.
+2. A rank that handles all stop signals uses the helper's Stop, or handles them alike: it would stop
+   at a step on which all ranks agree, which cannot happen any more.
+3. Python handles a signal only between two lines of the main thread. If the thread is still where
+   it was before the signal, such as in a collective, its handler does not run.
+
+Every other rank that handles SIGTERM gets GRACE.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from distributed.heartbeat import STACK_SIGNAL
+from distributed.stop_signals import handled_signals
+from launcher import processes
+from launcher.agent.diagnosis import stuck
+from launcher.agent.node_ranks import NodeRanks, Rank
+from launcher.text import name_ranks
+from launcher.wire import limits
+
+
+class Savers:
+    """The ranks of this node that handled SIGTERM themselves when it was sent."""
+
+    def __init__(self, ranks: NodeRanks, grace_s: float, show: Callable[[str], None]) -> None:
+        self._ranks, self._grace_s, self._show = ranks, grace_s, show
+        self.others_s = 0.0  # for ranks of other nodes to save
+        self._all: Sequence[Rank] = ()
+        self._before: dict[int, str] = {}  # by rank: the main thread's stack before SIGTERM
+        self._is_judged = False
+
+    def begin(self) -> bool:
+        """Note which ranks handle SIGTERM, just before it is sent. Returns whether any does."""
+        if self._grace_s > limits.RANK_TERM_S:
+            self._all = [each for each in self._ranks.living() if _may_save(each.pid)]
+            self._before = self._stacks()
+        return bool(self._all)
+
+    def working(self) -> list[Rank]:
+        """Return the ranks that handle SIGTERM now; from the second call on, none.
+
+        Blocks until they have written their stacks, for up to SAVERS_LOOK_S.
+        """
+        is_first, self._is_judged = not self._is_judged, True
+        if not is_first or not self._all:
+            return []
+        now = self._stacks()
+        same = [rank for rank, stack in now.items() if stack and stack == self._before.get(rank)]
+        working = [each for each in self._all if each.code is None and each.rank not in same]
+        if working:
+            names = name_ranks([each.rank for each in working])
+            handle = "handles" if len(working) == 1 else "handle"
+            self._show(f"{names} {handle} SIGTERM, and may save for {self._grace_s:g} s (GRACE)")
+        return working
+
+    def refuse(self) -> None:
+        """Let no rank save: the run is stuck, or a second Ctrl-C has come."""
+        self._is_judged = True
+
+    def _stacks(self) -> dict[int, str]:
+        """Have the ranks write their stacks, and return the main threads'."""
+        asked = [each for each in self._all if each.code is None and _writes_stacks(each.pid)]
+        sizes = {each.stack_file: stuck.size_of(each.stack_file) for each in asked}
+        processes.send_to_main_threads([each.pid for each in asked], STACK_SIGNAL)
+        stuck.wait_for_stacks(sizes, limits.SAVERS_LOOK_S)
+        return {each.rank: _main_thread(each.stack_file) for each in asked}
+
+
+def _may_save(pid: int) -> bool:
+    """Whether a rank handles SIGTERM, and not all stop signals alike."""
+    handled = handled_signals()
+    is_started = os.getsid(pid) == pid  # before that, it has the agent's handlers
+    takes_all = all(processes.has_signal(pid, "SigCgt", signum) for signum in handled)
+    return is_started and processes.handles(pid, signal.SIGTERM) and not takes_all
+
+
+def _writes_stacks(pid: int) -> bool:
+    return processes.has_signal(pid, "SigCgt", STACK_SIGNAL) and not processes.is_stopped(pid)
+
+
+def _main_thread(file: Path) -> str:
+    """Return the stack that the main thread wrote last, without the line that begins it."""
+    try:
+        last = file.read_text(errors="replace").rpartition("hread 0x")[2]
+    except OSError:
+        return ""
+    return last.partition("\n")[2]

@@ -1,0 +1,67 @@
+"""Why native code ended a rank, from the last lines that the rank wrote (no torch)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from launcher.explain.rules import find_rule
+from launcher.failure import FRAME, RaisedError, explain, is_foreign, signal_name
+
+_WHAT = re.compile(r"^ +what\(\): +(?P<text>\S.*)")  # of the C++ exception that nothing caught
+_FATAL = "Fatal Python error"
+_MISMATCH = "collective-mismatch"
+# Functions of torch that stand between a collective's name and the script.
+_WRAPPERS = ("wrapper", "inner", "decorate_context", "_fn")
+
+
+def read_crash(lines: Sequence[str], code: int, time: float) -> RaisedError | None:
+    """Return what a rank's last lines show about the signal that ended it.
+
+    They are its C++ exception, if there was one, and the Python stack that faulthandler wrote.
+    Returns None if they have neither, or if the exit code is not that of a crash.
+    """
+    fault, meaning = explain(code, out_of_memory=False)
+    if fault != "rank-crashed":
+        return None
+    fatal = _find_last(lines, lambda line: line.startswith(_FATAL))
+    what = _find_last(lines, _WHAT.match)
+    stack = _python_stack(lines[fatal:]) if fatal >= 0 else []
+    if what < 0:
+        return RaisedError(meaning, "\n".join(reversed(stack)), code, time, fault)
+    end = fatal if fatal > what else len(lines)
+    said = [_WHAT.sub(r"\g<text>", lines[what]), *lines[what + 1 : end]]
+    outermost_first = "\n".join(reversed(stack))
+    rule = find_rule("\n".join(said))
+    if rule is not None and rule.fault == _MISMATCH:
+        message = _explain_mismatch(stack)
+        return RaisedError(message, outermost_first, code, time, _MISMATCH, details=said[:1])
+    message = "\n".join([f"{signal_name(code)}: {said[0]}", *said[1:]])
+    return RaisedError(message, outermost_first, code, time, rule.fault if rule else fault)
+
+
+def _find_last(lines: Sequence[str], is_it: Callable[[str], object]) -> int:
+    """Return the index of the last line that `is_it` accepts; -1 if there is none."""
+    return next((at for at in reversed(range(len(lines))) if is_it(lines[at])), -1)
+
+
+def _python_stack(lines: Sequence[str]) -> list[str]:
+    """Return the frames of the main thread, which faulthandler writes last, innermost first."""
+    begins = [at for at, line in enumerate(lines) if "most recent call first" in line]
+    return [line for line in lines[begins[-1] :] if FRAME.match(line)] if begins else []
+
+
+def _explain_mismatch(stack: Sequence[str]) -> str:
+    """Return a cause that names the function that the script called last."""
+    called = ""
+    for frame in filter(None, map(FRAME.match, stack)):
+        if not is_foreign(frame["file"]):
+            break
+        if frame["name"] not in _WRAPPERS:
+            called = frame["name"]
+    if not called:
+        return "the ranks called different collectives; every rank must make the same calls"
+    return (
+        f"the ranks called different collectives, this one {called}(); "
+        f"every rank must call {called}(), with tensors of the same sizes"
+    )
