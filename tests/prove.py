@@ -31,7 +31,7 @@ import figures
 import quoted
 from conftest import isolate
 from harness import describe_machine, render
-from proofs import prove_attacks, prove_clean_up, prove_hangs, prove_one_dies
+from proofs import prove_attacks, prove_clean_up, prove_hangs, prove_one_dies, prove_page_loop
 from recovery import FAULT_POINTS, PART_POINTS, SHARDED, STOPS, Job, draw_kills, steps_lost
 from test_progress import names_slow_rank, run_with_slow_rank
 from test_stops import stop_at_random
@@ -220,7 +220,8 @@ def prove_own_stops(times: int) -> tuple[str, bool]:
         "One rank exits by `sys.exit(1)`, one"
         f" saves for 5 s: of {times} stops, {saved} saved and {told} were reported correctly."
     )
-    return text, saved == told == times
+    table, is_equal = prove_page_loop(times)
+    return f"{text}\n\n{table}", is_equal and saved == told == times
 
 
 def run_pytest(marks: str, workers: int, times: int) -> tuple[str, bool]:
@@ -336,8 +337,8 @@ PARTS = {
     "stops": Part("Stopped and resumed", "1, 5 and TIMES stops a run, by size", 6, prove_stops),
     "own-stops": Part(
         "A user's script, stopped at random moments",
-        "what it saves, and whether the report is right",
-        1,
+        "what it saves, whether the report is right, and the page's loop, also killed",
+        4,
         prove_own_stops,
     ),
     "hangs": Part(

@@ -89,3 +89,8 @@ def main():
 main()
 PY
 }
+
+# The loop of docs/your-script.md as a program. Its arguments: STEPS STRATEGY WORKERS SECONDS.
+make_page_loop() {
+  PYTHONPATH=$ROOT "$PYTHON" "$ROOT/tests/unit/page_loop.py" >page.py
+}

@@ -270,6 +270,43 @@ has_restarts() { # <number>
   echo "# $times stops, $(grep -c '^stopped    after step' job.out) of them saved" >&3
 }
 
+# Submits the page's loop as the run broken; sets JOB when it trains.
+start_page_loop() { # <the program's arguments...>
+  rm -f job.out
+  JOB=$(RUN_ID=broken TRAIN_SCRIPT=page.py on login sbatch --parsable --output=job.out --nodes=2 --gpus-per-node=1 \
+    scripts/slurm/slurm_train.sh - -- "$@")
+  eventually grep -q '^after ' job.out
+}
+
+# Kills the newest process of the run broken on a node, which is its rank.
+kill_rank_on() { # <node>
+  local agent
+  agent=$(on "$1" pgrep -o -f 'rdzv-id broken ')
+  on "$1" kill -KILL "$(on "$1" pgrep -n -P "$(on "$1" pgrep -P "$agent")")"
+}
+
+# bats test_tags=prove,long
+@test "the page's loop, stopped and killed at random moments, ends with an unbroken run's weights" {
+  local number times=$((${TIMES:-1} * 2)) words
+  words=($((times * 100)) ddp 0)
+  make_page_loop
+  RUN_ID=whole scripts/launch.sh --nproc-per-node 2 page.py "${words[@]}" 0
+  for ((number = 0; number < times; number++)); do
+    start_page_loop "${words[@]}" 0.01
+    sleep "0.$((RANDOM % 5))" # the random moment itself
+    case $((number % 3)) in
+      0) on login scancel "$JOB" ;;
+      1) kill_rank_on node2 ;;
+      2) on login scancel --signal=KILL "$JOB" ;;
+    esac
+    eventually has_ended "$JOB"
+  done
+  start_page_loop "${words[@]}" 0
+  eventually has_ended "$JOB"
+  [[ $(weights_of broken) == "$(weights_of whole)" ]]
+  echo "# the loop of docs/your-script.md as a job, stopped or killed $times times: the weights of an unbroken run" >&3
+}
+
 # bats test_tags=prove,long
 @test "an ordinary script completes every time" {
   local number times=$((${TIMES:-0} ? TIMES * 5 / 2 : 1))

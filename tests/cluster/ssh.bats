@@ -57,7 +57,7 @@ PY
 start() { # <run id> <the launcher's arguments...>
   RUN_ID=$1 launch "${@:2}" >"$1.out" 2>&1 3>&- &
   PID=$!
-  eventually grep -qE '^\[0\] (met|step 1/)' "$1.out" || { cat "$1.out" && false; }
+  eventually grep -qE '^\[0\] (met|step 1/|after )' "$1.out" || { cat "$1.out" && false; }
 }
 
 is_gone() { # <run id>
@@ -239,6 +239,30 @@ TABLE
     ((CODE == 75))
     is_gone "$launcher"
   done
+}
+
+# bats test_tags=prove,long
+@test "the page's loop, stopped and killed at random moments, ends with an unbroken run's weights" {
+  local number times=$((${TIMES:-1} * 2)) codes=(75 137 137) code words
+  LAUNCH=scripts/launch.sh words=(--hosts node1,node2 --nproc-per-node 1 page.py $((times * 100)) ddp 2)
+  make_page_loop
+  RUN_ID=whole launch "${words[@]}" 0
+  for ((number = 0; number < times; number++)); do
+    start broken "${words[@]}" 0.01
+    sleep "0.$((RANDOM % 5))" # the random moment itself
+    case $((number % 3)) in
+      0) on login kill -TERM "$(on login pgrep -o -f "/start.py launch ")" ;;
+      1) on node2 kill -KILL "$(find_victim broken node2 rank)" ;;
+      2) on login kill -KILL "$(on login pgrep -o -f "/start.py launch ")" ;;
+    esac
+    end_of "$PID"
+    eventually is_gone broken
+    code=${codes[number % 3]}
+    ((CODE == code)) || { cat broken.out && false; }
+  done
+  RUN_ID=broken launch "${words[@]}" 0
+  [[ $(weights_of broken) == "$(weights_of whole)" ]]
+  echo "# the loop of docs/your-script.md over ssh, stopped or killed $times times: the weights of an unbroken run" >&3
 }
 
 # bats test_tags=prove

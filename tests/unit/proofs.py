@@ -18,6 +18,7 @@ import others
 import pytest
 from agents import LOOPS, PROGRAM, PROMISED_S, ROOT, Run, kill_what_is_left, run_program
 from harness import render
+from page_loop import interrupt_at_random
 from test_agents_together import attack_a_run
 from test_checkpoint import flip_old_ones
 from test_clean_up import VICTIMS, hit, start_run
@@ -73,6 +74,24 @@ def prove_flips() -> tuple[str, bool]:
         f"{what}, each followed by two saves: {failed or 'all named, no save failed'}.",
         not failed,
     )
+
+
+def prove_page_loop(times: int) -> tuple[str, bool]:
+    """Stop and kill the loop of docs/your-script.md at 4 * times random moments."""
+    rows, are_equal = [], True
+    for strategy, workers, moments in (
+        ("ddp", 0, 2 * times),
+        ("ddp", 2, times),
+        ("fsdp", 0, times),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            done, is_equal = interrupt_at_random(Path(folder), moments, strategy, workers)
+        rows.append([strategy, str(workers), str(done), "equal" if is_equal else "DIFFER"])
+        are_equal = are_equal and is_equal
+    table = render(["strategy", "data workers each", "stops and kills", "weights"], rows)
+    what = "The loop of docs/your-script.md, with dropout, compared with an unbroken run"
+    how = "SIGTERM to the launcher, SIGKILL to it or to a rank, at random moments"
+    return f"{what}: {how}\n\n{table}", are_equal
 
 
 def prove_clean_up(times: int) -> tuple[str, bool]:
