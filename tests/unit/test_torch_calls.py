@@ -23,7 +23,8 @@ from distributed import checkpoint
 from distributed import torch as helper
 from distributed.checkpoint.one_call import complete
 from distributed.collectives import gloo_group
-from distributed.torch_internals import default_store, process_groups
+from distributed.torch_internals import default_store
+from launcher.agent.torch_internals import process_groups
 from launcher.failure import is_peer_lost
 
 pytestmark = pytest.mark.slow
