@@ -12,7 +12,6 @@ import torch
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import Std, to_map
 
-from distributed.environment import slurm_node
 from distributed.stop_signals import NEVER_ADDED
 from launcher import handshake
 from launcher.agent.command_line import split
@@ -21,6 +20,7 @@ from launcher.agent.rank.program import Program
 from launcher.agent.torch_internals import rendezvous_settings
 from launcher.handshake import Access
 from launcher.record.run_ids import plain_run_id
+from launcher.slurm_node import slurm_node
 from launcher.text import OwnEnviron
 from launcher.wire import limits
 
