@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import types
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -34,6 +35,19 @@ def set_time_limit(groups: Iterable[Any]) -> None:
     """Give other process groups the same limit; otherwise, NCCL's is 10 minutes."""
     for group in groups:
         distributed_c10d._set_pg_timeout(time_limit(), group)
+
+
+_kept: list[Any] = []
+
+
+def keep_groups() -> None:
+    """Keep all process groups until the process exits, also those of models if destroyed.
+
+    The end of one joins gloo's thread, with the GIL held if a model has the last reference. The
+    thread may need the GIL for the last tensor that it reduced: a deadlock.
+    """
+    models = [one for one in gc.get_objects() if type(one) is nn.parallel.DistributedDataParallel]
+    _kept[:] = [*distributed_c10d._world.pg_map, *(one.process_group for one in models)]
 
 
 # --- tensors and models -------------------------------------------------------------------------
