@@ -16,6 +16,7 @@ from ..collectives import barrier, own_rank
 from ..errors import STOPPED
 from ..heartbeat import beat
 from ..models import is_sharded, unwrap
+from ..stop import note_save
 from . import loader
 from .saver import Saver, State
 
@@ -54,6 +55,7 @@ def save(
     ranks = loader.gather_ranks({"rng": loader.rng_state()})
     state = State(unwrap(model).state_dict(), optimizer.state_dict(), told, ranks)
     savers[folder].save(step, state)
+    note_save()
 
 
 def _check_keys(value: Any) -> None:
