@@ -172,8 +172,9 @@ def _fix(number: int) -> None:
 
 @pytest.mark.parametrize("option", ["sampler", "batch_sampler"])
 def test_a_sampler_is_refused_in_one_line(option: str) -> None:
+    given: dict[str, Any] = {option: [[0]]}
     with pytest.raises(ValueError, match=rf"^{option}= is not divided among the ranks; give Data"):
-        helper.get_dataloader_for_distributed(Epochs(), 2, shuffle=False, **{option: [[0]]})
+        helper.get_dataloader_for_distributed(Epochs(), 2, shuffle=False, **given)
 
 
 def test_another_world_size_in_one_process_is_refused() -> None:

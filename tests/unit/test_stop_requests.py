@@ -93,7 +93,7 @@ def handlers() -> list[str]:
     return [str(signal.getsignal(one)) for one in STOP_SIGNALS]
 
 
-def sleep(_: object = None) -> None:
+def sleep(*_: object) -> None:
     time.sleep(1000)
 
 
