@@ -1,30 +1,75 @@
-"""Exchange bytes, tensors and values between ranks, and copy rank 0's weights to all ranks."""
+"""Exchange bytes, tensors and values between ranks, and copy rank 0's weights to all ranks.
+
+Each call begins with a message of one size, whatever it exchanges, which holds a hash of what must
+be the same on all ranks. If the hashes differ, all ranks raise an error that says how: otherwise
+gloo would mix different values without a word, or abort, and NCCL would hang.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import sys
 import time
-from collections.abc import Iterator
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .environment import LauncherError, detect
+from .errors import with_fault
 from .torch_internals import time_limit
+
+_ROOM = 60  # values in the first message of a call, beside the hashes
+_SHOWN = 4  # calls that an error lists
+
+
+def has_group() -> bool:
+    """Return whether this process is in a process group.
+
+    Raises LauncherError if the launcher started several ranks and this one has never been in one:
+    it would train alone.
+    """
+    global _may_be_alone
+    if dist.is_initialized() or _may_be_alone:
+        _may_be_alone = True
+        return dist.is_initialized()
+
+    ranks = _count_started()
+    if ranks > 1:
+        cause = f"this process is one of {ranks} ranks, but has not joined the others"
+        cure = "call init_distributed() first, or unset RANK in a process that is not a rank"
+        raise LauncherError(f"{cause}; {cure}")
+    return False
+
+
+_may_be_alone = False  # it was in a group
+
+
+def _count_started() -> int:
+    """Return how many ranks the launcher started; 1 in a child that a rank has forked."""
+    if multiprocessing.parent_process() is not None:  # a data worker, or a process of a pool
+        return 1
+    try:
+        return detect().world_size
+    except ValueError:  # contradicting variables; init_distributed reports them
+        return 1
 
 
 def own_rank() -> int:
-    """Return this process's rank in the process group; 0 without one."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    """Return this process's rank in the process group; 0 in a run of a single process."""
+    return dist.get_rank() if has_group() else 0
 
 
 def count_ranks() -> int:
-    """Return how many ranks have joined; 1 without a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    """Return how many ranks have joined; 1 in a run of a single process."""
+    return dist.get_world_size() if has_group() else 1
 
 
 def gloo_group() -> dist.ProcessGroup:
@@ -35,25 +80,125 @@ def gloo_group() -> dist.ProcessGroup:
 
 
 def barrier() -> None:
-    """Wait for every rank; do nothing without a process group."""
-    if dist.is_initialized():
+    """Wait for every rank; do nothing in a run of a single process."""
+    if has_group():
         dist.barrier()
 
 
-def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+# --- what must be the same on all ranks ---------------------------------------------------------
+
+
+def add_up(
+    values: Sequence[float], call: str, *details: str, group: dist.ProcessGroup | None = None
+) -> list[float]:
+    """Return each value's sum over the ranks, in float64, with one all-reduce for up to 60 values.
+
+    Raises ValueError on every rank if the call's name or the details differ between ranks.
+    """
+    hashes = divmod(zlib.crc32(json.dumps([call, *details]).encode()), 1 << 16)
+    checks = [number for one in hashes for number in (one, one * one)]
+    first = [*checks, *values[:_ROOM]]
+    padding = [0.0] * (len(checks) + _ROOM - len(first))
+    sums = _sum([*first, *padding], group)
+
+    ranks = count_ranks()
+    for total, squares in (sums[:2], sums[2:4]):
+        if not _are_equal(total, squares, ranks):
+            _refuse_different([call, *details], group)
+    rest = _sum(values[_ROOM:], group) if len(values) > _ROOM else []
+    return [*sums[len(checks) : len(first)], *rest]
+
+
+def _sum(numbers: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
+    sums = torch.tensor(numbers, dtype=torch.float64, device=_device(group))
+    with freed(sums):
+        dist.all_reduce(sums, group=group)
+    return sums.tolist()
+
+
+def _are_equal(total: float, squares: float, count: int) -> bool:
+    """Return whether `count` integers with this sum, and this sum of squares, are all equal."""
+    return count * int(squares) == int(total) ** 2
+
+
+def _refuse_different(own: list[str], group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError on every rank, with what only some of the ranks have passed."""
+    told = [json.loads(one) for one in _exchange(json.dumps(own).encode(), group)]
+    common = set.intersection(*map(set, told))
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank, words in enumerate(told):
+        special = [word for word in words if word not in common]
+        ranks_of[", ".join(special) or "nothing else"].append(rank)
+
+    parts = [f"{text} on {_name_ranks(ranks)}" for text, ranks in ranks_of.items()]
+    shown = "; ".join(parts[:_SHOWN]) + "; ..." * (len(parts) > _SHOWN)
+    call = own[0] if own[0] in common else "the ranks call different functions"
+    cure = "make the same calls on every rank, with the same names, shapes and types"
+    raise with_fault(ValueError, "collective-mismatch", f"{call}: {shown}; {cure}")
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+# --- bytes and values ---------------------------------------------------------------------------
+
+
+def gather_bytes(
+    data: bytes, group: dist.ProcessGroup | None = None, call: str = "gather_bytes"
+) -> list[bytes]:
     """Return every rank's bytes, in order of rank, on every rank; `group` contains all ranks.
 
-    torch's own all_gather_object would unpickle what other ranks send.
+    torch's own all_gather_object would unpickle what other ranks send. `call` names the caller: an
+    error says that ranks have called different functions.
     """
-    if not dist.is_initialized():
+    if not has_group():
         return [data]
+    add_up([], call, group=group)
+    return _exchange(data, group)
+
+
+def _exchange(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     mine = torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)[:-1]
     return [to_bytes(one.cpu()) for one in _gather(mine.to(_device(group)), group)]
 
 
-def gather_json(value: Any) -> list[Any]:
-    """Return every rank's JSON value, in order of rank, on every rank."""
-    return [json.loads(one) for one in gather_bytes(json.dumps(value).encode())]
+def gather_json(value: Any, call: str = "gather_json") -> list[Any]:
+    """Return every rank's JSON value, in order of rank, on every rank.
+
+    Raises TypeError on every rank if JSON would change a value, such as a key that is not text.
+    """
+    told = [json.loads(one) for one in gather_bytes(_encode(value), call=call)]
+    for rank, (_, problem) in enumerate(told):
+        if problem:
+            raise TypeError(f"{call}: on rank {rank}, {problem}; pass text, numbers, lists, dicts")
+    return [found for found, _ in told]
+
+
+def _encode(value: Any) -> bytes:
+    """Return a value as JSON, beside an empty text, or else None and what JSON would change."""
+    try:
+        problem = _find_changed(value)
+        return json.dumps([None if problem else value, problem]).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return json.dumps([None, f"the value is not JSON ({error})"]).encode()
+
+
+def _find_changed(value: Any) -> str:
+    """Return what JSON would silently change in a value; empty if there is nothing."""
+    if isinstance(value, tuple):
+        return f"the tuple {value!r:.80} would become a list"
+    inner: list[Any] = value if isinstance(value, list) else []
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                return f"the key {key!r:.80} would become text"
+        inner = [*value.values()]
+    return next(filter(None, map(_find_changed, inner)), "")
+
+
+# --- tensors ------------------------------------------------------------------------------------
 
 
 def _gather(mine: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
@@ -70,59 +215,87 @@ def _gather(mine: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor
     return [one[:size] for one, size in zip(everyone, sizes.tolist(), strict=True)]
 
 
-def gather(tensor: Tensor) -> Tensor:
+def gather(tensor: Tensor, *, samples: int | None = None) -> Tensor:
     """Return the rows of every rank's tensor, in order of rank, on every rank, without padding.
 
     Each rank may have any number of rows, or none. A tensor without dimensions is one row.
+    With `samples`, the length of a data set that the ranks have read with the helper's loader and
+    `shuffle=False`, the rows are in the order of the data set, without the loader's repeats.
     The result has no gradient. Raises ValueError on every rank if rows differ in shape or dtype.
     """
     mine = tensor.detach() if tensor.dim() else tensor.detach().view(1)
-    told = gather_json([[*mine.shape], str(mine.dtype)[6:]])
+    call = f"gather of {samples} samples" if samples else "gather"
+    told = gather_json([[*mine.shape], str(mine.dtype)[6:]], call=call)
     kinds = [[shape[1:], dtype] for shape, dtype in told if shape[0]]
-    if not kinds or not dist.is_initialized():
-        return mine
     for one in kinds:
         if one != kinds[0]:
             cause = f"rows differ between ranks ({kinds[0]} and {one})"
             raise ValueError(f"gather: {cause}; make their shape and dtype match")
+    if not kinds or not has_group():
+        return mine[:samples]
+
     shape, dtype = kinds[0]
-    own = mine.to(_device()).contiguous().view(-1).view(torch.uint8)
-    whole: Tensor = torch.cat(_gather(own)).view(getattr(torch, dtype)).view([-1, *shape])
+    parts = [_from_bytes(one, dtype, [-1, *shape]) for one in _gather(_as_bytes(mine))]
+    whole = torch.cat(parts) if samples is None else _interleave(parts)[:samples]
     return whole.to(tensor.device)
+
+
+def _interleave(parts: Sequence[Tensor]) -> Tensor:
+    """Return first each part's first row, then each part's second row, and so on."""
+    places = [(row, rank) for rank, part in enumerate(parts) for row in range(len(part))]
+    order = sorted(range(len(places)), key=places.__getitem__)
+    return torch.cat([*parts])[order]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's content, one-dimensional, on the device of the process group."""
+    whole = tensor.detach().resolve_conj().resolve_neg().to(_device()).contiguous()
+    return whole.view(-1).view(torch.uint8)
+
+
+def _from_bytes(content: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
+    return content.view(getattr(torch, dtype)).view([*shape])
 
 
 def broadcast(value: Any) -> Any:
     """Return rank 0's value on every rank: a tensor, or any JSON value.
 
     The tensor has no gradient. It is on this process's GPU if rank 0's tensor is on a GPU,
-    otherwise on the CPU.
+    otherwise on the CPU. Raises TypeError on every rank if JSON would change the value.
     """
     is_tensor = isinstance(value, Tensor)
     mine = [[*value.shape], str(value.dtype)[6:], value.device.type] if is_tensor else value
-    is_tensor, told = gather_json([is_tensor, mine] if own_rank() == 0 else None)[0]
+    told = gather_json([is_tensor, mine] if own_rank() == 0 else None, call="broadcast")
+    is_tensor, about = told[0]
     if not is_tensor:
-        return told
-    shape, dtype, kind = told
-    tensor = value.detach() if own_rank() == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
-    if dist.is_initialized() and tensor.numel():
-        tensor = tensor.to(_device()).contiguous()
-        content = tensor.view(-1).view(torch.uint8)  # not a copy
+        return about
+
+    shape, dtype, kind = about
+    if not has_group():
+        return value.detach()
+    empty = torch.empty(shape, dtype=getattr(torch, dtype))
+    content = _as_bytes(value if own_rank() == 0 else empty)
+    if len(content):
         with freed(content):
             dist.broadcast(content, 0)
-    return tensor.to(kind)
+    return _from_bytes(content, dtype, shape).to(kind)
 
 
 def mean(tensor: Tensor) -> Tensor:
     """Return the mean over the ranks of tensors of equal shape, on every rank, without a gradient.
 
     The mean is float32 if the tensors have an integer type or a smaller floating-point type.
+    Raises ValueError on every rank if the shapes or types differ.
     """
     dtype = torch.promote_types(tensor.dtype, torch.float32)
-    where = _device() if dist.is_initialized() else tensor.device
-    sums = tensor.detach().to(where, dtype, copy=True).contiguous()
-    if dist.is_initialized():
-        with freed(sums):
-            dist.all_reduce(sums)
+    if not has_group():
+        return tensor.detach().to(dtype, copy=True)
+
+    add_up([], "mean", f"the shape {[*tensor.shape]}", f"the type {str(tensor.dtype)[6:]}")
+    whole = tensor.detach().resolve_conj().resolve_neg()
+    sums = whole.to(_device(), dtype, copy=True).contiguous()
+    with freed(sums):
+        dist.all_reduce(sums)
     return (sums / count_ranks()).to(tensor.device)
 
 
@@ -138,8 +311,8 @@ def main_first() -> Iterator[None]:
             yield
             is_done = True
         finally:
-            gather_json(is_done)
-    elif gather_json(None)[0]:
+            gather_json(is_done, call="main_first")
+    elif gather_json(None, call="main_first")[0]:
         yield
     else:
         raise RuntimeError("rank 0 failed in main_first(); its message says why")

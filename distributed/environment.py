@@ -68,7 +68,7 @@ class Environment:
         return self.rank == 0
 
 
-class _Variables(dict[str, str]):
+class Variables(dict[str, str]):
     """The variables of one process. Missing or invalid ones raise a LauncherError with the fix."""
 
     cure = ""
@@ -103,7 +103,7 @@ class _Variables(dict[str, str]):
         return address, self.number("MASTER_PORT", 1, 2**16 - 1)
 
 
-def torchrun(v: _Variables) -> Environment:
+def torchrun(v: Variables) -> Environment:
     """Read the variables set by torchrun, our node agent, torch.distributed.launch or by hand."""
     local_name = "--local-rank" if v["--local-rank"] else "LOCAL_RANK"
     if v["LOCAL_RANK"] not in ("", v[local_name]):
@@ -123,7 +123,7 @@ def torchrun(v: _Variables) -> Environment:
     return replace(env, node_rank=node_rank, num_nodes=num_nodes)
 
 
-def mpi(launcher: str, names: tuple[str, ...], v: _Variables) -> Environment:
+def mpi(launcher: str, names: tuple[str, ...], v: Variables) -> Environment:
     """Read the variables set by an MPI's mpiexec. Assumes that ranks are placed node by node."""
     ranks = _ranks_of_equal_nodes(v, *names)
     is_alone = ranks[-1] == 1  # one node
@@ -142,7 +142,7 @@ def _starter() -> str:
     return f"process {stat.rpartition(')')[2].split()[1]}"
 
 
-def no_local_rank(v: _Variables) -> Environment:
+def no_local_rank(v: Variables) -> Environment:
     """Return the environment of a single process; raises LauncherError if it is one of several."""
     mark = next(mark for mark in _SIZES if v[mark])
     if v[_SIZES[mark]] == "1":
@@ -153,7 +153,7 @@ def no_local_rank(v: _Variables) -> Environment:
 
 
 def _ranks_of_equal_nodes(
-    v: _Variables, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str
+    v: Variables, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str
 ) -> tuple[int, int, int, int, int, int]:
     """Return Environment's six numbers, assuming that every node runs as many ranks as this one."""
     world_size = v.number(size_name)
@@ -165,7 +165,7 @@ def _ranks_of_equal_nodes(
     return rank, local_rank, world_size, local_size, node_rank, num_nodes
 
 
-def slurm(v: _Variables) -> Environment:
+def slurm(v: Variables) -> Environment:
     """Read the variables of a SLURM task's step: those of the job may list more nodes."""
     if not is_task(v):
         return plain(v)
@@ -187,7 +187,7 @@ def slurm(v: _Variables) -> Environment:
     return Environment("slurm", *ranks, *v.master(first_host, step))
 
 
-def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
+def _in_order_of_tasks(v: Variables) -> tuple[str, list[int]]:
     """Return the step's first host, and the number of tasks on each host.
 
     SLURM sorts hosts by name, but starts the tasks of a heterogeneous job group by group.
@@ -209,24 +209,6 @@ def _in_order_of_tasks(v: _Variables) -> tuple[str, list[int]]:
     return order[0], [tasks_of[host] for host in order]
 
 
-def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, str] | None:
-    """Return the node count, node rank and master of a step with one task per node, or None.
-
-    On several nodes, the master is the first of these that is set: `master`, MASTER_ADDR, the first
-    node.
-    """
-    if not is_task(environ):
-        return None
-    v = _Variables({**environ, "MASTER_PORT": "1", "WORLD_SIZE": ""})
-    v["MASTER_ADDR"] = "" if v["SLURM_STEP_NUM_NODES"] == "1" else master or v["MASTER_ADDR"]
-    v.cure = LAUNCHERS["SLURM_STEP_ID"][1]
-    env = slurm(v)
-    if env.world_size != env.num_nodes:
-        cause = f"srun started {env.world_size} tasks on {env.num_nodes} nodes"
-        raise LauncherError(f"{cause}; give it --ntasks={env.num_nodes} --ntasks-per-node=1")
-    return env.num_nodes, env.node_rank, env.master_addr
-
-
 def tasks_per_node(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
     """Expand SLURM's short form: `2(x2),1` gives [2, 2, 1]."""
     counts: list[int] = []
@@ -238,7 +220,7 @@ def tasks_per_node(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[i
     return counts
 
 
-def plain(v: _Variables) -> Environment:
+def plain(v: Variables) -> Environment:
     """Return a single process's environment; raises LauncherError if a launch is half set up."""
     nodes = v.number("SLURM_JOB_NUM_NODES", default="1")
     job_tasks = v.number("SLURM_NTASKS", default=str(nodes))
@@ -254,7 +236,7 @@ def plain(v: _Variables) -> Environment:
 
 def _of_mpi(
     launcher: str, names: tuple[str, ...], command: str
-) -> tuple[Callable[[_Variables], Environment], str]:
+) -> tuple[Callable[[Variables], Environment], str]:
     return partial(mpi, launcher, names), f"start the ranks with {command}, which sets it"
 
 
@@ -270,7 +252,7 @@ _SIZES = {"PMI_RANK": "PMI_SIZE", "FLUX_TASK_RANK": "FLUX_JOB_SIZE", "PMIX_RANK"
 
 # The first variable that is set decides: an agent under srun or mpirun sets RANK, mpirun may use
 # srun, and srun can set PMI's variables.
-LAUNCHERS: dict[str, tuple[Callable[[_Variables], Environment], str]] = {
+LAUNCHERS: dict[str, tuple[Callable[[Variables], Environment], str]] = {
     "RANK": (torchrun, "start the ranks with torchrun, or set every variable that it sets"),
     "OMPI_COMM_WORLD_RANK": _of_mpi("openmpi", _OPENMPI, "Open MPI's mpirun"),
     "MV2_COMM_WORLD_RANK": _of_mpi("mvapich", _MVAPICH2, "MVAPICH's mpirun"),
@@ -290,7 +272,7 @@ def detect(
 
     Raises LauncherError or HostlistError if a variable is missing or wrong, or contradicts another.
     """
-    v = _Variables(os.environ if environ is None else environ)
+    v = Variables(os.environ if environ is None else environ)
     if local_rank is not None:
         v["--local-rank"] = str(local_rank)
     mark = next((name for name in LAUNCHERS if v[name]), "")
@@ -314,7 +296,7 @@ def is_first_task() -> bool:
     return "RANK" in os.environ or not is_other
 
 
-def _run_id(v: _Variables) -> str:
+def _run_id(v: Variables) -> str:
     given = (v["RUN_ID"], v["TORCHELASTIC_RUN_ID"], job_run_id(v))
     known = [one for one in given if one not in ("", "none")]  # "none": torchrun's default
     return check_run_id(known[0]) if known else new_run_id()

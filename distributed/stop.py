@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import limits
-from .collectives import gloo_group
+from .collectives import gloo_group, has_group
 from .stop_signals import Interrupts, handled_signals
 
 
@@ -44,10 +47,13 @@ class Stop:
         self._group: dist.ProcessGroup | None = None  # None: the default group, which uses gloo
         self._work: dist.Work | None = None
         self._flags = torch.zeros(3)  # stop, save, end
-        if dist.is_initialized() and dist.get_backend() != "gloo":
+        if has_group() and dist.get_backend() != "gloo":
             self._group = gloo_group()  # does not wait for a GPU
         for signum in handled_signals():
-            signal.signal(signum, self._on_signal)
+            before = signal.signal(signum, self._on_signal)
+            if not _is_ours(before):
+                _before[signum] = before
+        _stops.add(self)
 
     def _on_signal(self, signum: int, frame: object) -> None:
         self.reason = self.reason or signal.Signals(signum).name
@@ -89,6 +95,8 @@ class Stop:
             self._work.wait()
         is_stop, is_save, self.is_end_agreed = map(bool, self._flags.tolist())
         self.is_save_agreed = is_save and not is_stop
+        if is_save:  # one request, one save
+            self.note_save()
         return is_stop
 
     def end(self) -> None:
@@ -98,3 +106,29 @@ class Stop:
     def note_save(self) -> None:
         """Start counting the seconds until the next save."""
         self._save_at = time.monotonic() + self._save_seconds
+
+
+_stops: weakref.WeakSet[Stop] = weakref.WeakSet()
+
+
+def note_save() -> None:
+    """Start counting the seconds until the next save, in every Stop of this process."""
+    for stop in [*_stops]:
+        stop.note_save()
+
+
+_before: dict[int, Any] = {}  # the handlers that a Stop has replaced
+
+
+def _is_ours(handler: Any) -> bool:
+    return isinstance(getattr(handler, "__self__", None), Stop)
+
+
+def _restore_handlers() -> None:
+    """Restore them in a forked child, which is not asked to stop: it must end when terminated."""
+    for signum, before in _before.items():
+        if _is_ours(signal.getsignal(signum)):
+            signal.signal(signum, signal.SIG_DFL if before is None else before)
+
+
+os.register_at_fork(after_in_child=_restore_handlers)

@@ -23,13 +23,16 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import itertools
+import math
 import os
 import random
+import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -40,13 +43,14 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from . import network
 from .checkpoint.one_call import complete, load, save
 from .collectives import (
+    add_up,
     barrier,
     broadcast,
     count_ranks,
-    freed,
     gather,
     gather_bytes,
     gather_json,
+    has_group,
     main_first,
     mean,
     own_rank,
@@ -68,8 +72,9 @@ from .models import (
 )
 from .rendezvous import rendezvous
 from .stop import Stop
+from .stop_signals import handled_signals
 from .strategy import Sharding
-from .torch_internals import default_store, skip_worker_joins
+from .torch_internals import default_store, keep_groups, skip_worker_joins
 
 __all__ = (
     "STOPPED",
@@ -183,7 +188,7 @@ def _choose_backend(asked: str | None, env: Environment) -> str:
 
 def is_main_process() -> bool:
     """Return whether this is global rank 0."""
-    return (own_rank() or detect().rank) == 0
+    return (dist.get_rank() if dist.is_initialized() else detect().rank) == 0
 
 
 def print_main(*values: object, **options: Any) -> None:
@@ -207,17 +212,35 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 class EpochSampler(DistributedSampler[Any]):
     """Begins a new epoch each time it is iterated over; `set_epoch(n)` sets the next one."""
 
-    _done = 0
+    done = 0
 
     def set_epoch(self, epoch: int, done: int = 0) -> None:
         """Set the next epoch; without this rank's first `done` samples, which a run has seen."""
         super().set_epoch(epoch)
-        self._done = done
+        self.done = done
 
     def __iter__(self) -> Iterator[Any]:
-        shares = itertools.islice(super().__iter__(), self._done, None)
-        self.epoch, self._done = self.epoch + 1, 0
+        shares = itertools.islice(super().__iter__(), self.done, None)
+        self.epoch, self.done = self.epoch + 1, 0
         return shares
+
+
+class EpochLoader(DataLoader[Any]):
+    """Tells the dataset each epoch; seeds its workers without a number of the script's generator.
+
+    Otherwise, each epoch would draw a number that a run which resumes in the epoch does not draw.
+    """
+
+    own_generator: torch.Generator | None = None
+
+    def __iter__(self) -> Any:
+        sampler: Any = self.sampler
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(sampler.epoch)  # before workers copy it
+        if self.own_generator is not None:
+            place = f"{sampler.seed} {sampler.epoch} {sampler.done} {sampler.rank}"
+            self.own_generator.manual_seed(zlib.crc32(place.encode()))
+        return super().__iter__()
 
 
 def get_dataloader_for_distributed(
@@ -236,30 +259,44 @@ def get_dataloader_for_distributed(
     All ranks get the same number of samples: unless `drop_last`, some ranks repeat a sample at the
     end. Each iteration over the loader is a new epoch in a new order: epochs 0, 1, 2 and so on, or
     n, n + 1 and so on after `loader.sampler.set_epoch(n)`; with `done=samples`, epoch n begins
-    after this rank's first samples. World size and rank are the process group's; `options` are
-    DataLoader's own, such as `collate_fn`. Raises ValueError for any other world size or rank, and
-    for an IterableDataset, which cannot be sharded.
+    after this rank's first samples. If the dataset has a `set_epoch`, it is called first; workers
+    that persist do not see it. World size and rank are the process group's; `options` are
+    DataLoader's own, such as `collate_fn`. Raises ValueError for any other world size or rank, for
+    a sampler, and for an IterableDataset, which cannot be sharded.
     """
     if isinstance(dataset, IterableDataset):
         cause = f"{type(dataset).__name__} is an IterableDataset, whose samples cannot be divided"
         cure = "make its __iter__ skip other ranks' samples, and pass it to DataLoader"
         raise ValueError(f"{cause}; {cure}")
-    if dist.is_initialized():
-        _refuse_others(
-            "the process group's is",
-            ("world_size", world_size, count_ranks()),
-            ("rank", rank, own_rank()),
-        )
-    sampler = EpochSampler(
-        dataset,
-        world_size or count_ranks(),
-        rank or own_rank(),
-        shuffle=shuffle,
-        seed=seed,
-        drop_last=drop_last,
+    if given := sorted({"sampler", "batch_sampler"} & options.keys()):
+        cause = f"{given[0]}= is not divided among the ranks"
+        raise ValueError(f"{cause}; give DataLoader one that yields only this rank's samples")
+    _refuse_others(
+        "this run's is",
+        ("world_size", world_size, count_ranks()),
+        ("rank", rank, own_rank()),
     )
-    options.setdefault("persistent_workers", options.get("num_workers", 0) > 0)
-    return DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **options)
+    sampler = EpochSampler(
+        dataset, count_ranks(), own_rank(), shuffle=shuffle, seed=seed, drop_last=drop_last
+    )
+    own = None if options.get("generator") else torch.Generator()
+    options["generator"] = own or options["generator"]
+    options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
+    loader = EpochLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **options)
+    loader.own_generator = own
+    return loader
+
+
+def _begin_worker(then: Callable[[int], object] | None, number: int) -> None:
+    """Ignore stop signals, which schedulers send to workers too, and call the user's function.
+
+    SIGTERM has torch's handler in workers, and ends them when their rank sends it.
+    """
+    for signum in handled_signals():
+        if signum != signal.SIGTERM:
+            signal.signal(signum, signal.SIG_IGN)
+    if then is not None:
+        then(number)
 
 
 def _refuse_others(who: str, *told: tuple[str, int | None, int]) -> None:
@@ -276,35 +313,38 @@ def sync_metrics(
 
     Every rank passes the same names and gets the same numbers. `weight` is the weight of
     this rank's values, such as its number of samples; 0 ignores them. If all weights are 0, the
-    means are NaN. Raises ValueError for a world size other than the process group's.
+    means are NaN. Raises ValueError for a world size other than the process group's and, on every
+    rank, for names that differ.
     """
-    _refuse_others("the process group's is", ("world_size", world_size, count_ranks()))
+    _refuse_others("this run's is", ("world_size", world_size, count_ranks()))
     own = {
         name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()
     }
     if not dist.is_initialized():
         return own
-    parts = [own[name] * weight if weight else 0.0 for name in sorted(own)]
-    sums = torch.tensor([*parts, weight], dtype=torch.float64, device=device())
-    with freed(sums):
-        dist.all_reduce(sums)
-    means = dict(zip(sorted(own), (sums[:-1] / sums[-1]).tolist(), strict=True))
+    names = sorted(own)
+    parts = [own[name] * weight if weight else 0.0 for name in names]
+    *sums, total = add_up([*parts, weight], "sync_metrics", *names)
+    means = {name: part / (total or math.nan) for name, part in zip(names, sums, strict=True)}
     return {name: means[name] for name in own}
 
 
 def cleanup_distributed() -> None:
     """Destroy the process group, if there is one. Not needed before `finish`."""
-    if dist.is_initialized():
+    if dist.is_initialized() and has_group():  # from now on, this process may be alone
         dist.destroy_process_group()
 
 
 def finish(code: int = 0) -> NoReturn:
     """Exit this process quickly. All ranks should call this last, instead of sys.exit.
 
-    Waits for a `save` in progress (on all ranks if the code is 0 or STOPPED), then at most 30 s for
-    threads and exit handlers. It does not tear down torch, which would take 0.6 s.
+    Waits for a `save` in progress (on all ranks if the code is 0 or STOPPED). Then it raises
+    SystemExit, so that everything ends as after sys.exit: `with` and `finally`, threads and exit
+    handlers (for at most 30 s), and the script's objects. Only torch is not torn down, which would
+    take 0.6 s.
     """
     atexit.unregister(finish)  # finish may itself be an exit handler
     complete(code)
     skip_worker_joins()
+    keep_groups()
     end_process(code)

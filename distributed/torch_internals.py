@@ -1,51 +1,30 @@
-"""Every undocumented torch name that we use, and what we do in a version that lacks it.
+"""Every undocumented torch name that the helper uses, and what we do in a version that lacks it.
 
-No other file of ours may use such a name, so a torch that drops one breaks only this file. Unless a
-comment says otherwise, every torch from 2.4 to 2.15 has all of them.
+Only this file and launcher/agent/torch_internals.py use such names, so a torch that drops one
+breaks only these two. Unless a comment says otherwise, every torch from 2.4 to 2.15 has all of
+them.
 """
 
 from __future__ import annotations
 
 import atexit
-import importlib.util
+import gc
+import importlib
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._C import _distributed_c10d
-from torch.cuda import _is_in_bad_fork as is_lost_by_fork
-from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ("default_store", "is_lost_by_fork", "tree_leaves", "tree_map_only")
+__all__ = ("default_store", "tree_leaves", "tree_map_only")
 
-# --- the store and the process groups -----------------------------------------------------------
-
-
-def serve_store(address: str, port: int, listener: int) -> TCPStore:
-    """Serve torch's store on a socket that is already listening, so no one else can take the port.
-
-    Before torch 2.8, the libuv store cannot do this; the classic one can, with the same protocol.
-    """
-
-    serve = partial(TCPStore, address, port, is_master=True, wait_for_workers=False)
-    try:
-        return serve(master_listen_fd=listener, use_libuv=True)
-    except NotImplementedError:
-        return serve(master_listen_fd=listener, use_libuv=False)
-
-
-def rendezvous_settings(text: str) -> dict[str, str]:
-    """Parse the argument of torchrun's --rdzv-conf; raises ValueError if it cannot be read."""
-    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
-
-    return _parse_rendezvous_config(text)
+# --- the process groups ---------------------------------------------------------------------------
 
 
 def time_limit() -> timedelta:
@@ -59,45 +38,17 @@ def set_time_limit(groups: Iterable[Any]) -> None:
         distributed_c10d._set_pg_timeout(time_limit(), group)
 
 
-def process_groups() -> list[Any]:
-    """Return all process groups of this process."""
-    return [*distributed_c10d._world.pg_map]
+_kept: list[Any] = []
 
 
-# --- the flight recorder ------------------------------------------------------------------------
+def keep_groups() -> None:
+    """Keep all process groups until the process exits, also those of models if destroyed.
 
-# These return the recorded collectives as JSON: NCCL's from torch 2.5 on, other backends' from 2.8.
-# Without them, no collective is shown.
-_NAMES = "_dump_nccl_trace_json", "_dump_fr_trace_json"
-recorders: list[Callable[[], str]] = [
-    getattr(_distributed_c10d, name) for name in _NAMES if hasattr(_distributed_c10d, name)
-]
-# The variable for the number of entries to keep; 0 disables recording.
-_is_general = hasattr(_distributed_c10d, _NAMES[1])
-RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE" if _is_general else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-
-
-# --- ranks and CPUs -----------------------------------------------------------------------------
-
-
-has_numa_binding = importlib.util.find_spec("torch.numa") is not None  # from torch 2.9
-
-
-def cpus_near_gpu(mode: str, gpu: int) -> set[int]:
-    """Return the CPUs that torchrun's --numa-binding assigns to the rank of a GPU."""
-    from torch.numa import binding
-
-    options = binding.NumaOptions(binding.AffinityMode(mode))
-    return binding._get_logical_cpus_to_bind_to(gpu_index=gpu, numa_options=options)
-
-
-def reports_leaks() -> bool:
-    """Return whether nanobind is in use, for example by the Triton of torch 2.15.
-
-    When a process exits, nanobind reports every object that is not freed, as after gc.freeze().
+    The end of one joins gloo's thread, with the GIL held if a model has the last reference. The
+    thread may need the GIL for the last tensor that it reduced: a deadlock.
     """
-    triton = sys.modules.get("triton._C.libtriton")
-    return any(type(one).__module__ == "nanobind" for one in vars(triton or types).values())
+    models = [one for one in gc.get_objects() if type(one) is nn.parallel.DistributedDataParallel]
+    _kept[:] = [*distributed_c10d._world.pg_map, *(one.process_group for one in models)]
 
 
 # --- tensors and models -------------------------------------------------------------------------
@@ -113,11 +64,6 @@ def skip_worker_joins() -> None:
 def copy_each(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
     """Copy each tensor into its counterpart, in one call."""
     torch._foreach_copy_([*ours], [*theirs])
-
-
-def load_dynamo() -> None:
-    """Import what DistributedDataParallel imports when it is first used."""
-    importlib.import_module("torch._dynamo")
 
 
 def compile_beside_ddp() -> None:

@@ -57,4 +57,4 @@ while step < STEPS and not stop.agreed():
         helper.print_main(f"step {step}  loss {loss.item():.4f}  gradient {norm.item():.2f}")
     if step % 500 == 0 or step == STEPS or stop.agreed():
         helper.save(folder, step, model, optimizer)
-helper.finish(0 if step == STEPS else helper.STOPPED)
+helper.finish(0 if step >= STEPS else helper.STOPPED)

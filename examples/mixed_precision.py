@@ -19,7 +19,6 @@ inputs = torch.randn(2047, 16)  # [sample, feature]
 data = TensorDataset(inputs, (inputs[:, :4].sum(dim=1) > 0).long())
 tests = helper.get_dataloader_for_distributed(Subset(data, range(TESTS)), 32, shuffle=False)
 batches = helper.get_dataloader_for_distributed(Subset(data, range(TESTS, 2047)), 32, shuffle=True)
-own_tests = len(range(env.rank, TESTS, env.world_size))  # without samples that the loader repeats
 module = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
 model = helper.setup_distributed_models(module, strategy=STRATEGY)
 optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=3e-3), helper.grad_scaler(DTYPE)
@@ -46,7 +45,7 @@ for epoch in range(progress["step"], EPOCHS):
     with torch.no_grad(), helper.autocast(DTYPE):
         right = [model(x.to(device)).argmax(dim=1) == y.to(device) for x, y in tests]
     model.train()
-    accuracy = helper.gather(torch.cat(right)[:own_tests]).float().mean().item()
+    accuracy = helper.gather(torch.cat(right), samples=TESTS).float().mean().item()
     helper.save(folder, epoch + 1, model, optimizer, scaler=scaler, accuracy=accuracy)
     helper.print_main(f"epoch {epoch + 1}  accuracy {accuracy:.4f}")
 helper.finish()

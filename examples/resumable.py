@@ -37,4 +37,4 @@ while step < STEPS and not stop.agreed():
         helper.print_main(f"step {step}  loss {loss.item():.6f}")
     if step % SAVE_EVERY == 0 or step == STEPS or stop.agreed():
         helper.save(folder, step, model, optimizer)
-helper.finish(0 if step == STEPS else helper.STOPPED)  # once the last save is on the disk
+helper.finish(0 if step >= STEPS else helper.STOPPED)  # once the last save is on the disk

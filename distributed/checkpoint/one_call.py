@@ -16,6 +16,7 @@ from ..collectives import barrier, own_rank
 from ..errors import STOPPED
 from ..heartbeat import beat
 from ..models import is_sharded, unwrap
+from ..stop import note_save
 from . import files, loader
 from .saver import Saver, State, check_types
 
@@ -68,6 +69,7 @@ def save(
     moments = {**_state_of(optimizer), "objects": shared}
     ranks = loader.gather_ranks(mine)
     _savers[folder].save(step, State(_state_of(model), moments, in_json, ranks))
+    note_save()
 
 
 def load(

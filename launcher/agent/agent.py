@@ -21,7 +21,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import errors
 
 from distributed.errors import BAD_INPUT, REFUSED, Refused
-from distributed.torch_internals import load_dynamo, serve_store
 from launcher.agent.attempt import Attempt
 from launcher.agent.command_line import read_for_torch
 from launcher.agent.control import (
@@ -43,6 +42,7 @@ from launcher.agent.output.stream import say
 from launcher.agent.query import Query
 from launcher.agent.restarts import Restarts
 from launcher.agent.snapshots.memory import Snapshots
+from launcher.agent.torch_internals import load_dynamo, serve_store
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.failure import Failure
 from launcher.outcome import Outcome

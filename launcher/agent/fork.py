@@ -14,12 +14,12 @@ from typing import Any
 from torch.distributed import is_nccl_available
 
 from distributed.errors import Refused
-from distributed.torch_internals import RECORDER_SIZE, cpus_near_gpu, has_numa_binding
 from launcher import processes
 from launcher.agent.node_ranks import Rank
 from launcher.agent.output.outputs import Outputs
 from launcher.agent.rank.flight_recorder import DEFAULT_SIZE
 from launcher.agent.rank.program import Program, run_and_exit
+from launcher.agent.torch_internals import RECORDER_SIZE, cpus_near_gpu, has_numa_binding
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.wire.messages import Assignment
 

@@ -12,15 +12,15 @@ import torch
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import Std, to_map
 
-from distributed.environment import slurm_node
 from distributed.stop_signals import NEVER_ADDED
-from distributed.torch_internals import rendezvous_settings
 from launcher import handshake
 from launcher.agent.command_line import RANGE_CURE, read_grace, split
 from launcher.agent.rank import fresh
 from launcher.agent.rank.program import Program
+from launcher.agent.torch_internals import rendezvous_settings
 from launcher.handshake import Access
 from launcher.record.run_ids import plain_run_id
+from launcher.slurm_node import slurm_node
 from launcher.text import OwnEnviron
 
 _TORCHS_ALONE = (

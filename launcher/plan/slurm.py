@@ -9,11 +9,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from distributed import environment, hostlist
-from distributed.environment import slurm_node
 from distributed.errors import STOPPED
 from distributed.job import ask_scheduler, in_slurm_step, job_id
 from launcher.master_port import is_loopback
 from launcher.plan.plan import World, read_nproc, read_number
+from launcher.slurm_node import slurm_node
 from launcher.text import Environ, PlanError, warn
 
 

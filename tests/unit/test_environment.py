@@ -19,9 +19,9 @@ from distributed.environment import (
     LauncherError,
     detect,
     port_from_id,
-    slurm_node,
 )
 from distributed.hostlist import HostlistError
+from launcher.slurm_node import slurm_node
 
 Variables = dict[str, str]
 

@@ -13,7 +13,7 @@ import pytest
 from agents import AGENT, PATIENCE_S, execute, rarely, run_agent, run_program, written
 from ports import free_port
 
-from distributed.torch_internals import RECORDER_SIZE
+from launcher.agent.torch_internals import RECORDER_SIZE
 
 pytestmark = pytest.mark.slow
 

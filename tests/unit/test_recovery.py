@@ -299,25 +299,38 @@ from pathlib import Path
 import torch
 
 STEPS, loss = int(sys.argv[1]), 0.5
-dataset = torch.utils.data.TensorDataset(torch.randn(64, 8))
-make_model = lambda: torch.nn.Linear(8, 1)
+values = torch.randn(310, 8, generator=torch.Generator().manual_seed(0))
+dataset = torch.utils.data.TensorDataset(values)
+make_model = lambda: torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout())
 loss_of = lambda model, batch: model(batch[0]).square().mean()
 """
 BETWEEN = """
 optimizer = torch.optim.AdamW(model.parameters())
 """
+OPTIONS = ["", "num_workers=1", "num_workers=1, persistent_workers=True"]
+LOOPS = [(strategy, options) for strategy in ("ddp", "fsdp") for options in OPTIONS]
 
 
-def test_the_loop_that_the_page_shows_saves_and_resumes(tmp_path: Path) -> None:
+@pytest.mark.another_torch("FSDP")
+@pytest.mark.parametrize(("strategy", "options"), [LOOPS[1], *rarely(LOOPS[0], *LOOPS[2:])])
+def test_the_loop_that_the_page_shows_saves_and_resumes(
+    tmp_path: Path, strategy: str, options: str
+) -> None:
+    """Its model has dropout, and it resumes in the middle of an epoch of five steps."""
     page = (ROOT / "docs/your-script.md").read_text()
     calls, loop, _ = [
         one for one in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "import" in one
     ]
+    calls = calls.replace("shuffle=True", f"shuffle=True, {options}")
+    calls = calls.replace("make_model()", f"make_model(), strategy={strategy!r}")
     told = "print_main('after', step)\nwhile"
     own = written(tmp_path / "own.py", PREAMBLE + calls + BETWEEN + loop.replace("while", told, 1))
-    for steps, begin in (4, 0), (6, 4):
-        run_id = f"page-{os.getpid()}"  # the port is derived from it
+    hashes = []
+    for name, steps, begin in ("whole", 7, 0), ("two", 3, 0), ("two", 7, 3):
+        run_id = f"{name}-{os.getpid()}"  # the port is derived from it
         variables = {"TRAIN_SCRIPT": str(own), "RUN_ID": run_id}
         out = run(tmp_path, "-", "2", "--", str(steps), **variables)
         assert out == f"{{'loss': 0.5}}\nafter {begin}\n"
         assert state_of(tmp_path / "checkpoints" / run_id).progress["step"] == steps
+        hashes.append(hash_of(tmp_path / "checkpoints" / run_id))
+    assert hashes[0] == hashes[2] != hashes[1]

@@ -23,7 +23,8 @@ from distributed import checkpoint
 from distributed import torch as helper
 from distributed.checkpoint.one_call import complete
 from distributed.collectives import gloo_group
-from distributed.torch_internals import default_store, process_groups
+from distributed.torch_internals import default_store
+from launcher.agent.torch_internals import process_groups
 from launcher.failure import is_peer_lost
 
 pytestmark = pytest.mark.slow
@@ -228,7 +229,7 @@ def _refused_places() -> list[str]:
 
 
 def test_another_world_size_or_rank_is_refused() -> None:
-    text = "{} is {} but the process group's is {}; make them agree [wrong-world]"
+    text = "{} is {} but this run's is {}; make them agree [wrong-world]"
     for rank, refused in enumerate(both(_refused_places)):
         assert refused == [
             text.format("world_size", 3, 2),
@@ -246,7 +247,7 @@ def _orders(workers: int) -> tuple[list[list[int]], list[list[int]]]:
         drop_last=True,  # drops three of each rank's 35 samples
         num_workers=workers,
     )
-    assert loader.persistent_workers == (workers > 0)
+    assert not loader.persistent_workers
     begun = [[int(one) for batch in loader for one in batch] for _ in range(3)]
     sampler: Any = loader.sampler
     sampler.set_epoch(2)

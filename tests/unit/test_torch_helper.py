@@ -130,7 +130,7 @@ def _share() -> dict[str, Any]:
         "empty": helper.sync_metrics({"z": (4, math.nan)[env.rank]}, weight=(9, 0)[env.rank]),
     }
     helper.barrier()
-    with pytest.raises(ValueError, match=r"^world_size is 3 but the process group's is 2; "):
+    with pytest.raises(ValueError, match=r"^world_size is 3 but this run's is 2; "):
         helper.sync_metrics({}, 3)
     for _ in range(2):
         helper.cleanup_distributed()

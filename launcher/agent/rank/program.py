@@ -37,17 +37,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from distributed.stop_signals import QUERY, handled_signals
-from distributed.torch_internals import (
-    RECORDER_SIZE,
-    is_lost_by_fork,
-    process_groups,
-    reports_leaks,
-)
 from launcher import processes
 from launcher.agent.output.stream import say
 from launcher.agent.rank import ending
 from launcher.agent.rank.flight_recorder import answer_requests
 from launcher.agent.rank.optimizer_steps import count_steps
+from launcher.agent.torch_internals import (
+    RECORDER_SIZE,
+    is_lost_by_fork,
+    process_groups,
+    reports_leaks,
+)
 from launcher.text import Environ, warn
 
 _MOST_DETAILS = 3

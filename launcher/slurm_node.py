@@ -1,0 +1,26 @@
+"""The place of this node in a SLURM step that has one task on each node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distributed.environment import LAUNCHERS, LauncherError, Variables, slurm
+from distributed.job import is_task
+
+
+def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, str] | None:
+    """Return the node count, node rank and master of a step with one task per node, or None.
+
+    On several nodes, the master is the first of these that is set: `master`, MASTER_ADDR, the first
+    node.
+    """
+    if not is_task(environ):
+        return None
+    v = Variables({**environ, "MASTER_PORT": "1", "WORLD_SIZE": ""})
+    v["MASTER_ADDR"] = "" if v["SLURM_STEP_NUM_NODES"] == "1" else master or v["MASTER_ADDR"]
+    v.cure = LAUNCHERS["SLURM_STEP_ID"][1]
+    env = slurm(v)
+    if env.world_size != env.num_nodes:
+        cause = f"srun started {env.world_size} tasks on {env.num_nodes} nodes"
+        raise LauncherError(f"{cause}; give it --ntasks={env.num_nodes} --ntasks-per-node=1")
+    return env.num_nodes, env.node_rank, env.master_addr
