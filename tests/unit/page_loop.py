@@ -52,7 +52,7 @@ ENDS = {"stop": 75, "kill a rank": 137, "kill the launcher": -signal.SIGKILL}  #
 def write_program() -> str:
     """Return the page's two blocks as a program whose model has dropout, and which saves often."""
     page = (ROOT / "docs/your-script.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    blocks: list[str] = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     calls, loop = [block for block in blocks if "import" in block]
     text = calls + BETWEEN + loop
     for old, new in CHANGES.items():
