@@ -67,7 +67,7 @@ class Arguments:
     numa_binding: str  # empty means none
     virtual_gpus: Sequence[str]  # by local rank: its only visible GPU; empty means all
     has_labels: bool  # show all ranks, each line prefixed with its rank
-    label: Template  # of such a prefix
+    label: str  # of such a prefix: torchrun's template
     is_debug: bool  # LOG_LEVEL=DEBUG: also show torch's noise
     access: Access = field(repr=False)
     environ: OwnEnviron = field(repr=False)  # the agent's environment, which the ranks inherit
@@ -77,7 +77,7 @@ class Arguments:
         if not self.has_labels:
             return b""
         names = {"role_name": self.role, "rank": rank, "local_rank": local_rank}
-        return self.label.safe_substitute(names).encode()
+        return Template(self.label).safe_substitute(names).encode()
 
     def shown_ranks(self, first_rank: int, *, has_log: bool) -> Sequence[int]:
         """Return the local ranks that the terminal shows; by default, rank 0 if there is a log."""
@@ -144,7 +144,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
         redirected=to_map(Std.from_str(args.redirects), nproc),
         teed=(teed := to_map(Std.from_str(args.tee), nproc)),
         has_labels=any(teed.values()) or environ.get("SHOW_RANKS") == "all" or is_debug,
-        label=Template(environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or _LABEL),
+        label=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or _LABEL,
         is_debug=is_debug,
         access=handshake.read_access(environ),
         environ=environ,
