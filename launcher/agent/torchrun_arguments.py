@@ -118,11 +118,9 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
     _check_signals(args)
     _refuse_like_torchrun(args)
     filtered = args.local_ranks_filter
-    words = tuple(args.training_script_args)
     is_debug = environ.get("LOG_LEVEL", "").upper() == "DEBUG"
-    program = Program(args.training_script, words, args.module, args.no_python)
     return Arguments(
-        program=fresh.choose(program, environ.get("FRESH")),
+        program=_choose_program(args, environ.get("FRESH")),
         num_nodes=high,
         node_rank=args.node_rank,
         nproc=nproc,
@@ -164,6 +162,12 @@ def _read(arguments: Sequence[str], master_port: str | None) -> argparse.Namespa
         cause = f"{option}: torchrun in torch {torch.__version__} has no such option"
         raise ValueError(f"{cause}; {cure}")
     return args
+
+
+def _choose_program(args: argparse.Namespace, is_fresh: str | None) -> Program:
+    words = tuple(args.training_script_args)
+    program = Program(args.training_script, words, args.module, args.no_python)
+    return fresh.choose(program, is_fresh)
 
 
 def _place_in_step(args: argparse.Namespace, spares: int, environ: OwnEnviron) -> bool:
