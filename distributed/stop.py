@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import signal
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -124,11 +125,24 @@ def _is_ours(handler: Any) -> bool:
     return isinstance(getattr(handler, "__self__", None), Stop)
 
 
+def _hold_signals() -> None:
+    """Keep a signal that reaches a child right after the fork from being lost with our handler."""
+    _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _before)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
+
+
 def _restore_handlers() -> None:
     """Restore them in a forked child, which is not asked to stop: it must end when terminated."""
     for signum, before in _before.items():
         if _is_ours(signal.getsignal(signum)):
             signal.signal(signum, signal.SIG_DFL if before is None else before)
+    _release_signals()
 
 
-os.register_at_fork(after_in_child=_restore_handlers)
+_held = threading.local()  # the signals that were blocked before a fork
+os.register_at_fork(
+    before=_hold_signals, after_in_parent=_release_signals, after_in_child=_restore_handlers
+)
