@@ -19,7 +19,6 @@ from .collectives import take_first_ranks
 from .environment import LauncherError, detect
 from .strategy import Sharding, check_strategy
 from .torch_internals import (
-    can_shard_on_cpu,
     import_dtensor,
     import_fsdp,
     set_time_limit,
@@ -27,7 +26,6 @@ from .torch_internals import (
 )
 
 fsdp2, dtensor = import_fsdp(), import_dtensor()
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def shard(
@@ -38,15 +36,15 @@ def shard(
     If each group of ranks shards separately, the groups hold replicas (HSDP). Raises LauncherError
     if the ranks cannot form groups of `how.shard`, or if this torch cannot shard on a CPU.
     """
-    if is_cpu := device.type == "cpu":
-        _refuse_unless(can_shard_on_cpu())
+    is_cpu = device.type == "cpu"
+    if is_cpu and not hasattr(fsdp2.FSDPModule, "set_force_sum_reduction_for_comms"):
+        cause = f"with torch {torch.__version__}, strategy fsdp needs GPUs"
+        raise LauncherError(f"{cause}; install torch 2.8 or newer, or use ddp", "env-missing")
     if how.cpu_offload and dist.get_backend() == "nccl":
         cause = "fsdp.cpu_offload needs collectives on the CPU, which NCCL does not have"
         raise LauncherError(f"{cause}; set it to false, or use the gloo backend")
     mesh = _mesh(device, how.shard)
     set_time_limit(mesh.get_all_groups())
-    must_sum = is_cpu and not _can_average(mesh)
-    _refuse_unless(not must_sum or hasattr(fsdp2.FSDPModule, "set_force_sum_reduction_for_comms"))
     dtype = getattr(torch, how.dtype) if how.dtype else None
     policy = fsdp2.MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
     offload = fsdp2.CPUOffloadPolicy() if how.cpu_offload else fsdp2.OffloadPolicy()
@@ -61,30 +59,10 @@ def shard(
             mp_policy=policy,
             offload_policy=offload,
         )
-        if must_sum:
+        if is_cpu:  # sum first, then divide: an older gloo cannot average
             summing: Any = module
-            summing.set_force_sum_reduction_for_comms(True)  # sum first, then divide
+            summing.set_force_sum_reduction_for_comms(True)
     return model
-
-
-def _refuse_unless(can_do: bool) -> None:
-    if not can_do:
-        cause = f"with torch {torch.__version__}, strategy fsdp needs GPUs"
-        raise LauncherError(f"{cause}; install torch 2.8 or newer, or use ddp", "env-missing")
-
-
-def _can_average(mesh: DeviceMesh) -> bool:
-    """Return whether ReduceOp.AVG works: an older gloo rejects it, or returns the sum."""
-    for group in mesh.get_all_groups():
-        whole, part = torch.ones(group.size()), torch.zeros(1)
-        try:
-            dist.all_reduce(whole, dist.ReduceOp.AVG, group)
-            reduce_scatter(part, torch.ones(group.size()), dist.ReduceOp.AVG, group)
-        except RuntimeError:  # on every rank
-            return False
-        if any(one != 1 for one in (*whole, *part)):
-            return False
-    return True
 
 
 def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
