@@ -4,5 +4,5 @@ import sys
 from importlib import import_module
 
 if __name__ == "__main__":
-    project = __spec__.parent.removesuffix("distributed.checkpoint")  # installed: its package
+    project = str(__package__).removesuffix("distributed.checkpoint")  # installed: in a package
     sys.exit(import_module(f"{project}launcher.cli.checkpoint").main(sys.argv[1:]))
