@@ -176,7 +176,7 @@ class Snapshots:
             "progress": json.dumps(about["progress"]),
             "trees": tree_map_only((Tensor, *numbers()), stand_in, trees),
             "shapes": [tuple(tensor.shape) for tensor in tensors.values()],
-            "places": [(tuple(part.shape), part.dtype) for part in parts],
+            "places": kinds_of(parts),
             "shared": shared,
         }
         self.finish()
