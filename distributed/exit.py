@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -32,26 +33,36 @@ def finish(code: int = 0) -> NoReturn:
     """
     atexit.unregister(finish)  # finish may itself be an exit handler
     main = threading.main_thread()
-    if threading.current_thread() is main and main.is_alive():  # not in an exit handler
+    is_main = threading.current_thread() is main
+    if is_main and main.is_alive():  # not in an exit handler
         raise _Finish(code)
     _limit(code)
-    _end(code, threading._shutdown)  # type: ignore[attr-defined]
+    # Another thread cannot wait for all threads, which then still use the script's objects.
+    _end(code, threading._shutdown if is_main else None)  # type: ignore[attr-defined]
 
 
 class _Finish(SystemExit):
-    """Python asks for the code once it is certain that the process exits."""
-
-    is_prepared = False
+    """Ends the process once nothing can catch it any more."""
 
     @property
     def code(self) -> int:  # type: ignore[override]
+        """The exit code. When Python itself asks for it, the process exits."""
         code: int = self.args[0]
-        if not self.is_prepared:
-            self.is_prepared = True
-            _limit(code)
-            # What Python calls first when it exits, before the exit handlers.
-            threading._shutdown = partial(_end, code, threading._shutdown)  # type: ignore[attr-defined]
+        try:
+            sys._getframe(1)
+        except ValueError:  # no function has asked
+            self.prepare()
         return code
+
+    def prepare(self) -> None:
+        """Have the process end with this code; the node agent calls this for a script's end."""
+        code: int = self.args[0]
+        _limit(code)
+        # What Python calls first when it exits, before the exit handlers.
+        threading._shutdown = partial(_end, code, threading._shutdown)  # type: ignore[attr-defined]
+
+
+_Finish.__name__ = SystemExit.__name__  # for a failure block, it is what sys.exit raises
 
 
 def _limit(code: int) -> None:
@@ -71,15 +82,17 @@ def _exit_late(code: int) -> None:
     os._exit(code)
 
 
-def _end(code: int, join_threads: object) -> NoReturn:
+def _end(code: int, join_threads: Callable[[], None] | None) -> NoReturn:
     """Do in order what Python does, up to where it would delete torch's modules."""
     try:
         _call("flush", [sys.stdout, sys.stderr])  # what follows may take too long
-        join_threads()  # type: ignore[operator]
+        if join_threads:
+            join_threads()
         atexit._run_exitfuncs()
         files = _open_files()  # kept: Python may close a file before an object that writes to it
         _call("flush", files)
-        _delete_objects()
+        if join_threads:
+            _delete_objects()
         _call("close", _open_files())
     finally:
         os._exit(code)

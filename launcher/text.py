@@ -99,10 +99,14 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     """Return "did you mean X? " with the most similar name; "" if none is similar."""
     from difflib import get_close_matches  # not at the top: the node agent does not need it
 
-    # With their dashes, any two options would be similar.
-    plain = {name.lstrip("-"): name for name in names}
-    near = get_close_matches(word.lstrip("-"), plain, 1)
+    # With their dashes or endings, any two options or files would be similar.
+    plain = {_without_ending(name): name for name in names}
+    near = get_close_matches(_without_ending(word), plain, 1)
     return f"did you mean {plain[near[0]]}? " if near else ""
+
+
+def _without_ending(name: str) -> str:
+    return name.lstrip("-").removesuffix(".yaml").removesuffix(".yml")
 
 
 def short_host_name() -> str:

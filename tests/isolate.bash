@@ -3,6 +3,7 @@
 # tests/unit/conftest.py uses the environment that it sets up.
 
 KEPT='PATH|PWD|SHLVL|TERM|TMPDIR|USER|LOGNAME|LD_LIBRARY_PATH|CI|PYTHON|TIMES|(BATS|PYTEST)_.*'
+KEPT+='|TESTS_LIST_FILE|n?filter|filter_status' # of bats 1.11 and later, which lists the tests first
 SCHEDULER_TOOLS=( # SLURM's, then those of PBS, LSF and Grid Engine
   sinfo squeue sbatch srun salloc scontrol scancel sacct sacctmgr sattach sbcast sprio sshare sstat
   qstat qsub qdel qalter qhost pbsnodes bsub bjobs lsid
@@ -17,7 +18,7 @@ isolate_test() {
     export PYTHON=${PYTHON:-$(cd -- "$root" && pwd -P)/.venv/bin/python}
     type -P "$PYTHON" >/dev/null || PYTHON=$(type -P python3)
   fi
-  export HOME=${BATS_TEST_TMPDIR:-$BATS_FILE_TMPDIR}.home
+  export HOME=${BATS_TEST_TMPDIR:-${BATS_FILE_TMPDIR:-$BATS_RUN_TMPDIR/list}}.home
   mkdir -p -- "$HOME"
 }
 

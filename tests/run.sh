@@ -13,7 +13,7 @@ cd -- "$(dirname -- "$0")/.."
 PYTHON=${PYTHON:-${VENV:-.venv}/bin/python}
 PYTHON=$(type -P -- "$PYTHON")
 [[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
-export PYTHON PATH="${PYTHON%/*}:$PWD/.tools/node_modules/.bin:$PATH"
+export PYTHON PATH="${PYTHON%/*}:$PWD/.tools/node_modules/bats/bin:$PATH"
 OUTPUT=$(mktemp)
 PART_LIMIT=3h        # of a part that runs in the background; most take minutes
 AGAIN=10             # seconds after which Ctrl-C is sent to a part again

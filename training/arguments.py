@@ -67,7 +67,7 @@ def refuse_together(environment: Environment) -> Iterator[None]:
         yield
     except (SettingsError, LauncherError, CheckpointError, Refused) as error:
         fault, cause = _read(error)
-        mistake = fault, cause if environment.is_main else f"rank {environment.rank}: {cause}"
+        mistake = [fault, cause if environment.is_main else f"rank {environment.rank}: {cause}"]
     if first := next(filter(None, gather_json(mistake)), None):
         if environment.is_main:
             _complain(*first)

@@ -87,7 +87,7 @@ def agree(own: Sequence[Header], copies: Sequence[Header]) -> tuple[int, list[tu
     Also return the ranks that lack their part, each with a rank that holds a copy. `own` has the
     headers of this rank's parts, `copies` those of the parts that it holds for another rank.
     """
-    mine = [[(one.step, one.rank, one.holders) for one in some] for some in (own, copies)]
+    mine = [[[one.step, one.rank, one.holders] for one in some] for some in (own, copies)]
     rows = gather_json(mine)
     held = [{step: n for step, _, n in row[0] if n in (1, len(rows))} for row in rows]
     copied = {

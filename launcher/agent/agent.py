@@ -16,13 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed.run as torchrun
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing import errors
 
 from distributed.errors import BAD_INPUT, REFUSED, Refused
+from launcher.agent import elastic
 from launcher.agent.attempt import Attempt
-from launcher.agent.command_line import read_for_torch
 from launcher.agent.control import (
     AgentNote,
     SupervisorLink,
@@ -65,13 +63,14 @@ def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: Supervi
     """
     try:
         args, beyond_static = parse(arguments, environ)
+        for_torch = elastic.read_checked(arguments) if beyond_static else None
     except ValueError as error:
         say(f"{error} [config-invalid]")
         return BAD_INPUT
     environ.pop("RUN_SECRET", None)  # no rank needs it
-    if beyond_static is not None:
+    if for_torch is not None:
         say(f"{beyond_static}: torch's elastic agent starts the ranks; each imports torch")
-        errors.record(torchrun.run)(read_for_torch(torchrun.parse_args, arguments))
+        elastic.run(for_torch)
         return 0
     try:
         meeting = join(args, is_by_hand=supervisor.control is None)

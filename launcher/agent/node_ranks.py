@@ -206,15 +206,15 @@ class NodeRanks:
             last_text=err.last_text,
         )
 
-    def find_hanging(self, hook_s: float) -> list[Rank]:
+    def find_hanging(self, save_s: float) -> list[Rank]:
         """Return the ranks whose script has ended with an error, but that do not exit.
 
-        They have RAISED_S to do so, or `hook_s` if the script has a sys.excepthook that still runs.
+        They have RAISED_S to do so, or `save_s` if they may be saving.
         """
         hanging = []
         for each in self.living():
             state = self.heartbeats.ending(each.local_rank)
-            limit_s = max(hook_s, limits.RAISED_S) if state == ending.IN_HOOK else limits.RAISED_S
+            limit_s = max(save_s, limits.RAISED_S) if state == ending.MAY_SAVE else limits.RAISED_S
             if state and each.ended_at is None:
                 each.ended_at = own_time.now()
             if each.ended_at is not None and own_time.now() - each.ended_at >= limit_s:

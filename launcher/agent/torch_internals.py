@@ -41,6 +41,13 @@ def rendezvous_settings(text: str) -> dict[str, str]:
     return _parse_rendezvous_config(text)
 
 
+def rendezvous_backends() -> set[str]:
+    """Return the names that torchrun's --rdzv-backend accepts, also those of installed packages."""
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    return {*rendezvous_handler_registry._registry}
+
+
 def process_groups() -> list[Any]:
     """Return all process groups of this process."""
     return [*distributed_c10d._world.pg_map]

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 
 import torch
 import torch.distributed.run as torchrun
@@ -37,6 +38,7 @@ _FIRST_TORCH = {  # the oldest torch whose torchrun has the option
     "--shutdown-timeout": "2.12",
 }
 _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+_LABEL = "[rank${rank}] "
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,17 @@ class Arguments:
     numa_binding: str  # empty means none
     virtual_gpus: Sequence[str]  # by local rank: its only visible GPU; empty means all
     has_labels: bool  # show all ranks, each line prefixed with its rank
+    label: str  # of such a prefix: torchrun's template
     is_debug: bool  # LOG_LEVEL=DEBUG: also show torch's noise
     access: Access = field(repr=False)
     environ: OwnEnviron = field(repr=False)  # the agent's environment, which the ranks inherit
+
+    def label_of(self, rank: int, local_rank: int) -> bytes:
+        """Return the prefix of a rank's lines; empty if there is none."""
+        if not self.has_labels:
+            return b""
+        names = {"role_name": self.role, "rank": rank, "local_rank": local_rank}
+        return Template(self.label).safe_substitute(names).encode()
 
     def shown_ranks(self, first_rank: int, *, has_log: bool) -> Sequence[int]:
         """Return the local ranks that the terminal shows; by default, rank 0 if there is a log."""
@@ -108,11 +118,9 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
     _check_signals(args)
     _refuse_like_torchrun(args)
     filtered = args.local_ranks_filter
-    words = tuple(args.training_script_args)
     is_debug = environ.get("LOG_LEVEL", "").upper() == "DEBUG"
-    program = Program(args.training_script, words, args.module, args.no_python)
     return Arguments(
-        program=fresh.choose(program, environ.get("FRESH")),
+        program=_choose_program(args, environ.get("FRESH")),
         num_nodes=high,
         node_rank=args.node_rank,
         nproc=nproc,
@@ -134,6 +142,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
         redirected=to_map(Std.from_str(args.redirects), nproc),
         teed=(teed := to_map(Std.from_str(args.tee), nproc)),
         has_labels=any(teed.values()) or environ.get("SHOW_RANKS") == "all" or is_debug,
+        label=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or _LABEL,
         is_debug=is_debug,
         access=handshake.read_access(environ),
         environ=environ,
@@ -153,6 +162,12 @@ def _read(arguments: Sequence[str], master_port: str | None) -> argparse.Namespa
         cause = f"{option}: torchrun in torch {torch.__version__} has no such option"
         raise ValueError(f"{cause}; {cure}")
     return args
+
+
+def _choose_program(args: argparse.Namespace, is_fresh: str | None) -> Program:
+    words = tuple(args.training_script_args)
+    program = Program(args.training_script, words, args.module, args.no_python)
+    return fresh.choose(program, is_fresh)
 
 
 def _place_in_step(args: argparse.Namespace, spares: int, environ: OwnEnviron) -> bool:

@@ -65,8 +65,8 @@ def leave_to_torch(values: dict[str, Any], given: dict[str, str], endpoint: str)
         raise PlanError(f"--nnodes {given['--nnodes']}: {RANGE_CURE}")
     if endpoint:
         given |= {"--rdzv-endpoint": endpoint}
-    if not values.get("run_id"):
-        given |= {"--rdzv-id": "none"}  # torchrun's default, which is the same on every node
+    # The same on every node, unlike this project's run ids; torchrun's default is none.
+    given |= {"--rdzv-id": values.get("run_id") or "none"}
     words = [word for option in given.items() for word in option]
     values["passed"] = (*values.get("passed", ()), *words)
     values["nnodes"] = "1"  # this one; torch's agents find the others

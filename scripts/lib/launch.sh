@@ -22,7 +22,8 @@ ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." && pwd)
 ROOT=$(as_typed "$ROOT" "$PWD" "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)")
 PROGRAM=${0##*/}
 case $PROGRAM in *.SC | slurm_script) # a scheduler's copy
-  PROGRAM=$(sed -n 's|^# usage: .*/\([a-z_]*\.sh\).*|\1|p' "$0") ;;
+  PROGRAM=$(sed -n 's|^# usage: .*/\([a-z_]*\.sh\).*|\1|p' "$0")
+  ;;
 esac
 SUBMITTED=$0 # or the file that a scheduler was given
 ACTIVATED=() # names of the variables that the environment of PYTHON has changed

@@ -92,5 +92,6 @@ PY
 
 # The loop of docs/your-script.md as a program. Its arguments: STEPS STRATEGY WORKERS SECONDS.
 make_page_loop() {
-  PYTHONPATH=$ROOT "$PYTHON" "$ROOT/tests/unit/page_loop.py" >page.py
+  local root=$BATS_TEST_DIRNAME/../..
+  PYTHONPATH=$root "$PYTHON" "$root/tests/unit/page_loop.py" >page.py
 }

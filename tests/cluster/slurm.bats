@@ -287,12 +287,12 @@ kill_rank_on() { # <node>
 
 # bats test_tags=prove,long
 @test "the page's loop, stopped and killed at random moments, ends with an unbroken run's weights" {
-  local number times=$((${TIMES:-1} * 2)) words
-  words=($((times * 100)) ddp 0)
+  local number times=$((${TIMES:-1} * 2))
+  local arguments=($((times * 100)) ddp 0)
   make_page_loop
-  RUN_ID=whole scripts/launch.sh --nproc-per-node 2 page.py "${words[@]}" 0
+  RUN_ID=whole scripts/launch.sh --nproc-per-node 2 page.py "${arguments[@]}" 0
   for ((number = 0; number < times; number++)); do
-    start_page_loop "${words[@]}" 0.01
+    start_page_loop "${arguments[@]}" 0.01
     sleep "0.$((RANDOM % 5))" # the random moment itself
     case $((number % 3)) in
       0) on login scancel "$JOB" ;;
@@ -301,7 +301,7 @@ kill_rank_on() { # <node>
     esac
     eventually has_ended "$JOB"
   done
-  start_page_loop "${words[@]}" 0
+  start_page_loop "${arguments[@]}" 0
   eventually has_ended "$JOB"
   [[ $(weights_of broken) == "$(weights_of whole)" ]]
   echo "# the loop of docs/your-script.md as a job, stopped or killed $times times: the weights of an unbroken run" >&3

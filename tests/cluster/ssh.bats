@@ -243,8 +243,8 @@ TABLE
 
 # bats test_tags=prove,long
 @test "the page's loop, stopped and killed at random moments, ends with an unbroken run's weights" {
-  local number times=$((${TIMES:-1} * 2)) codes=(75 137 137) code words
-  LAUNCH=scripts/launch.sh words=(--hosts node1,node2 --nproc-per-node 1 page.py $((times * 100)) ddp 2)
+  local number times=$((${TIMES:-1} * 2)) codes=(75 137 137) words
+  LAUNCH=scripts/launch.sh words=(--hosts "node1,node2" --nproc-per-node 1 page.py $((times * 100)) ddp 2)
   make_page_loop
   RUN_ID=whole launch "${words[@]}" 0
   for ((number = 0; number < times; number++)); do
@@ -257,8 +257,7 @@ TABLE
     esac
     end_of "$PID"
     eventually is_gone broken
-    code=${codes[number % 3]}
-    ((CODE == code)) || { cat broken.out && false; }
+    ((CODE == codes[number % 3])) || { cat broken.out && false; }
   done
   RUN_ID=broken launch "${words[@]}" 0
   [[ $(weights_of broken) == "$(weights_of whole)" ]]

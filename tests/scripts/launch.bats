@@ -154,7 +154,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   run launch --no own.py
   assert_refused 2 "unknown option '--no'"
   run launch --nnodes 1:4 own.py
-  assert_refused 2 "--nnodes 1:4: the number of nodes cannot change during a run"
+  assert_refused 2 "--nnodes 1:4: a range needs --rdzv-backend c10d; add it, or give one number"
   run launch --nnodes 2 --rdzv-backend etcd-v2 own.py
   assert_refused 2 "--rdzv-backend etcd-v2: not supported"
   run launch --nnodes 2 own.py

@@ -63,6 +63,13 @@ load helper
   [[ $output == $'ours\n  C.UTF-8  0022' && -L links/$PWD/fake/ours && $HOME == *.home && -z $(ls -A "$HOME") ]]
 }
 
+@test "the tests keep what bats 1.11 passes to the shell in which it lists them" {
+  # shellcheck disable=SC2016 # expanded by the shell that lists
+  run env -u BATS_ISOLATED -u BATS_TEST_TMPDIR -u BATS_FILE_TMPDIR TESTS_LIST_FILE=list filter=words filter_status= \
+    bash -euc 'source "$0"; isolate_test; echo "$TESTS_LIST_FILE $filter ${filter_status-unset}"; cd "$HOME"' "$ROOT/tests/isolate.bash"
+  [[ $status == 0 && $output == "list words " && ! -e .home ]]
+}
+
 # bats test_tags=slow
 @test "make init puts the kit into one folder of a repository, and changes nothing else" {
   mkdir -p own/scripts
@@ -111,6 +118,7 @@ make_python() { # <package...>
   mkdir -p packages
   local package
   for package in "$@"; do echo >"packages/$package.py"; done
+  # shellcheck disable=SC2016 # expanded by that Python
   printf '%s\n' '#!/bin/sh' 'case $1 in' '*lacking.py) exec python3 -S "$@" ;;' '*) echo "$@" ;;' 'esac' >given
   chmod +x given
   export PYTHONPATH=$PWD/packages

@@ -50,13 +50,13 @@ ENDS = {"stop": 75, "kill a rank": 137, "kill the launcher": -signal.SIGKILL}  #
 
 
 def write_program() -> str:
-    """Return the page's two blocks as a program whose model has dropout, and which saves often."""
+    """Return the calls and the loop as a program whose model has dropout, and which saves often."""
     page = (ROOT / "docs/your-script.md").read_text()
     blocks: list[str] = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-    calls, loop = [block for block in blocks if "import" in block]
+    calls, loop, *_ = [block for block in blocks if "import" in block]
     text = calls + BETWEEN + loop
     for old, new in CHANGES.items():
-        assert text.count(old) == 1, f"not once in the page's two blocks: {old}"
+        assert text.count(old) == 1, f"not once in the page's calls and loop: {old}"
         text = text.replace(old, new)
     return PREAMBLE + text
 

@@ -23,6 +23,7 @@ from launcher.agent.control import AgentNote
 from launcher.agent.supervisor import Agent, _explain_death, _report_death
 from launcher.record.run_json import RunFolder
 from launcher.typed_json import encode
+from launcher.wire import limits
 
 Start = Callable[..., Run]
 
@@ -410,6 +411,31 @@ def test_a_rank_that_has_failed_and_cannot_exit_is_reported(
     run.assert_gone()
     assert run.process.returncode == code
     assert "FAILED   rank 1 " in err and f"cause    {cause}\n" in err
+
+
+FINISHES = """
+import atexit, os, sys, time
+sys.path.append(os.environ["KIT"])
+from distributed.exit import finish
+
+atexit.register(print, "cleaned up", flush=True)
+atexit.register(time.sleep, float(sys.argv[2]))
+finish(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "wait_s"), [(3, 0), *rarely((0, 2 * limits.RAISED_S), (75, 2 * limits.RAISED_S))]
+)
+def test_a_rank_that_calls_finish_runs_its_exit_handlers(
+    tmp_path: Path, runs: list[Run], code: int, wait_s: float
+) -> None:
+    script = written(tmp_path / "x.py", FINISHES)
+    runs.append(run := Run([str(script), str(code), str(wait_s)]))
+    err = run.finish()
+    assert (run.process.returncode, run.output) == (code, "cleaned up\n")
+    assert code == 0 or (f"cause    SystemExit: {code}\n" in err and "x.py:8 in <module>" in err)
 
 
 SAVES_ON_SIGTERM = """

@@ -22,7 +22,7 @@ from test_snapshot import names_of
 from torch import nn
 
 from distributed.checkpoint import Saver, files
-from distributed.checkpoint.files import score, steps
+from distributed.checkpoint.files import read_progress, score, steps
 from distributed.checkpoint.memory import BEGIN, FILES
 from distributed.checkpoint.snapshots import Buffer
 from distributed.environment import detect
@@ -90,7 +90,7 @@ def test_a_restart_from_memory_saves_what_was_due(
     assert job.kill_and_finish(name, 2, settings, ["Saver.save 0"]) == whole
     saved = steps(job.folder / "checkpoints" / name)
     assert [path.name for path in saved] == [f"step-{one}" for one in range(step, 61, step)]
-    assert all(math.isfinite(score(path)) for path in saved)
+    assert all(math.isfinite(score(read_progress(path))) for path in saved)
 
 
 @pytest.mark.slow
@@ -104,7 +104,9 @@ def test_what_is_not_finite_gets_into_no_snapshot(
     folder = job.folder / "checkpoints" / name
     assert f"step 20 was only in memory; it is now saved in {folder}\n" in output
     assert [path.name for path in steps(folder)] == ["step-20"]
-    assert math.isfinite(score(folder / "best"))  # the score of the validation after step 20
+    assert math.isfinite(
+        score(read_progress(folder / "best"))
+    )  # the score of the validation after step 20
 
 
 @pytest.mark.long

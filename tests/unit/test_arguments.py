@@ -435,5 +435,7 @@ def test_a_range_of_nodes_is_left_to_torchs_own_agent() -> None:
     found = read("launch", "--nnodes=1:2", *rendezvous, "x.py")
     passed = [*("--nnodes", "1:2", "--rdzv-backend", "c10d"), "--rdzv-endpoint", "localhost:0"]
     assert [*found["passed"]] == [*passed, "--rdzv-id", "none"]
+    again = read("launch", "--nnodes=1:2", *rendezvous, "--rdzv-id=7", "x.py")
+    assert [*again["passed"]] == [*passed, "--rdzv-id", "7"]  # even if a live run has this id
     with pytest.raises(PlanError, match="a range needs --rdzv-backend c10d"):
         read("launch", "--nnodes=1:2", "x.py")

@@ -169,3 +169,38 @@ def test_what_a_script_has_open_is_whole(tmp_path: Path, name: str, place: str) 
 
 def test_what_with_and_finally_close_is_closed(tmp_path: Path) -> None:
     assert check_both(tmp_path, PLACES["with"]) == {"finally": b"x"}
+
+
+def ends_like_sys_exit(folder: Path, script: str) -> tuple[int, str]:
+    """Check that a script ends with finish() as with sys.exit(); returns its code and output."""
+    ends = []
+    for end in ("sys.exit", "finish"):
+        code = "import sys, threading, time\nfrom distributed.exit import *\n"
+        code += textwrap.dedent(script).replace("{end}", end)
+        done = run_program([sys.executable, "-c", code], folder, **own_environment())
+        ends.append((done.returncode, done.stdout))
+    assert ends[0] == ends[1]
+    return ends[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("try: {end}(3)\nexcept Exception: print('caught')", (3, "")),
+        ("try: {end}(0)\nexcept BaseException: print('caught')\n1 / 0", (1, "caught\n")),
+        ("try: {end}(0)\nexcept SystemExit as end: print(end.code)\nsys.exit(5)", (5, "0\n")),
+        ("try: {end}(4)\nexcept SystemExit as end: sys.exit(end.code + 1)", (5, "")),
+        ("try: {end}(4)\nexcept SystemExit as end: print(end.code)\nprint('end')", (0, "4\nend\n")),
+    ],
+)
+def test_a_script_may_catch_the_end(tmp_path: Path, script: str, expected: tuple[int, str]) -> None:
+    """torch's @record, for example, catches an exit with code 0, and the script continues."""
+    assert ends_like_sys_exit(tmp_path, script) == expected
+
+
+def test_another_thread_can_end_the_script(tmp_path: Path) -> None:
+    script = "open('out', 'w').write('x')\nthreading.Thread(target=finish, args=(3,)).start()\n"
+    script = f"import threading, time\nfrom distributed.exit import *\n{script}time.sleep(600)"
+    done = run_program([sys.executable, "-c", script], tmp_path, **own_environment())
+    assert (done.returncode, done.stderr) == (3, "")
+    assert (tmp_path / "out").read_text() == "x"

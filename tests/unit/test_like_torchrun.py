@@ -243,11 +243,15 @@ def test_elastic_launches_are_handed_to_torch(tmp_path: Path) -> None:
     ("options", "variables", "cause"),
     [
         ([], {"PET_NO_PYTHON": "1", "PET_MODULE": "1"}, "--no-python and --module"),
+        (["--logs_specs=NONE"], {}, "torchrun.logs_specs[NONE]"),
         *rarely(
             (["--max-restarts=-1"], {}, "--max-restarts -1: give 0 or more"),
             (["--local-ranks-filter=a"], {}, "--local-ranks-filter a: give local ranks"),
             (["--nnodes=2:1"], {}, "--nnodes 2:1: not a number of nodes"),
             (["--nnodes=1:2"], {}, "--nnodes 1:2: a range needs --rdzv-backend c10d"),
+            (["--no-python", "--module"], {}, "--no-python and --module"),
+            (["--event-log-handler=none"], {}, "--event-log-handler none: unknown"),
+            (["--nnodes=1:2", "--rdzv-backend=x"], {}, "--rdzv-backend x: unknown"),
         ),
     ],
 )

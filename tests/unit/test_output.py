@@ -281,7 +281,7 @@ def test_a_bar_that_clears_its_line_keeps_its_prefix(clear: bytes) -> None:
 
 def test_lines_of_ranks_with_labels_stay_apart() -> None:
     sheet = Sheet()
-    one, two = (RankView(sheet, is_alone=False, label=b"[rank%d]" % rank) for rank in range(2))
+    one, two = (RankView(sheet, is_alone=False, label=b"[rank%d] " % rank) for rank in range(2))
     one.add(b"loading\nName? ")
     two.add(b"loading\n[rank1]: ready\n\r10%\r20%")  # torch's own label is dropped
     assert sheet.shown == b"[rank0] loading\n[rank1] loading\n[rank1] ready\n"
@@ -293,6 +293,19 @@ def test_lines_of_ranks_with_labels_stay_apart() -> None:
     assert end == b"[rank0] hello\n\r[rank1] 10%\r[rank1] 20%"
     one.add(b"10%\r100%\n")
     assert sheet.shown.endswith(b"\n[rank0] 10%\r[rank0] 100%\n")
+
+
+def test_the_label_is_torchruns_template_if_one_is_given() -> None:
+    options = ["--tee=3", "--role=worker", "x.py"]
+    name = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+    template = "[${role_name}${rank}/${local_rank}${other}]: "
+    assert parse(options, {})[0].label_of(5, 1) == b"[rank5] "
+    assert parse(options, {name: template})[0].label_of(5, 1) == b"[worker5/1${other}]: "
+    assert parse(["x.py"], {name: template})[0].label_of(5, 1) == b""
+    sheet = Sheet()
+    view = RankView(sheet, is_alone=False, label=b"[rank0]: ")
+    view.add(b"creating\n[rank0]: Traceback\n")
+    assert sheet.shown == b"[rank0]: creating\n[rank0]: Traceback\n"
 
 
 # --- the launcher's own streams -------------------------------------------------------------------

@@ -46,7 +46,7 @@ class Outputs:
             terminal.open_by = None  # messages between attempts have begun a new line
             is_shown = local_rank in shown and kind not in redirected & ~teed
             # A labelled stream shares the terminal with other ranks, so its rank gets a pipe.
-            label = b"[rank%d]" % number if args.has_labels else b""
+            label = args.label_of(number, local_rank)
             own_terminal = terminal if is_shown and not label else None
             writer, stream = open_stream(number, self._log, own_terminal)
             if is_shown:

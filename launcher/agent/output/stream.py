@@ -84,13 +84,14 @@ class RankView(View):
     def __init__(
         self, screen: Terminal, *, is_alone: bool, label: bytes = b"", is_debug: bool = False
     ) -> None:
-        """Begin each line with a label, such as `[rank3]`, in place of torch's own.
+        """Begin each line with a label, such as `[rank3] `, in place of torch's own `[rank3]: `.
 
         With `is_debug`, also show torch's noise.
         """
-        super().__init__(screen, is_alone=is_alone, prefix=label + b" " if label else b"")
+        super().__init__(screen, is_alone=is_alone, prefix=label)
         self.traceback, self._is_debug = HeldTraceback(), is_debug
-        self._torchs_label = re.compile(rb"^%s: " % re.escape(label), re.M) if label else None
+        name = re.escape(label.rstrip(b": "))
+        self._torchs_label = re.compile(rb"^%s: " % name, re.M) if name else None
 
     def may_be_dropped(self, line: bytes) -> bool:
         return noise.may_begin(line)

@@ -10,7 +10,7 @@ import os
 
 from distributed.heartbeat import RECORD, find_record
 
-IN_HOOK = 1  # sys.excepthook is running, which may save
+MAY_SAVE = 1  # sys.excepthook is running, or the exit code will be 75: it may take longer
 ENDED = 2  # threads are joined and exit handlers run
 
 

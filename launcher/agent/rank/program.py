@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from distributed.errors import STOPPED
 from distributed.stop_signals import QUERY, handled_signals
 from launcher import processes
 from launcher.agent.output.stream import say
@@ -209,10 +210,12 @@ def _execute(program: Program, error_file: Path, tell: Callable[[int], None]) ->
         else:
             _run_script(program.name)
     except SystemExit as leave:
+        if hasattr(leave, "prepare"):  # the helper's finish()
+            leave.prepare()
         code = _code_of(leave)
         if code != 0:
             _record(leave, code, error_file)
-            tell(ending.ENDED)
+            tell(ending.MAY_SAVE if code == STOPPED else ending.ENDED)
         return code
     except KeyboardInterrupt as stop:
         _report(stop)
@@ -221,7 +224,7 @@ def _execute(program: Program, error_file: Path, tell: Callable[[int], None]) ->
         return 130
     except BaseException as error:
         _record(error, 1, error_file)
-        tell(ending.IN_HOOK)
+        tell(ending.MAY_SAVE)
         code = _report(error)
         tell(ending.ENDED)
         return code
