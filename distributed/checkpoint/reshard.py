@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ..collectives import own_rank
 from ..torch_internals import import_dtensor, tree_map_only
 
 dtensor = import_dtensor()
@@ -21,11 +21,11 @@ def gather(state: Any) -> Any:
 
     All ranks must call this.
     """
-    keep = Tensor.cpu if dist.get_rank() == 0 else lambda whole: whole.new_empty(0)
+    keep = Tensor.cpu if own_rank() == 0 else lambda whole: whole.new_empty(0)
     return tree_map_only(dtensor.DTensor, lambda tensor: keep(tensor.full_tensor()), state)
 
 
-def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def scatter(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's full state_dict() with its tensors replaced by this rank's shards.
 
     Meta tensors become shards on the meta device, whose content can then be read.
