@@ -610,7 +610,7 @@ def _send_a_pickle(rank: int, folder: Path) -> None:
             with pytest.raises(pickle.UnpicklingError):
                 list(checkpoint.gather_ranks({"rank": rank}))
     if rank == 0:
-        gather_bytes(pickle.dumps(Intruder(opened)))
+        gather_bytes(pickle.dumps(Intruder(opened)), call="broadcast")
     else:
         with pytest.raises(ValueError):  # not JSON
             load(Path("/nonexistent"))
