@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .environment import LauncherError, detect
-from .errors import with_fault
+from .errors import some_of, with_fault
 from .torch_internals import time_limit
 
-_ROOM = 60  # values in the first message of a call, beside the hashes
-_SHOWN = 4  # calls that an error lists
+_ROOM = 60  # values in the first message of a call, beside the hash
+_MARKS = 1 << 20  # hashes: the squares of 8,192 ranks' hashes have an exact sum
 
 
 def has_group() -> bool:
@@ -37,16 +37,12 @@ def has_group() -> bool:
     it would train alone.
     """
     global _may_be_alone
-    if dist.is_initialized() or _may_be_alone:
-        _may_be_alone = True
-        return dist.is_initialized()
-
-    ranks = _count_started()
-    if ranks > 1:
+    _may_be_alone |= dist.is_initialized()
+    if not _may_be_alone and (ranks := _count_started()) > 1:
         cause = f"this process is one of {ranks} ranks, but has not joined the others"
         cure = "call init_distributed() first, or unset RANK in a process that is not a rank"
         raise LauncherError(f"{cause}; {cure}")
-    return False
+    return dist.is_initialized()
 
 
 _may_be_alone = False  # it was in a group
@@ -54,12 +50,10 @@ _may_be_alone = False  # it was in a group
 
 def _count_started() -> int:
     """Return how many ranks the launcher started; 1 in a child that a rank has forked."""
-    if multiprocessing.parent_process() is not None:  # a data worker, or a process of a pool
-        return 1
-    try:
-        return detect().world_size
-    except ValueError:  # contradicting variables; init_distributed reports them
-        return 1
+    with contextlib.suppress(ValueError):  # contradicting variables; init_distributed reports them
+        if multiprocessing.parent_process() is None:  # neither a data worker nor one of a pool
+            return detect().world_size
+    return 1
 
 
 def own_rank() -> int:
@@ -95,18 +89,13 @@ def add_up(
 
     Raises ValueError on every rank if the call's name or the details differ between ranks.
     """
-    hashes = divmod(zlib.crc32(json.dumps([call, *details]).encode()), 1 << 16)
-    checks = [number for one in hashes for number in (one, one * one)]
-    first = [*checks, *values[:_ROOM]]
-    padding = [0.0] * (len(checks) + _ROOM - len(first))
-    sums = _sum([*first, *padding], group)
-
-    ranks = count_ranks()
-    for total, squares in (sums[:2], sums[2:4]):
-        if not _are_equal(total, squares, ranks):
-            _refuse_different([call, *details], group)
-    rest = _sum(values[_ROOM:], group) if len(values) > _ROOM else []
-    return [*sums[len(checks) : len(first)], *rest]
+    mark = zlib.crc32(json.dumps([call, *details]).encode()) % _MARKS
+    first, rest = values[:_ROOM], values[_ROOM:]
+    padding = [0.0] * (_ROOM - len(first))
+    marks, squares, *sums = _sum([mark, mark * mark, *first, *padding], group)
+    if not _are_equal(marks, squares, count_ranks()):
+        _refuse_different([call, *details], group)
+    return [*sums[: len(first)], *(_sum(rest, group) if rest else [])]
 
 
 def _sum(numbers: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
@@ -123,23 +112,21 @@ def _are_equal(total: float, squares: float, count: int) -> bool:
 
 def _refuse_different(own: list[str], group: dist.ProcessGroup | None) -> None:
     """Raise ValueError on every rank, with what only some of the ranks have passed."""
-    told = [json.loads(one) for one in _exchange(json.dumps(own).encode(), group)]
+    told = [json.loads(one) for one in gather_bytes(json.dumps(own).encode(), group)]
     common = set.intersection(*map(set, told))
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank, words in enumerate(told):
         special = [word for word in words if word not in common]
         ranks_of[", ".join(special) or "nothing else"].append(rank)
 
-    parts = [f"{text} on {_name_ranks(ranks)}" for text, ranks in ranks_of.items()]
-    shown = "; ".join(parts[:_SHOWN]) + "; ..." * (len(parts) > _SHOWN)
+    parts = [
+        f"{text} on rank{'s' * (len(ranks) > 1)} {some_of(ranks, 8)}"
+        for text, ranks in ranks_of.items()
+    ]
     call = own[0] if own[0] in common else "the ranks call different functions"
     cure = "make the same calls on every rank, with the same names, shapes and types"
-    raise with_fault(ValueError, "collective-mismatch", f"{call}: {shown}; {cure}")
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    cause = f"{call}: {some_of(parts, 4, '; ')}"
+    raise with_fault(ValueError, "collective-mismatch", f"{cause}; {cure}")
 
 
 # --- bytes and values ---------------------------------------------------------------------------
@@ -155,13 +142,22 @@ def gather_bytes(
     """
     if not has_group():
         return [data]
-    add_up([], call, group=group)
-    return _exchange(data, group)
-
-
-def _exchange(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     mine = torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)[:-1]
-    return [to_bytes(one.cpu()) for one in _gather(mine.to(_device(group)), group)]
+    return [to_bytes(one.cpu()) for one in _gather(mine.to(_device(group)), call, group)]
+
+
+def _gather(mine: Tensor, call: str, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Return every rank's bytes as one-dimensional tensors, in order of rank."""
+    own = [0.0] * count_ranks()
+    own[own_rank()] = len(mine)
+    sizes = [int(one) for one in add_up(own, call, group=group)]
+
+    padded = mine.new_zeros(max(sizes) + 1)
+    padded[: len(mine)] = mine
+    everyone = [torch.empty_like(padded) for _ in sizes]
+    with freed(padded, *everyone):
+        dist.all_gather(everyone, padded, group=group)
+    return [one[:size] for one, size in zip(everyone, sizes, strict=True)]
 
 
 def gather_json(value: Any, call: str = "gather_json") -> list[Any]:
@@ -179,40 +175,25 @@ def gather_json(value: Any, call: str = "gather_json") -> list[Any]:
 def _encode(value: Any) -> bytes:
     """Return a value as JSON, beside an empty text, or else None and what JSON would change."""
     try:
-        problem = _find_changed(value)
+        problem = next(_changes(value), "")
         return json.dumps([None if problem else value, problem]).encode()
     except (TypeError, ValueError, RecursionError) as error:
         return json.dumps([None, f"the value is not JSON ({error})"]).encode()
 
 
-def _find_changed(value: Any) -> str:
-    """Return what JSON would silently change in a value; empty if there is nothing."""
+def _changes(value: Any) -> Iterator[str]:
+    """Yield what JSON would silently change in a value."""
     if isinstance(value, tuple):
-        return f"the tuple {value!r:.80} would become a list"
-    inner: list[Any] = value if isinstance(value, list) else []
+        yield f"the tuple {value!r:.80} would become a list"
     if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):
-                return f"the key {key!r:.80} would become text"
-        inner = [*value.values()]
-    return next(filter(None, map(_find_changed, inner)), "")
+        others = (key for key in value if not isinstance(key, str))
+        yield from (f"the key {key!r:.80} would become text" for key in others)
+        value = [*value.values()]
+    for one in value if isinstance(value, list) else ():
+        yield from _changes(one)
 
 
 # --- tensors ------------------------------------------------------------------------------------
-
-
-def _gather(mine: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return every rank's bytes as one-dimensional tensors, in order of rank."""
-    sizes = torch.zeros(count_ranks(), dtype=torch.int64, device=mine.device)
-    sizes[own_rank()] = len(mine)
-    with freed(sizes):
-        dist.all_reduce(sizes, group=group)
-    padded = mine.new_zeros(int(sizes.max()) + 1)
-    padded[: len(mine)] = mine
-    everyone = [torch.empty_like(padded) for _ in sizes]
-    with freed(padded, *everyone):
-        dist.all_gather(everyone, padded, group=group)
-    return [one[:size] for one, size in zip(everyone, sizes.tolist(), strict=True)]
 
 
 def gather(tensor: Tensor, *, samples: int | None = None) -> Tensor:
@@ -235,16 +216,15 @@ def gather(tensor: Tensor, *, samples: int | None = None) -> Tensor:
         return mine[:samples]
 
     shape, dtype = kinds[0]
-    parts = [_from_bytes(one, dtype, [-1, *shape]) for one in _gather(_as_bytes(mine))]
+    parts = [_from_bytes(one, dtype, [-1, *shape]) for one in _gather(_as_bytes(mine), call)]
     whole = torch.cat(parts) if samples is None else _interleave(parts)[:samples]
     return whole.to(tensor.device)
 
 
 def _interleave(parts: Sequence[Tensor]) -> Tensor:
     """Return first each part's first row, then each part's second row, and so on."""
-    places = [(row, rank) for rank, part in enumerate(parts) for row in range(len(part))]
-    order = sorted(range(len(places)), key=places.__getitem__)
-    return torch.cat([*parts])[order]
+    places = [rank + len(parts) * torch.arange(len(part)) for rank, part in enumerate(parts)]
+    return torch.cat([*parts])[torch.cat(places).argsort()]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -105,6 +105,7 @@ class Variables(dict[str, str]):
 
 def torchrun(v: Variables) -> Environment:
     """Read the variables set by torchrun, our node agent, torch.distributed.launch or by hand."""
+    v.cure = "start the ranks with torchrun, or set every variable that it sets"
     local_name = "--local-rank" if v["--local-rank"] else "LOCAL_RANK"
     if v["LOCAL_RANK"] not in ("", v[local_name]):
         cause = f"LOCAL_RANK={v['LOCAL_RANK']} but --local-rank is {v[local_name]}"
@@ -123,8 +124,9 @@ def torchrun(v: Variables) -> Environment:
     return replace(env, node_rank=node_rank, num_nodes=num_nodes)
 
 
-def mpi(launcher: str, names: tuple[str, ...], v: Variables) -> Environment:
+def mpi(launcher: str, names: tuple[str, ...], command: str, v: Variables) -> Environment:
     """Read the variables set by an MPI's mpiexec. Assumes that ranks are placed node by node."""
+    v.cure = f"start the ranks with {command}, which sets it"
     ranks = _ranks_of_equal_nodes(v, *names)
     is_alone = ranks[-1] == 1  # one node
     v.cure = "use mpirun -x or mpiexec -genv (MASTER_ADDR: first host, MASTER_PORT: free port)"
@@ -169,6 +171,7 @@ def slurm(v: Variables) -> Environment:
     """Read the variables of a SLURM task's step: those of the job may list more nodes."""
     if not is_task(v):
         return plain(v)
+    v.cure = "start the ranks with srun, which sets it"
     world_size = v.number("SLURM_STEP_NUM_TASKS")
     if v["WORLD_SIZE"] not in ("", str(world_size)):
         cause = f"WORLD_SIZE={v['WORLD_SIZE']} but SLURM_STEP_NUM_TASKS={world_size}"
@@ -234,12 +237,6 @@ def plain(v: Variables) -> Environment:
     return Environment("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", port_from_id(_run_id(v)))
 
 
-def _of_mpi(
-    launcher: str, names: tuple[str, ...], command: str
-) -> tuple[Callable[[Variables], Environment], str]:
-    return partial(mpi, launcher, names), f"start the ranks with {command}, which sets it"
-
-
 # The variables that each MPI sets: rank, size, local rank, local size.
 _OPENMPI, _MVAPICH2, _MVAPICH3 = (
     tuple(f"{prefix}_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
@@ -252,16 +249,16 @@ _SIZES = {"PMI_RANK": "PMI_SIZE", "FLUX_TASK_RANK": "FLUX_JOB_SIZE", "PMIX_RANK"
 
 # The first variable that is set decides: an agent under srun or mpirun sets RANK, mpirun may use
 # srun, and srun can set PMI's variables.
-LAUNCHERS: dict[str, tuple[Callable[[Variables], Environment], str]] = {
-    "RANK": (torchrun, "start the ranks with torchrun, or set every variable that it sets"),
-    "OMPI_COMM_WORLD_RANK": _of_mpi("openmpi", _OPENMPI, "Open MPI's mpirun"),
-    "MV2_COMM_WORLD_RANK": _of_mpi("mvapich", _MVAPICH2, "MVAPICH's mpirun"),
-    "MVP_COMM_WORLD_RANK": _of_mpi("mvapich", _MVAPICH3, "MVAPICH's mpirun"),
-    "MPI_LOCALRANKID": _of_mpi("mpich", _HYDRA, "mpiexec of MPICH or Intel MPI"),
-    "SLURM_STEP_ID": (slurm, "start the ranks with srun, which sets it"),
-    "PMI_LOCAL_RANK": _of_mpi("pals", _CRAY, "Cray's mpiexec"),
-    "PALS_RANKID": _of_mpi("pals", _PALS, "Cray's mpiexec"),
-    **dict.fromkeys(_SIZES, (no_local_rank, "")),
+LAUNCHERS: dict[str, Callable[[Variables], Environment]] = {
+    "RANK": torchrun,
+    "OMPI_COMM_WORLD_RANK": partial(mpi, "openmpi", _OPENMPI, "Open MPI's mpirun"),
+    "MV2_COMM_WORLD_RANK": partial(mpi, "mvapich", _MVAPICH2, "MVAPICH's mpirun"),
+    "MVP_COMM_WORLD_RANK": partial(mpi, "mvapich", _MVAPICH3, "MVAPICH's mpirun"),
+    "MPI_LOCALRANKID": partial(mpi, "mpich", _HYDRA, "mpiexec of MPICH or Intel MPI"),
+    "SLURM_STEP_ID": slurm,
+    "PMI_LOCAL_RANK": partial(mpi, "pals", _CRAY, "Cray's mpiexec"),
+    "PALS_RANKID": partial(mpi, "pals", _PALS, "Cray's mpiexec"),
+    **dict.fromkeys(_SIZES, no_local_rank),
 }
 
 
@@ -275,8 +272,7 @@ def detect(
     v = Variables(os.environ if environ is None else environ)
     if local_rank is not None:
         v["--local-rank"] = str(local_rank)
-    mark = next((name for name in LAUNCHERS if v[name]), "")
-    read, v.cure = LAUNCHERS.get(mark, (plain, ""))
+    read = next((read for name, read in LAUNCHERS.items() if v[name]), plain)
     restart_counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # an agent's, a job's
     return replace(
         read(v),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 # A run exits with 0 on success, otherwise with the code of the rank that failed first, or with:
 BAD_INPUT = 2  # the arguments, the config or the environment are wrong; nothing was started
 REFUSED = 3  # a machine cannot take part; nothing was started
@@ -26,6 +28,12 @@ class Leave(SystemExit):
 
     def __str__(self) -> str:
         return self.cause
+
+
+def some_of(found: Sequence[object], most: int, between: str = ", ") -> str:
+    """Return a list as text; of a long one, only the beginning."""
+    more = ["..."] * (len(found) > most)
+    return between.join([*map(str, found[:most]), *more])
 
 
 def with_fault(kind: type[Exception], fault: str, message: str) -> Exception:

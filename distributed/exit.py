@@ -76,8 +76,7 @@ def _exit_late(code: int) -> None:
     end = time.monotonic() + limits.EXIT_S
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(1.0, left))
-        with contextlib.suppress(ValueError):  # an incomplete environment, reported elsewhere
-            beat()
+        beat()
     text = f"threads or exit handlers are still running after {limits.EXIT_S:g} s; exiting anyway"
     os.write(2, f"process {os.getpid()}: {text}\n".encode())  # another thread may hold sys.stderr
     os._exit(code)

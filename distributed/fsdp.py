@@ -12,22 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .collectives import take_first_ranks
 from .environment import LauncherError, detect
 from .strategy import Sharding, check_strategy
-from .torch_internals import (
-    can_shard_on_cpu,
-    import_dtensor,
-    import_fsdp,
-    set_time_limit,
-    tree_map_only,
-)
+from .torch_internals import import_fsdp, set_time_limit
 
-fsdp2, dtensor = import_fsdp(), import_dtensor()
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+fsdp2 = import_fsdp()
 
 
 def shard(
@@ -38,15 +31,15 @@ def shard(
     If each group of ranks shards separately, the groups hold replicas (HSDP). Raises LauncherError
     if the ranks cannot form groups of `how.shard`, or if this torch cannot shard on a CPU.
     """
-    if is_cpu := device.type == "cpu":
-        _refuse_unless(can_shard_on_cpu())
+    is_cpu = device.type == "cpu"
+    if is_cpu and not hasattr(fsdp2.FSDPModule, "set_force_sum_reduction_for_comms"):
+        cause = f"with torch {torch.__version__}, strategy fsdp needs GPUs"
+        raise LauncherError(f"{cause}; install torch 2.8 or newer, or use ddp", "env-missing")
     if how.cpu_offload and dist.get_backend() == "nccl":
         cause = "fsdp.cpu_offload needs collectives on the CPU, which NCCL does not have"
         raise LauncherError(f"{cause}; set it to false, or use the gloo backend")
     mesh = _mesh(device, how.shard)
     set_time_limit(mesh.get_all_groups())
-    must_sum = is_cpu and not _can_average(mesh)
-    _refuse_unless(not must_sum or hasattr(fsdp2.FSDPModule, "set_force_sum_reduction_for_comms"))
     dtype = getattr(torch, how.dtype) if how.dtype else None
     policy = fsdp2.MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
     offload = fsdp2.CPUOffloadPolicy() if how.cpu_offload else fsdp2.OffloadPolicy()
@@ -61,30 +54,10 @@ def shard(
             mp_policy=policy,
             offload_policy=offload,
         )
-        if must_sum:
+        if is_cpu:  # sum first, then divide: an older gloo cannot average
             summing: Any = module
-            summing.set_force_sum_reduction_for_comms(True)  # sum first, then divide
+            summing.set_force_sum_reduction_for_comms(True)
     return model
-
-
-def _refuse_unless(can_do: bool) -> None:
-    if not can_do:
-        cause = f"with torch {torch.__version__}, strategy fsdp needs GPUs"
-        raise LauncherError(f"{cause}; install torch 2.8 or newer, or use ddp", "env-missing")
-
-
-def _can_average(mesh: DeviceMesh) -> bool:
-    """Return whether ReduceOp.AVG works: an older gloo rejects it, or returns the sum."""
-    for group in mesh.get_all_groups():
-        whole, part = torch.ones(group.size()), torch.zeros(1)
-        try:
-            dist.all_reduce(whole, dist.ReduceOp.AVG, group)
-            reduce_scatter(part, torch.ones(group.size()), dist.ReduceOp.AVG, group)
-        except RuntimeError:  # on every rank
-            return False
-        if any(one != 1 for one in (*whole, *part)):
-            return False
-    return True
 
 
 def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
@@ -95,39 +68,3 @@ def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
     names = ("replicate", "shard")
     return init_device_mesh(device.type, (ranks // each, each), mesh_dim_names=names)
-
-
-def gather(state: Any) -> Any:
-    """Return a state_dict() with full tensors on rank 0's CPU, and empty ones elsewhere.
-
-    All ranks must call this.
-    """
-    keep = Tensor.cpu if dist.get_rank() == 0 else lambda whole: whole.new_empty(0)
-    return tree_map_only(dtensor.DTensor, lambda tensor: keep(tensor.full_tensor()), state)
-
-
-def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's full state_dict() with its tensors replaced by this rank's shards.
-
-    Meta tensors become shards on the meta device, whose content can then be read.
-    """
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    parts = {
-        index: {name: _part(value, parameters[index]) for name, value in values.items()}
-        for index, values in state["state"].items()
-    }
-    return {**state, "state": parts}
-
-
-def scatter_weights(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Do the same as `scatter` for a model's full state_dict()."""
-    own = model.state_dict()
-    return {name: _part(value, own.get(name)) for name, value in weights.items()}
-
-
-def _part(value: Any, like: Any) -> Any:
-    is_sharded = isinstance(like, dtensor.DTensor) and isinstance(value, Tensor)
-    if not is_sharded or not value.dim():
-        return value
-    whole = value if value.is_meta else value.to(like.device)
-    return dtensor.distribute_tensor(whole, like.device_mesh, like.placements)

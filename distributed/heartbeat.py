@@ -19,14 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import limits
-from .environment import detect
 
 STACK_SIGNAL = signal.SIGRTMIN + 9  # makes a rank write its stacks; scripts do not use it
 LIMIT_OF_LONGEST = 10  # times the longest silence seen so far
-
-# What sets a rank's limit: the default, the variable, or beat(hang_seconds=), which wins.
-LIMITS = ("the default limit", "the limit, HANG_SECONDS,", "the limit, hang_seconds,")
-
 RECORD = struct.Struct("<qqqddB?6x")
 
 
@@ -38,22 +33,8 @@ class Beat(NamedTuple):
     saved: int = -1  # step of the newest checkpoint on disk; -1: none
     time: float = 0.0  # of the newest beat, or the rank's start, on the machine's monotonic clock
     limit_s: float = limits.FIRST_SILENCE_S  # the longest silence before the rank counts as stuck
-    limit_by: int = 0  # what set the limit: an index in LIMITS
+    limit_by: int = 0  # what set it: 0: the default, 1: HANG_SECONDS, 2: beat(hang_seconds=)
     is_counted: bool = False  # the script reports no steps, so its optimizer's steps are counted
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """How far the rank has got; equal for ranks that are in step with each other."""
-        return self.step, self.marks
-
-    @property
-    def ends_run(self) -> bool:
-        """Whether silence ends the run.
-
-        The default limit does not end it before a step is reported, or if steps are counted: the
-        rank may be healthy but slow.
-        """
-        return self.limit_by > 0 or not (self.is_counted or self.step < 0)
 
 
 class Heart:
@@ -62,9 +43,10 @@ class Heart:
     On the stack signal, every thread's stack is written to `stack_file`.
     """
 
-    def __init__(self, fd: int, number: int, stack_file: Path, is_counted: bool = False) -> None:
+    is_counted = False  # a launcher's hook beats after each step of an optimizer
+
+    def __init__(self, fd: int, number: int, stack_file: Path) -> None:
         self._record = memoryview(mmap.mmap(fd, 0))[RECORD.size * number :]
-        self._is_counted = is_counted
         self._first_step = -1
         self._longest_s = 0.0
         self._limit_s = float(os.environ.get("HANG_SECONDS") or 0)
@@ -74,10 +56,6 @@ class Heart:
         except OSError:  # a full disk, or the folder is gone: no stacks, but the run continues
             self._stack_file = open(os.devnull, "w")  # noqa: SIM115
         faulthandler.register(STACK_SIGNAL, self._stack_file, all_threads=True)
-        if is_counted:  # watched from before the script's first line
-            limit_s = self._limit_s or limits.FIRST_SILENCE_S
-            start = time.monotonic()
-            self._write(Beat(time=start, limit_s=limit_s, limit_by=self._limit_by, is_counted=True))
 
     @property
     def newest(self) -> Beat:
@@ -98,7 +76,7 @@ class Heart:
         silence_s = now - last.time
         if self._first_step < 0:
             self._first_step = -1 if step is None else step
-        elif self._is_counted or silence_s <= last.limit_s:  # a longer silence was a suspended job
+        elif self.is_counted or silence_s <= last.limit_s:  # a longer silence was a suspended job
             self._longest_s = max(self._longest_s, silence_s)
         has_moved = step is not None and step != last.step
         told = Beat(
@@ -108,14 +86,14 @@ class Heart:
             time=now,
             limit_s=self._limit_s or self._usual_limit(step or last.step),
             limit_by=self._limit_by,
-            is_counted=self._is_counted,
+            is_counted=self.is_counted,
         )
         self._write(told)
 
     def _usual_limit(self, step: int) -> float:
         if step < self._first_step + 2:
             return limits.FIRST_SILENCE_S
-        least_s = limits.FIRST_SILENCE_S if self._is_counted else limits.SILENCE_S
+        least_s = limits.FIRST_SILENCE_S if self.is_counted else limits.SILENCE_S
         return max(least_s, LIMIT_OF_LONGEST * self._longest_s)
 
 
@@ -141,7 +119,7 @@ def beat(
 
 @functools.cache
 def _heart() -> Heart | None:
-    if (place := find_record(detect().heartbeat_file or "")) is None:
+    if (place := find_record(os.environ.get("HEARTBEAT_FILE", ""))) is None:
         return None
     return Heart(*place, stack_file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"])))
 

@@ -9,8 +9,10 @@ and any unreadable list is an error (tests/unit/test_like_scontrol.py compares t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
+from operator import add
+from typing import Any
 
 # Text up to a comma or blank outside brackets, and the unmatched bracket that ends it, if any.
 _ITEM = re.compile(r"(?=[^,\s])((?:[^\[\],\s]|\[[^\[\]]*\])*)([\[\]]?)")
@@ -48,30 +50,30 @@ def _names(text: str) -> Iterator[str]:
         if stray:
             raise _error(text, match.start(2), f"unmatched {stray!r}")
         try:
-            names = _expand_item(item)
+            yield from _expand_item(item)
         except ValueError as error:
             raise _error(text, match.start(), str(error)) from None
-        yield from names
     if match is None:
         raise HostlistError("host list is empty")
 
 
 def _expand_item(item: str) -> Iterator[str]:
-    """Read an item; its names are generated on demand."""
     *parts, tail = re.split(r"\[(.*?)\]", item, flags=re.DOTALL)  # text, bracket, text, ...
-    if not parts:
-        return iter((tail,))
-    pairs = list(zip(parts[::2], map(_read_bracket, parts[1::2]), strict=True))
-    head, last = pairs.pop()
-    names = iter((head,))
-    for text, ranges in reversed(pairs):
-        names = _each_with(names, ranges, text, in_front=True)
-    return _each_with(names, last, tail, in_front=False)
+    texts, brackets = parts[::2], [_read_bracket(one) for one in parts[1::2]]
+    for digits in product(*_slowest_first(brackets)):
+        yield "".join(map(add, texts, _slowest_first(digits))) + tail
 
 
-def _read_bracket(bracket: str) -> list[tuple[range, int]]:
-    """Return each range of `1-3,07` with the width of its numbers."""
-    ranges = []
+def _slowest_first(brackets: Sequence[Any]) -> Sequence[Any]:
+    """Return brackets in the order of their change: the last is the fastest, then the first.
+
+    Applied to the result, it restores the order of the text.
+    """
+    return [*brackets[-2::-1], *brackets[-1:]]
+
+
+def _read_bracket(bracket: str) -> Iterator[str]:
+    """Yield the numbers of `1-3,07`, and no more of a range than a list may have."""
     for part in map(str.strip, bracket.split(",")):
         match = _RANGE.fullmatch(part)
         if match is None:
@@ -79,19 +81,8 @@ def _read_bracket(bracket: str) -> list[tuple[range, int]]:
         numbers = range(int(match[1]), int(match[2] or match[1]) + 1)
         if not numbers:
             raise ValueError(f"the range {part!r} is reversed")
-        ranges.append((numbers, len(match[1])))
-    return ranges
-
-
-def _each_with(
-    names: Iterator[str], ranges: list[tuple[range, int]], text: str, in_front: bool
-) -> Iterator[str]:
-    """Yield `text number name`, or `name number text`; the number changes fastest."""
-    for name in names:
-        for numbers, width in ranges:
-            for number in numbers:
-                digits = f"{number:0{width}}"
-                yield text + digits + name if in_front else name + digits + text
+        for number in numbers[: _MOST_NAMES + 1]:
+            yield f"{number:0{len(match[1])}}"
 
 
 def _error(text: str, position: int, problem: str) -> HostlistError:

@@ -56,8 +56,8 @@ def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
     Another job can have the same id, on another cluster or after the scheduler was reset. In a PBS
     job, the launcher asks PBS on behalf of all nodes: on nodes reached by ssh, PBS does not answer.
     """
-    if told := _told(environ):
-        return told
+    if told := environ.get("LAUNCH_JOB"):
+        return dict(json.loads(told))
     if not (job := environ.get("SLURM_JOB_ID")):
         return {}
     run_id = job_id(environ)
@@ -65,19 +65,10 @@ def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
     return {
         "job": job,
         "run_id": run_id,
-        "start": job_start(environ),
+        "start": int(environ.get("SLURM_RESTART_COUNT") or 0),
         "cluster": environ.get("SLURM_CLUSTER_NAME", ""),
         "submitted": (ask_scheduler(*ask_for_time) or "").strip(),
     }
-
-
-def job_start(environ: Mapping[str, str]) -> int:
-    """Return how many times the scheduler has restarted this job."""
-    return int(_told(environ).get("start") or environ.get("SLURM_RESTART_COUNT") or 0)
-
-
-def _told(environ: Mapping[str, str]) -> dict[str, str | int]:
-    return dict(json.loads(environ.get("LAUNCH_JOB") or "{}"))
 
 
 def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | None:

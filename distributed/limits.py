@@ -1,8 +1,5 @@
 """The time limits and intervals of the helper, in seconds; the launcher uses them too."""
 
-from __future__ import annotations
-
-GRACE_S = 30  # for the ranks to save when they are stopped, unless GRACE is set
 SECOND_INTERRUPT_S = 0.3  # schedulers and terminals may send one SIGINT twice
 STOP_LOOK_S = 1.0  # between two checks for a file that requests a stop
 COMMIT_S = 30.0  # the longest that the commit of a checkpoint may take

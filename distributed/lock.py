@@ -46,7 +46,7 @@ class RunLock:
     def __init__(self, folder: Path, what: str) -> None:
         self.what = what
         self.path = folder / "lock"
-        me = _this_process()
+        me = this_process()
         new = str(folder / f".lock.{me['host']}.{me['process']}.{time.time_ns()}")
         self.fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         os.write(self.fd, json.dumps(me).encode())
@@ -89,7 +89,7 @@ class RunLock:
                 cause = f"{self.what} belongs to another job with the same id ({whose})"
                 cure = f"choose another RUN_ID; to continue this run, add resume={self.path.parent}"
                 raise Refused("foreign-run", f"{cause}; {cure}")
-            _refuse_live(before, self.what, me)
+            refuse_holder(before, self.what, me)
             os.replace(new, self.path)
             return True
         finally:
@@ -131,16 +131,10 @@ def _try_lock(fd: int, byte: int) -> bool:
     return True
 
 
-def refuse_locked(folder: Path, what: str) -> None:
-    """Raise Refused if another live process holds the folder's RunLock."""
-    with contextlib.suppress(OSError), (folder / "lock").open("r+b") as lock:
-        _refuse_live(lock.fileno(), what, _this_process())
+def refuse_holder(fd: int, what: str, me: Mapping[str, Any]) -> None:
+    """Take the lock of a folder that is open, or raise Refused if its holder is live.
 
-
-def _refuse_live(fd: int, what: str, me: Mapping[str, Any]) -> None:
-    """Take the lock, or raise Refused if its holder is live.
-
-    If this process is a restart of the holder, do neither.
+    If `me`, this process, is a restart of the holder, do neither.
     """
     holder = _holder(fd)
     is_next = any(
@@ -158,7 +152,7 @@ def _refusal(what: str, holder: Mapping[str, Any]) -> Refused:
     return Refused("run-is-live", f"{cause}; wait until it ends, or choose another RUN_ID")
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
     """Return what identifies this process: its job, its launch ("" if our launcher did not start
     it), and the number of its attempt."""
     token = os.environ.get("LAUNCH_TOKEN", "").partition(".")[0]  # a node's number follows

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from .environment import Environment, LauncherError
-from .errors import with_fault
+from .errors import some_of, with_fault
 
 
 def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: float) -> Store:
@@ -41,11 +41,11 @@ def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: 
             store.wait(["gate"], timedelta(seconds=timeout_s))
         except dist.DistStoreError:
             missing = [r for r in range(env.world_size) if not store.check([f"rank {r} is used"])]
-            named = f"{', '.join(map(str, missing[:16]))}{', ...' * (len(missing) > 16)}"
             meeting = f"at {env.master_addr}:{env.master_port} within {timeout_s:g} s"
-            cause = f"{len(missing)} of {env.world_size} ranks did not join {meeting}: rank {named}"
+            cause = f"{len(missing)} of {env.world_size} ranks did not join {meeting}"
             cure = "check whether they started, and read their nodes' logs"
-            store.set("gate", json.dumps(["node-missing", f"{cause}; {cure}"]))
+            text = f"{cause}: rank {some_of(missing, 16)}; {cure}"
+            store.set("gate", json.dumps(["node-missing", text]))
         told = store.get("gate")
     except dist.DistNetworkError:
         cause = f"lost rank 0's store ({env.master_addr}:{env.master_port}) before all ranks joined"

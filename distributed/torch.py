@@ -325,8 +325,8 @@ def sync_metrics(
     names = sorted(own)
     parts = [own[name] * weight if weight else 0.0 for name in names]
     *sums, total = add_up([*parts, weight], "sync_metrics", *names)
-    means = {name: part / (total or math.nan) for name, part in zip(names, sums, strict=True)}
-    return {name: means[name] for name in own}
+    sum_of = dict(zip(names, sums, strict=True))
+    return {name: sum_of[name] / (total or math.nan) for name in own}
 
 
 def cleanup_distributed() -> None:

@@ -93,8 +93,3 @@ def import_dtensor() -> types.ModuleType:
 def _module_with(name: str, now: str, before: str) -> types.ModuleType:
     module = importlib.import_module(now)
     return module if hasattr(module, name) else importlib.import_module(before)
-
-
-def can_shard_on_cpu() -> bool:
-    """Return whether FSDP2 runs without a GPU, as it does from torch 2.7 on."""
-    return hasattr(torch.cpu.Stream, "record_event")

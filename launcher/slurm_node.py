@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distributed.environment import LAUNCHERS, LauncherError, Variables, slurm
+from distributed.environment import LauncherError, Variables, slurm
 from distributed.job import is_task
 
 
@@ -18,7 +18,6 @@ def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, 
         return None
     v = Variables({**environ, "MASTER_PORT": "1", "WORLD_SIZE": ""})
     v["MASTER_ADDR"] = "" if v["SLURM_STEP_NUM_NODES"] == "1" else master or v["MASTER_ADDR"]
-    v.cure = LAUNCHERS["SLURM_STEP_ID"][1]
     env = slurm(v)
     if env.world_size != env.num_nodes:
         cause = f"srun started {env.world_size} tasks on {env.num_nodes} nodes"

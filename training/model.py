@@ -77,9 +77,9 @@ def state_of(
     states = helper.unwrap(model).state_dict(), optimizer.state_dict()
     if settings.checkpoint.format == "sharded" or not helper.is_sharded(model):
         return states
-    from distributed import fsdp
+    from distributed.checkpoint import reshard
 
-    return fsdp.gather(states[0]), fsdp.gather(states[1])
+    return reshard.gather(states[0]), reshard.gather(states[1])
 
 
 def plan_snapshots(model: nn.Module, settings: Settings, environment: Environment) -> None:
@@ -139,9 +139,9 @@ def load_moments(optimizer: Optimizer, model: nn.Module, saved: State, settings:
     ours = ["follows_config" in group for group in optimizer.param_groups]
     try:
         if helper.is_sharded(model):
-            from distributed import fsdp
+            from distributed.checkpoint import reshard
 
-            state = fsdp.scatter(state, optimizer)
+            state = reshard.scatter(state, optimizer)
         optimizer.load_state_dict(saved.fetch({"optimizer": state})["optimizer"])
     except (ValueError, IndexError) as error:
         raise SettingsError(

@@ -1,80 +1,8 @@
-"""The command for checkpoints.
-
-    python -m distributed.checkpoint ls DIR             list the checkpoints of a run
-    python -m distributed.checkpoint verify DIR         compare each checkpoint with its manifest
-    python -m distributed.checkpoint export DIR FILE    write only the weights, for torch.load;
-                                                        for other programs, FILE.safetensors
-    python -m distributed.checkpoint hash DIR           print one SHA-256 over the weights
-
-DIR is a checkpoint or the folder of a run; for a run, export and hash use the newest intact one.
-"""
-
-from __future__ import annotations
+"""The command for checkpoints: `python -m distributed.checkpoint ls|verify|export|hash ...`."""
 
 import sys
-import time
-from collections.abc import Sequence
-from pathlib import Path
-
-from torch import Tensor
-
-from . import files
-from .files import CheckpointError
-from .loader import load, weights_hash
-
-
-def _list(folder: Path, *, verify: bool = False) -> bool:
-    """Print a line for each checkpoint; returns whether any is damaged."""
-    has_damage = False
-    for path in files.candidates(folder)[::-1]:
-        try:
-            text = "intact" if verify and files.read(path) else _describe(path)
-        except CheckpointError as error:
-            text, has_damage = f"damaged: {error}", True
-        print(f"{path.name:<14} {text}")
-    return has_damage
-
-
-def _describe(path: Path) -> str:
-    manifest, loss = files.read_manifest(path), files.read_progress(path).get("validation_loss")
-    size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
-    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved"]))
-    names = [n for n in ("latest", "best") if (path.parent / n).resolve() == path.resolve()]
-    text = f"validation loss {loss:.4f}" if loss is not None else ""
-    return f"{size:10.1f} MB   {saved}   {text:<24} {' '.join(names)}".rstrip()
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
-    state = load(folder, whole=False)
-    assert state is not None  # main() found a checkpoint
-    return dict(state.fetch({"model": state.model})["model"])
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command line; returns the exit code, 1 if verify finds damage."""
-    try:
-        if len(arguments) > 1 and not files.candidates(Path(arguments[1])):
-            raise CheckpointError(f"{arguments[1]} holds no checkpoint; correct the path")
-        match arguments:
-            case ["-h" | "--help"]:
-                print(__doc__)
-            case ["ls", folder]:
-                _list(Path(folder))
-            case ["verify", folder]:
-                return int(_list(Path(folder), verify=True))
-            case ["export", folder, file]:
-                files.export(_weights(Path(folder)), file)
-            case ["hash", folder]:
-                print(weights_hash(_weights(Path(folder))))
-            case _:
-                usage = "ls DIR | verify DIR | export DIR FILE | hash DIR"
-                print(f"usage: python -m distributed.checkpoint {usage}", file=sys.stderr)
-                return 2
-    except (OSError, RuntimeError) as error:  # CheckpointError, or an error of torch.save
-        print(f"checkpoint: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
-    return 0
-
+from importlib import import_module
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    project = str(__package__).removesuffix("distributed.checkpoint")  # installed: in a package
+    sys.exit(import_module(f"{project}launcher.cli.checkpoint").main(sys.argv[1:]))

@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..lock import update_link
 from ..torch_internals import tree_map_only
@@ -190,21 +189,6 @@ def set_aside(damaged: Path) -> None:
     _remove(aside)
     damaged.rename(aside)
     _log.warning("%s is now %s", damaged, aside.name)
-
-
-def export(weights: dict[str, Tensor], file: str) -> None:
-    """Write weights with torch.save, or as safetensors if the file's name ends in .safetensors.
-
-    Raises CheckpointError if the package safetensors is missing.
-    """
-    if not file.endswith(".safetensors"):
-        torch.save(weights, file)
-        return
-    cure = "pip install safetensors, or export to a .pt file"
-    with told_as(f"{file} needs safetensors; {cure}"):
-        from safetensors.torch import save_file
-    whole = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(whole, file, metadata={"format": "pt"})  # other programs expect this
 
 
 def sync(path: Path) -> None:

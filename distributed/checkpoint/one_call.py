@@ -137,11 +137,11 @@ def _part_of(state: dict[str, Any], target: Any, scatter: bool) -> dict[str, Any
     """Return what this rank reads of a saved state: all or, of a sharded target, its part."""
     if not scatter:
         return state
-    from .. import fsdp
+    from . import reshard
 
     if not isinstance(target, nn.Module):
-        return fsdp.scatter(state, target)
-    parts = fsdp.scatter_weights(_named_as_in(target, state), unwrap(target))
+        return reshard.scatter(state, target)
+    parts = reshard.scatter_weights(_named_as_in(target, state), unwrap(target))
     return dict(zip(state, parts.values(), strict=True))
 
 

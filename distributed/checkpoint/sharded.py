@@ -57,7 +57,6 @@ class Parts:
         # Parts are written in the background. The threads of a rank may start their collectives in
         # a different order on each rank, so parts do not use training's process group.
         self._group = gloo_group() if dist.is_initialized() else None
-        self._rank = own_rank()
         self._shapes: dict[str, Any] | None = None  # for which the plan was made
         self._packed: list[bytes] = []  # where each rank put its tensors last time
         self._results: list[Any] = []  # the same, unpacked
@@ -81,12 +80,12 @@ class Parts:
     def _plan(self, tensors: dict[str, Tensor]) -> None:
         """Plan who writes what. Each rank plans for all, because torch would send pickled plans."""
         self._planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._planner.set_up_planner(tensors, is_coordinator=self._rank == 0)
+        self._planner.set_up_planner(tensors, is_coordinator=own_rank() == 0)
         own = files.pack(self._planner.create_local_plan())
         plans = [files.unpack(plan) for plan in gather_bytes(own, self._group)]
         plans, self._metadata = self._planner.create_global_plan(plans)
         plans = FileSystemWriter("").prepare_global_plan(plans)  # names the parts; needs no folder
-        self._planner.finish_plan(plans[self._rank])
+        self._planner.finish_plan(plans[own_rank()])
         self._planner.state_dict = {}  # otherwise it would keep these tensors alive
 
     def write(self, begin: Callable[[], Path], copies: Sequence[Tensor]) -> dict[str, Any]:
@@ -95,10 +94,10 @@ class Parts:
         Once the parts are on the disk, returns the manifest's entries for all of them on rank 0,
         and {} on the other ranks. Raises CheckpointError on every rank if one fails.
         """
-        named = self._tell(lambda: str(begin()).encode() if self._rank == 0 else b"")
+        named = self._tell(lambda: str(begin()).encode() if own_rank() == 0 else b"")
         writer = FileSystemWriter(named[0].decode(), sync_files=False, per_thread_copy_ahead=0)
         told = [one.split(b"\n", 1) for one in self._tell(partial(self._write, writer, copies))]
-        if self._rank != 0:
+        if own_rank() != 0:
             return {}
         if self._packed != (packed := [results for _, results in told]):
             self._packed, self._results = packed, [*map(files.unpack, packed)]  # 0.1 ms per tensor
@@ -114,7 +113,7 @@ class Parts:
         self._planner.copies = {i.index: one for i, one in zip(plan.items, copies, strict=True)}
         results = writer.write_data(plan, self._planner).wait()
         entries = {}
-        for part in folder.glob(f"__{self._rank}_*"):
+        for part in folder.glob(f"__{own_rank()}_*"):
             entries[part.name] = files.entry_of(part)
             files.sync(part)
         return json.dumps(entries).encode() + b"\n" + files.pack(results)

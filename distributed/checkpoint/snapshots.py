@@ -120,7 +120,7 @@ class Buffer(Memory):
         header = self.header()
         memory = mmap.mmap(self.fd, header.rest, mmap.MAP_PRIVATE)
         places = [torch.empty(shape, dtype=t, device="meta") for shape, t in rest["places"]]
-        wholes = [one.new_empty(s) for one, s in zip(places, rest["shapes"], strict=True)]
+        wholes = [*map(Tensor.new_empty, places, rest["shapes"])]
         # Clones, because torch.save() would write all the memory that views share.
         contents = [one.clone() for one in _views(memory, places)]
 
@@ -175,8 +175,8 @@ class Snapshots:
             **about,
             "progress": json.dumps(about["progress"]),
             "trees": tree_map_only((Tensor, *numbers()), stand_in, trees),
-            "shapes": [tuple(tensor.shape) for tensor in tensors.values()],
-            "places": [(tuple(part.shape), part.dtype) for part in parts],
+            "shapes": [tensor.shape for tensor in tensors.values()],
+            "places": kinds_of(parts),
             "shared": shared,
         }
         self.finish()
@@ -238,13 +238,13 @@ def _of_run(folder: Path, buffers: Sequence[Buffer]) -> dict[int, tuple[Buffer, 
     return {
         one.header().step: (one, rest)
         for one, rest in found
-        if rest is not None and rest["folder"] == str(folder.absolute())
+        if rest and rest["folder"] == str(folder.absolute())
     }
 
 
 def _open_buffers() -> list[Buffer]:
     """Return the buffers that the agent's variable names; none in a rank's subprocess."""
-    places = (find_record(one) for one in os.environ.get(FILES, "").split(","))
+    places = map(find_record, os.environ.get(FILES, "").split(","))
     return [Buffer(place[0]) for place in places if place]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distributed.heartbeat import LIMITS, RECORD, STACK_SIGNAL, Beat, name_record, stack_file_of
+from distributed.heartbeat import RECORD, STACK_SIGNAL, Beat, name_record, stack_file_of
 from launcher import failure, own_time, processes
 from launcher.agent.diagnosis import collectives, stuck
 from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Calls
@@ -25,6 +25,9 @@ from launcher.crash import read_crash
 from launcher.failure import Failure
 from launcher.processes import KILLED
 from launcher.wire import limits
+
+# What has set a rank's limit, by its Beat.limit_by.
+_LIMITS = ("the default limit", "the limit, HANG_SECONDS,", "the limit, hang_seconds,")
 
 
 @dataclass
@@ -49,6 +52,24 @@ class Rank:
             stream.close()
 
 
+class Progress(Beat):
+    """A rank's record, as its agent reads it."""
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How far the rank has got; equal for ranks that are in step with each other."""
+        return self.step, self.marks
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether silence ends the run.
+
+        The default limit does not end it before a step is reported, or if steps are counted: the
+        rank may be healthy but slow.
+        """
+        return self.limit_by > 0 or not (self.is_counted or self.step < 0)
+
+
 class Heartbeats:
     """Shared memory that the ranks write to: one record per local rank."""
 
@@ -68,9 +89,9 @@ class Heartbeats:
         os.pwrite(self._fd, RECORD.pack(*Beat()) * self._ranks, 0)
         ending.clear(self._fd, self._ranks)
 
-    def read(self, local_rank: int) -> Beat:
+    def read(self, local_rank: int) -> Progress:
         """Return a rank's latest beat."""
-        return Beat(*RECORD.unpack(os.pread(self._fd, RECORD.size, RECORD.size * local_rank)))
+        return Progress(*RECORD.unpack(os.pread(self._fd, RECORD.size, RECORD.size * local_rank)))
 
     def ending(self, local_rank: int) -> int:
         """Return a rank's state in launcher/agent/rank/ending.py; 0 while its script runs."""
@@ -216,7 +237,7 @@ class NodeRanks:
             cause += ", before its first step"
         if processes.is_stopped(named.pid):
             cause += f", and {stuck.STOPPED}"
-        cause += f"; {LIMITS[beat.limit_by]} is {beat.limit_s:.0f} s"
+        cause += f"; {_LIMITS[beat.limit_by]} is {beat.limit_s:.0f} s"
         unknown = self._unknown_failure(named)  # before stacks() resumes a stopped rank
         stacks = self.stacks(are_ending=True)
         return replace(

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str], environ: Environ) -> int:
             warn(f"{program}: {why}; see {program} --help")
             code = BAD_INPUT
         else:
-            code = int(import_module("distributed.checkpoint.__main__").main(words))  # needs torch
+            code = int(import_module("launcher.cli.checkpoint").main(words))  # needs torch
         sys.stdout.flush()
     except OSError as error:  # a full disk
         warn(f"{program}: cannot write the output ({error.strerror})")

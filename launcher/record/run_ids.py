@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distributed.errors import Refused
-from distributed.job import job_start
 from launcher import processes
 from launcher.plan.typed import Choices
-from launcher.record.run_json import read, refuse_live, this_start
+from launcher.record.run_json import job_start, read, refuse_live, this_start
 
 MOST_CHARACTERS = 100  # distributed.environment.check_run_id allows 128
 

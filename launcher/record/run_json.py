@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, final
 
 from distributed.errors import REFUSED, Refused
-from distributed.job import job_id, job_start, this_job
-from distributed.lock import RunLock, is_locked, locked_by, refuse_locked, update_link
+from distributed.job import job_id, this_job
+from distributed.lock import RunLock, is_locked, locked_by, refuse_holder, this_process, update_link
 from launcher.processes import start_ticks
 from launcher.record.restart import Restart
 from launcher.text import Environ, warn
@@ -162,6 +162,12 @@ def this_start(environ: Environ) -> str:
     return f"{start} @{socket.gethostname()} {leader} {start_ticks(leader)}"
 
 
+def job_start(environ: Environ) -> int:
+    """Return how many times the scheduler has restarted this job, without asking it."""
+    told = json.loads(environ.get("LAUNCH_JOB") or "{}")
+    return int(told.get("start") or environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 def refuse_live(folder: Path, environ: Environ) -> None:
     """Raise Refused if the run in a folder is live, as far as this machine can see.
 
@@ -169,7 +175,8 @@ def refuse_live(folder: Path, environ: Environ) -> None:
     over the run. In a job, only the lock is checked, because it records the job.
     """
     if job_id(environ):
-        refuse_locked(folder, f"run {folder.name}")
+        with contextlib.suppress(OSError), (folder / "lock").open("r+b") as lock:
+            refuse_holder(lock.fileno(), f"run {folder.name}", this_process())
         return
     record = read(folder)
     launcher = record.launcher if record and not record.is_over else None

@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from distributed import checkpoint
 from distributed.checkpoint import CheckpointError, Saver, State, files, load, weights_hash
-from distributed.checkpoint.__main__ import main
 from distributed.errors import Refused
 from distributed.lock import RunLock, is_locked
 from distributed.torch import gather_bytes
+from launcher.cli.checkpoint import main
 
 
 def save(run: Path, step: int, state: State, *, keep_last: int, format: str = "full") -> Path:
@@ -610,7 +610,7 @@ def _send_a_pickle(rank: int, folder: Path) -> None:
             with pytest.raises(pickle.UnpicklingError):
                 list(checkpoint.gather_ranks({"rank": rank}))
     if rank == 0:
-        gather_bytes(pickle.dumps(Intruder(opened)))
+        gather_bytes(pickle.dumps(Intruder(opened)), call="broadcast")
     else:
         with pytest.raises(ValueError):  # not JSON
             load(Path("/nonexistent"))

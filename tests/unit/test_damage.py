@@ -16,9 +16,9 @@ from test_checkpoint import flip_a_bit, save
 
 from distributed import torch as helper
 from distributed.checkpoint import CheckpointError, Saver, State, files, load
-from distributed.checkpoint.__main__ import main
 from distributed.errors import Refused
 from distributed.lock import RunLock, is_locked, is_locked_here, locked_by, update_link
+from launcher.cli.checkpoint import main
 
 
 @pytest.fixture(autouse=True)

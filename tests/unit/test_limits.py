@@ -28,8 +28,8 @@ PROMISE_S = 2.0  # README: for all processes of a run to end once one is killed
         (limits.STOP_CLOSE_S + limits.CONTROL_TERM_S, limits.STOP_AGENT_S),
         (limits.STOP_AGENT_S, limits.STOP_CLOSE_S + limits.CONTROL_END_S),
         (limits.STOP_CLOSE_S + limits.CONTROL_END_S, limits.STOP_COMMAND_S),
-        (helper.SECOND_INTERRUPT_S, helper.GRACE_S),
-        (helper.STOP_LOOK_S, helper.GRACE_S),
+        (helper.SECOND_INTERRUPT_S, limits.GRACE_S),
+        (helper.STOP_LOOK_S, limits.GRACE_S),
         # One process dies, all stop.
         (limits.SETTLE_S + limits.RANK_TERM_S, PROMISE_S),
         (limits.ORPHANS_S, PROMISE_S),

@@ -22,7 +22,7 @@ from launcher.agent.diagnosis.collectives import Calls, Collective, find_mismatc
 from launcher.agent.diagnosis.stuck import STOPPED, RankState, find_odd, find_straggler
 from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.query import Query
-from launcher.agent.rank.optimizer_steps import StepCounter
+from launcher.agent.rank.optimizer_steps import CountedHeart, StepCounter
 from launcher.typed_json import MessageError, encode
 from launcher.wire import messages
 from launcher.wire.messages import NodeStacks
@@ -373,7 +373,7 @@ def test_steps_are_counted_until_the_script_tells_its_own(
     """A rank that only saves reports no steps; unless they are counted, it seems to be behind."""
     place = heartbeat.find_record(beats.name(1))
     assert place is not None
-    count = StepCounter(Heart(*place, tmp_path / "x.stack", is_counted=True))
+    count = StepCounter(CountedHeart(*place, tmp_path / "x.stack"))
     first, other = (torch.optim.SGD([torch.ones(1)], lr=1) for _ in range(2))
     assert beats.read(1).progress == (-1, 0) and not beats.are_counted()
     seen = []
@@ -394,7 +394,7 @@ def test_the_silence_before_the_first_step_counts_from_the_start(
     os.environ["HANG_SECONDS"] = hang_seconds
     place = heartbeat.find_record(beats.name(1))
     assert place is not None
-    Heart(*place, tmp_path / "x.stack", is_counted=True)
+    CountedHeart(*place, tmp_path / "x.stack")
     if beats_itself:
         beat()
     record = beats.read(1)

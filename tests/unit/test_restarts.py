@@ -10,6 +10,7 @@ from agents import Run, written
 
 from distributed.heartbeat import Heart, find_record
 from launcher.agent.node_ranks import Heartbeats
+from launcher.agent.rank.optimizer_steps import CountedHeart
 from launcher.agent.restarts import Restarts
 from launcher.failure import Failure
 from launcher.record.restart import Restart
@@ -39,7 +40,8 @@ class Beating:
         self.beats.clear()
         place = find_record(self.beats.name(0))
         assert place is not None
-        self.heart = Heart(*place, self.folder / "x.stack", self.is_counted)
+        kind = CountedHeart if self.is_counted else Heart
+        self.heart = kind(*place, self.folder / "x.stack")
 
     def reach(self, step: int, saved: int | None = None) -> Heartbeats:
         self.heart.beat(step, saved, None)

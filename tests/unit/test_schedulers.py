@@ -14,7 +14,7 @@ from job_tools import make_tool
 
 from distributed.environment import LauncherError
 from distributed.errors import REFUSED, Refused
-from distributed.job import ask_scheduler, in_slurm_step, job_start, this_job
+from distributed.job import ask_scheduler, in_slurm_step, this_job
 from distributed.lock import RunLock
 from launcher import start
 from launcher.cli.arguments import Call
@@ -565,7 +565,7 @@ def test_each_launch_in_a_job_is_a_run_of_its_own(
     note(qstat, later)
     asked = Choices(environ=os.environ, is_dry_run=True)
     assert next_run_id(tmp_path, "26.head", asked) == run_id
-    assert job_start(os.environ) == (1 if "run_count = 2" in later else 0)
+    assert run_json.job_start(os.environ) == (1 if "run_count = 2" in later else 0)
 
 
 def test_a_job_of_torque_is_known_by_its_own_names(qstat: Path) -> None:

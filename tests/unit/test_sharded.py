@@ -33,8 +33,8 @@ from distributed.checkpoint import (
     sharded,
     weights_hash,
 )
-from distributed.checkpoint.__main__ import main
 from distributed.torch import gather_bytes
+from launcher.cli.checkpoint import main
 
 pytestmark = pytest.mark.slow
 

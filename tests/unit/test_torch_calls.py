@@ -166,7 +166,7 @@ def test_alone_a_value_is_its_own() -> None:
     rows = torch.ones(2, 2)
     assert helper.gather(rows) is not None and helper.gather(rows).tolist() == rows.tolist()
     assert helper.gather(torch.tensor(3)).tolist() == [3]
-    assert helper.broadcast({"a": (1,)}) == {"a": [1]}
+    assert helper.broadcast({"a": [1]}) == {"a": [1]}
     assert helper.broadcast(rows).tolist() == rows.tolist()
     assert helper.mean(torch.tensor([1, 2])).tolist() == [1.0, 2.0]
     with helper.main_first():

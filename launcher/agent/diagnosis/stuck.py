@@ -33,7 +33,7 @@ class RankState:
     """One living rank, as its agent sees it at one moment."""
 
     rank: int
-    progress: tuple[int, ...]  # Beat.progress: step, and beats since then
+    progress: tuple[int, ...]  # step, and beats since then
     is_stuck: bool  # it has been silent for longer than its limit
     is_stopped: bool  # its process is stopped (SIGSTOP)
     silence_s: float  # since its last beat, or its start

@@ -7,6 +7,7 @@ user's, accelerate's or Lightning's. Steps are not counted if the script reports
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,16 +15,28 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from distributed.heartbeat import Heart, find_record, stack_file_of
+from distributed import limits
+from distributed.heartbeat import Beat, Heart, find_record, stack_file_of
 
 
 def count_steps(record: str, error_file: Path) -> None:
     """In a rank, before its script runs, prepare to count its steps and to write its stacks."""
     place = find_record(record)
     assert place is not None
-    counter = StepCounter(Heart(*place, stack_file_of(error_file), is_counted=True))
+    counter = StepCounter(CountedHeart(*place, stack_file_of(error_file)))
     os.register_at_fork(after_in_child=counter.stop)  # a rank's children count no steps
     register_optimizer_step_post_hook(counter)
+
+
+class CountedHeart(Heart):
+    """Beats with counted steps. The agent watches the rank from before the script's first line."""
+
+    is_counted = True
+
+    def __init__(self, fd: int, number: int, stack_file: Path) -> None:
+        super().__init__(fd, number, stack_file)
+        limit_s, start = self._limit_s or limits.FIRST_SILENCE_S, time.monotonic()
+        self._write(Beat(time=start, limit_s=limit_s, limit_by=self._limit_by, is_counted=True))
 
 
 class StepCounter:
