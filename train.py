@@ -195,11 +195,12 @@ class Run:
 
     def _resume(self, saved: checkpoint.State) -> None:
         """Load everything in a checkpoint, and log what has changed since."""
-        progress, train = saved.progress, self.settings.train
-        objects = self._objects()
+        progress, objects = saved.progress, self._objects()
         if self.environment.rank >= len(saved.ranks):
             del objects["meter"]  # it would count rank 0's losses twice
-        following = follow_config(self.optimizer, train, progress["settings"]["train"])
+        following = follow_config(
+            self.optimizer, self.settings.train, progress["settings"]["train"]
+        )
         with refuse_together(self.environment), following:
             helper.load(saved, self.model, self.optimizer, **objects)
         # A new run that continues from the checkpoint of a finished run has another id.

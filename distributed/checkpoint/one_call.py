@@ -65,7 +65,12 @@ def save(
     # For tools and people; JSON turns keys into text and tuples into lists, for example.
     in_json = json.loads(json.dumps(progress, default=repr, skipkeys=True))
 
-    saver = _saver_of(folder, keep_last, model)
+    saver = folder if isinstance(folder, Saver) else _savers.get(Path(folder))
+    if saver is None:
+        format = ("full", "sharded")[is_sharded(model)]
+        saver = Saver(str(folder), keep_last=keep_last, enabled=own_rank() == 0, format=format)
+        atexit.register(saver.wait)  # for a script that does not call finish
+    _savers[saver.folder] = saver
     trees = _state_of(model), {**_state_of(optimizer), "objects": shared}
     if is_sharded(model) and saver.format == "full":
         from .. import fsdp
@@ -77,19 +82,6 @@ def save(
     else:
         saver.save(step, state)
         note_save()
-
-
-def _saver_of(folder: Path | str | Saver, keep_last: int, model: nn.Module) -> Saver:
-    """Return the saver of a folder, which this process creates only once."""
-    if isinstance(folder, Saver):
-        _savers[folder.folder] = folder
-        return folder
-    folder = Path(folder)
-    if folder not in _savers:
-        format = ("full", "sharded")[is_sharded(model)]
-        _savers[folder] = Saver(folder, keep_last=keep_last, enabled=own_rank() == 0, format=format)
-        atexit.register(_savers[folder].wait)  # for a script that does not call finish
-    return _savers[folder]
 
 
 def load(
