@@ -101,10 +101,12 @@ def get_dataloader_for_distributed(
     All ranks get the same number of samples: unless `drop_last`, some ranks repeat a sample at the
     end. Each iteration over the loader is a new epoch in a new order: epochs 0, 1, 2 and so on, or
     n, n + 1 and so on after `loader.sampler.set_epoch(n)`; with `done=samples`, epoch n begins
-    after this rank's first samples. If the dataset has a `set_epoch`, it is called first; workers
-    that persist do not see it. World size and rank are the process group's; `options` are
-    DataLoader's own, such as `collate_fn`. Raises ValueError for any other world size or rank, for
-    a sampler, and for an IterableDataset, which cannot be sharded.
+    after this rank's first samples. If the dataset has a `set_epoch`, each process that reads it
+    calls that first. In workers, what a sample draws depends on `seed`, the epoch and the sample.
+
+    `loader.dataset` is a Seeded, with the dataset's attributes. World size and rank are the process
+    group's; `options` are DataLoader's own, such as `collate_fn`. Raises ValueError for any other
+    world size or rank, for a sampler, and for an IterableDataset, which cannot be sharded.
     """
     if isinstance(dataset, IterableDataset):
         cause = f"{type(dataset).__name__} is an IterableDataset, whose samples cannot be divided"

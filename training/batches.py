@@ -154,12 +154,10 @@ def _ignore_signals(_worker: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def _read_epoch(
-    loader: DataLoader[Any], batch_size: int, *, epoch: int, skip: int
-) -> DataLoader[Any]:
+def _read_epoch(loader: Any, batch_size: int, *, epoch: int, skip: int) -> Iterable[Any]:
     """Return the loader, set to an epoch without its first `skip` batches."""
-    loader.sampler.set_epoch(epoch, done=skip * batch_size)  # type: ignore[attr-defined]
-    return loader
+    loader.sampler.set_epoch(epoch, done=skip * batch_size)
+    return loader  # type: ignore[no-any-return]
 
 
 def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterator[_Placed]:

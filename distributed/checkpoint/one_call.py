@@ -67,8 +67,12 @@ def save(
 
     saver = folder if isinstance(folder, Saver) else _savers.get(Path(folder))
     if saver is None:
-        format = ("full", "sharded")[is_sharded(model)]
-        saver = Saver(str(folder), keep_last=keep_last, enabled=own_rank() == 0, format=format)
+        saver = Saver(
+            str(folder),
+            keep_last=keep_last,
+            enabled=own_rank() == 0,
+            format=("full", "sharded")[is_sharded(model)],
+        )
         atexit.register(saver.wait)  # for a script that does not call finish
     _savers[saver.folder] = saver
     trees = _state_of(model), {**_state_of(optimizer), "objects": shared}
