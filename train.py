@@ -45,10 +45,9 @@ from training.meter import Meter, Pace, Stopwatch
 from training.model import (
     dtype_of,
     fix_bucket_order,
-    load_moments,
+    follow_config,
     make_model,
     plan_snapshots,
-    state_of,
     try_evaluation,
     validate,
 )
@@ -167,7 +166,7 @@ class Run:
             last_step = find_last_step(settings.train, self.batches.per_epoch)
         with refuse_together(environment):
             check_sizes(self.batches.sizes)
-            self.model = make_model(self.task, saved, settings, self.folder / "compiled")
+            self.model = make_model(self.task, settings, self.folder / "compiled")
             plan_snapshots(self.model, settings, environment)
             self.optimizer = choose_optimizer(self.task, self.model, settings.train)
             self.schedule = Schedule(self.optimizer, self.task, settings.train, last_step)
@@ -179,8 +178,9 @@ class Run:
             fix_bucket_order(self.task, self.model, batch_size, settings)
         try_evaluation(self.task, self.model, batch_size, settings)
         helper.seed_everything(settings.seed, rank)  # from here on, dropout differs by rank
-        own = self._resume(saved) if saved else {}
-        self.meter, self.stopwatch = Meter(own.get("meter")), Stopwatch(self.model)
+        self.meter, self.stopwatch = Meter(), Stopwatch(self.model)
+        if saved:
+            self._resume(saved)
         size = sum(parameter.numel() for parameter in self.model.parameters())
         log.info(f"model      {size:,} parameters, on {world_size} x {helper.device().type}")
         log.info(f"data       {self.task.describe()}")
@@ -193,22 +193,23 @@ class Run:
         if is_main:
             resume.write_config(settings, self.logs)
 
-    def _resume(self, saved: checkpoint.State) -> dict[str, Any]:
-        """Load everything in a checkpoint except the weights; returns this rank's own state."""
-        progress, rank = saved.progress, self.environment.rank
-        with refuse_together(self.environment):
-            load_moments(self.optimizer, self.model, saved, self.settings.train)
-        if self.schedule.own is not None:  # rank 0's state, also on additional ranks
-            self.schedule.own.load_state_dict(saved.ranks[0]["schedule"])
-        if progress.get("scaler"):  # empty if saved without one
-            self.scaler.load_state_dict(progress["scaler"])
-        own = saved.ranks[rank] if rank < len(saved.ranks) else {}
-        if own:
-            checkpoint.set_rng_state(own["rng"])
+    def _resume(self, saved: checkpoint.State) -> None:
+        """Load everything in a checkpoint, and log what has changed since."""
+        progress, objects = saved.progress, self._objects()
+        if self.environment.rank >= len(saved.ranks):
+            del objects["meter"]  # it would count rank 0's losses twice
+        following = follow_config(
+            self.optimizer, self.settings.train, progress["settings"]["train"]
+        )
+        with refuse_together(self.environment), following:
+            helper.load(saved, self.model, self.optimizer, **objects)
         # A new run that continues from the checkpoint of a finished run has another id.
         self.is_over = progress.get("ended") == self.environment.run_id
-        resume.log_resume(saved, self.progress_at(progress["step"]), self.environment.world_size)
-        return own
+        resume.log_resume(saved, self.progress_now(), self.environment.world_size)
+
+    def _objects(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the model and the optimizer."""
+        return {"scaler": self.scaler, "schedule": self.schedule, "meter": self.meter}
 
     def take_step(self, step: int) -> None:
         """Take one optimizer step: the gradients of each micro-batch, then the update."""
@@ -241,7 +242,7 @@ class Run:
 
     def mean_loss(self, step: int) -> float:
         """Return the mean loss since the last reading; exit if it or a weight is not finite."""
-        sums = helper.sync_metrics({**self.meter.state(), "norm": norm_of_weights(self.model)})
+        sums = helper.sync_metrics({**self.meter.state_dict(), "norm": norm_of_weights(self.model)})
         mean = sums["loss"] / (sums["terms"] or 1)
         if not math.isfinite(mean + sums["norm"]):
             rank, count = self.environment.rank, self.settings.train.grad_accumulation
@@ -273,26 +274,18 @@ class Run:
     def save(self, step: int, scores: Mapping[str, Any], *, in_memory: bool = False) -> None:
         """Copy the state now and, unless `in_memory`, write it to disk in the background."""
         with self.meter.paused():
-            own = {"rng": checkpoint.rng_state(), "meter": self.meter.state()}
-            ranks = checkpoint.gather_ranks({**own, "schedule": self.schedule.state()})
-            content = state_of(self.model, self.optimizer, self.settings)
-            state = checkpoint.State(*content, {**self.progress_at(step), **scores}, ranks)
-            if in_memory:
-                self.saver.snapshot(step, state)
-            else:
+            if not in_memory:
                 self.progress.sync()
-                self.saver.save(step, state)
-                self.stop.note_save()
+            state = {**self._objects(), **self.progress_now(), **scores}
+            helper.save(self.saver, step, self.model, self.optimizer, in_memory=in_memory, **state)
 
-    def progress_at(self, step: int) -> dict[str, Any]:
+    def progress_now(self) -> dict[str, Any]:
         """Return how far the run has got, and with which settings, for a checkpoint."""
         return {
-            "step": step,
             **self.batches.position(),
             "global_batch_size": self.batches.samples * self.settings.train.grad_accumulation,
             "sizes": self.batches.sizes,
             "settings": self.settings.as_tree(),
-            "scaler": self.scaler.state_dict(),
             "ended": self.environment.run_id if self.is_over else "",
         }
 
@@ -302,8 +295,6 @@ class Run:
         log.info(f"stopped    after step {step}, which is saved ({reason})")
         if self.command is None:  # otherwise the launcher prints it
             log.info(resume.resume_line(self.environment, None))
-        helper.barrier()  # all ranks have saved before one reports it
-        helper.beat(saved=step)
         return helper.STOPPED
 
     def print_summary(self, step: int, validated: Mapping[str, float]) -> None:

@@ -319,3 +319,10 @@ def new_run_id() -> str:
     """Return YYYYMMDD-HHMMSS-<4 hex digits>, from time and process id; the same at each call."""
     mixed = zlib.crc32(f"{time.time_ns()} {os.getpid()}".encode())
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{mixed & 0xFFFF:04x}"
+
+
+def refuse_others(who: str, *told: tuple[str, int | None, int]) -> None:
+    """Raise LauncherError if a number is given and differs from the actual one."""
+    for name, given, own in told:
+        if given not in (None, own):
+            raise LauncherError(f"{name} is {given} but {who} {own}; make them agree")

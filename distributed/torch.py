@@ -22,23 +22,17 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import itertools
 import math
 import os
-import random
-import signal
 import socket
-import sys
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from . import network
 from .checkpoint.one_call import complete, load, save
@@ -53,12 +47,12 @@ from .collectives import (
     has_group,
     main_first,
     mean,
-    own_rank,
 )
-from .environment import BACKENDS, Environment, LauncherError, check_run_id, detect
+from .environment import BACKENDS, Environment, check_run_id, detect, refuse_others
 from .errors import STOPPED
 from .exit import finish as end_process
 from .heartbeat import beat
+from .loader import get_dataloader_for_distributed, seed_everything
 from .models import (
     autocast,
     blocks,
@@ -72,7 +66,6 @@ from .models import (
 )
 from .rendezvous import rendezvous
 from .stop import Stop
-from .stop_signals import handled_signals
 from .strategy import Sharding
 from .torch_internals import default_store, keep_groups, skip_worker_joins
 
@@ -134,7 +127,7 @@ def init_distributed(
     ranks that did not join, and ValueError for nccl without a GPU.
     """
     env = detect(local_rank=local_rank)
-    _refuse_others(
+    refuse_others(
         f"{env.launcher} started",
         ("--nodes", nodes, env.num_nodes),
         ("--gpus-per-node", ranks_per_node, env.local_world_size),
@@ -197,115 +190,6 @@ def print_main(*values: object, **options: Any) -> None:
         print(*values, flush=True, **options)
 
 
-def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed torch, its GPUs, Python and NumPy (if it is imported), differently for each rank.
-
-    For the same weights on every rank, call it without a rank before you create the model.
-    """
-    own_seed = (seed + 1_000_003 * rank) % 2**32
-    torch.manual_seed(own_seed)
-    random.seed(own_seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(own_seed)
-
-
-class EpochSampler(DistributedSampler[Any]):
-    """Begins a new epoch each time it is iterated over; `set_epoch(n)` sets the next one."""
-
-    done = 0
-
-    def set_epoch(self, epoch: int, done: int = 0) -> None:
-        """Set the next epoch; without this rank's first `done` samples, which a run has seen."""
-        super().set_epoch(epoch)
-        self.done = done
-
-    def __iter__(self) -> Iterator[Any]:
-        shares = itertools.islice(super().__iter__(), self.done, None)
-        self.epoch, self.done = self.epoch + 1, 0
-        return shares
-
-
-class EpochLoader(DataLoader[Any]):
-    """Tells the dataset each epoch; seeds its workers without a number of the script's generator.
-
-    Otherwise, each epoch would draw a number that a run which resumes in the epoch does not draw.
-    """
-
-    own_generator: torch.Generator | None = None
-
-    def __iter__(self) -> Any:
-        sampler: Any = self.sampler
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(sampler.epoch)  # before workers copy it
-        if self.own_generator is not None:
-            place = f"{sampler.seed} {sampler.epoch} {sampler.done} {sampler.rank}"
-            self.own_generator.manual_seed(zlib.crc32(place.encode()))
-        return super().__iter__()
-
-
-def get_dataloader_for_distributed(
-    dataset: Dataset[Any],
-    batch_size: int,
-    world_size: int | None = None,
-    rank: int | None = None,
-    *,
-    shuffle: bool,
-    seed: int = 0,
-    drop_last: bool = False,
-    **options: Any,
-) -> DataLoader[Any]:
-    """Return a loader over this rank's share of a dataset, with `batch_size` samples per process.
-
-    All ranks get the same number of samples: unless `drop_last`, some ranks repeat a sample at the
-    end. Each iteration over the loader is a new epoch in a new order: epochs 0, 1, 2 and so on, or
-    n, n + 1 and so on after `loader.sampler.set_epoch(n)`; with `done=samples`, epoch n begins
-    after this rank's first samples. If the dataset has a `set_epoch`, it is called first; workers
-    that persist do not see it. World size and rank are the process group's; `options` are
-    DataLoader's own, such as `collate_fn`. Raises ValueError for any other world size or rank, for
-    a sampler, and for an IterableDataset, which cannot be sharded.
-    """
-    if isinstance(dataset, IterableDataset):
-        cause = f"{type(dataset).__name__} is an IterableDataset, whose samples cannot be divided"
-        cure = "make its __iter__ skip other ranks' samples, and pass it to DataLoader"
-        raise ValueError(f"{cause}; {cure}")
-    if given := sorted({"sampler", "batch_sampler"} & options.keys()):
-        cause = f"{given[0]}= is not divided among the ranks"
-        raise ValueError(f"{cause}; give DataLoader one that yields only this rank's samples")
-    _refuse_others(
-        "this run's is",
-        ("world_size", world_size, count_ranks()),
-        ("rank", rank, own_rank()),
-    )
-    sampler = EpochSampler(
-        dataset, count_ranks(), own_rank(), shuffle=shuffle, seed=seed, drop_last=drop_last
-    )
-    own = None if options.get("generator") else torch.Generator()
-    options["generator"] = own or options["generator"]
-    options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
-    loader = EpochLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **options)
-    loader.own_generator = own
-    return loader
-
-
-def _begin_worker(then: Callable[[int], object] | None, number: int) -> None:
-    """Ignore stop signals, which schedulers send to workers too, and call the user's function.
-
-    SIGTERM has torch's handler in workers, and ends them when their rank sends it.
-    """
-    for signum in handled_signals():
-        if signum != signal.SIGTERM:
-            signal.signal(signum, signal.SIG_IGN)
-    if then is not None:
-        then(number)
-
-
-def _refuse_others(who: str, *told: tuple[str, int | None, int]) -> None:
-    """Raise LauncherError if a number is given and differs from the actual one."""
-    for name, given, own in told:
-        if given not in (None, own):
-            raise LauncherError(f"{name} is {given} but {who} {own}; make them agree")
-
-
 def sync_metrics(
     values: Mapping[str, float | Tensor], world_size: int | None = None, *, weight: float = 1.0
 ) -> dict[str, float]:
@@ -316,7 +200,7 @@ def sync_metrics(
     means are NaN. Raises ValueError for a world size other than the process group's and, on every
     rank, for names that differ.
     """
-    _refuse_others("this run's is", ("world_size", world_size, count_ranks()))
+    refuse_others("this run's is", ("world_size", world_size, count_ranks()))
     own = {
         name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()
     }

@@ -9,40 +9,25 @@ import math
 import signal
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
-from torch.utils.data import get_worker_info as worker_info
 
 from distributed.checkpoint import rng_state, set_rng_state
 from distributed.environment import Environment
 from distributed.heartbeat import beat
 from distributed.stop_signals import STOP_SIGNALS
-from distributed.torch import gather_json, seed_everything
+from distributed.torch import gather_json, get_dataloader_for_distributed, seed_everything
 from distributed.torch_internals import tree_map_only
 from training.config_file import SettingsError
 from training.settings import Settings
 from training.tasks import Task
 
 GROUP = 1 << 16  # samples that are shuffled together
-_Batch = list[tuple[int, int]]  # the epoch and the index of each of its samples
 _Placed = tuple[int, int, Any]  # the position after a batch (epoch, batches in it); the batch
 _MOST = 16  # samples that a message lists
-
-
-class _Share(NamedTuple):
-    """One rank's share of each batch, which is spread over all ranks."""
-
-    batch_size: int  # samples on one rank
-    rank: int
-    ranks: int
-
-    @property
-    def samples(self) -> int:
-        """Return the number of samples on all ranks together."""
-        return self.batch_size * self.ranks
 
 
 START = {"step": 0, "epoch": 0, "samples": 0}
@@ -72,36 +57,36 @@ class Batches:
         environment: Environment,
         position: Mapping[str, Any] = START,
     ) -> None:
-        share = _Share(batch_size, environment.rank, environment.world_size)
-        self.samples = share.samples  # of one batch on all ranks
+        rank, world_size = environment.rank, environment.world_size
+        self.samples = batch_size * world_size  # of one batch on all ranks
         self.per_epoch: int | None = None  # batches, if known
         self.sizes = [len(task.validation)]  # type: ignore[arg-type] # the same on all nodes
         if settings.train.eval_every and not self.sizes[0]:
             cure = "give it samples, or set train.eval_every=0"
             raise SettingsError(f"data: validation has no samples; {cure}")
         self._epoch, self._batch = position["epoch"], position["samples"] // self.samples
-        self._numbers: Callable[[int], Iterator[_Batch]] | None = None  # after this many batches
+        self._sampler: Any = None  # of data with a length
+        load: Any
         if type(task).loader is not Task.loader:
-            own = functools.partial(
-                task.loader, batch_size, rank=share.rank, world_size=share.ranks
-            )
-            self._rest = _epochs(own, self._epoch, self._batch)
+            load = functools.partial(task.loader, batch_size, rank=rank, world_size=world_size)
         elif isinstance(task.train, IterableDataset):
-            whole = functools.partial(_read_all, task, share, settings.seed)
-            self._rest = _epochs(whole, self._epoch, self._batch)
+            own = slice(rank, self.samples, world_size)  # of each batch on all ranks
+            load = functools.partial(_read_all, task, own, settings.seed)
         else:
-            length, block = len(task.train), getattr(task.train, "block", 1)  # type: ignore[arg-type]
-            self.sizes.append(length)
-            self.per_epoch = length // self.samples
+            loader = _make_loader(task, batch_size, settings)
+            load = functools.partial(_read_epoch, loader, batch_size)
+            self._sampler = loader.sampler
+            self.sizes.append(len(task.train))  # type: ignore[arg-type]
+            self.per_epoch = len(loader)
             if self.per_epoch == 0:
                 raise SettingsError(f"data: too small for one batch of {batch_size} per rank")
-            done = self._epoch * self.per_epoch + self._batch
-            self._numbers = functools.partial(_samples, length, block, settings.seed, share)
-            self._rest = _load(task, self._numbers(done), done, self.per_epoch, settings)
+        self._rest = _epochs(load, self._epoch, self._batch)
 
     def __next__(self) -> Any:
         with self.noted(-1):
             self._epoch, self._batch, batch = next(self._rest)
+        if self._batch == self.per_epoch:
+            self._epoch, self._batch = self._epoch + 1, 0
         return batch
 
     @contextlib.contextmanager
@@ -120,11 +105,16 @@ class Batches:
 
         Empty if samples have no numbers, as with data without a length, or the task's own loader.
         """
-        if self._numbers is None or self.per_epoch is None:
+        if self.per_epoch is None:
             return ""
+        sampler = self._sampler
+        samples: list[str] = []
         first = self._epoch * self.per_epoch + self._batch - back - count
-        batches = itertools.islice(self._numbers(first), count)
-        samples = [str(index) for batch in batches for _, index in batch]
+        for number in range(first, first + count):
+            epoch, done = divmod(number, self.per_epoch)
+            order = sampler.order(epoch, done * self.samples)
+            own = itertools.islice(order, sampler.rank, self.samples, sampler.num_replicas)
+            samples += map(str, own)
         return f"samples {', '.join(samples[:_MOST])}{', ...' if len(samples) > _MOST else ''}"
 
     def position(self) -> dict[str, int]:
@@ -136,21 +126,26 @@ class Batches:
 # and their worker processes alive after a run.
 
 
-def _load(
-    task: Task, batches: Iterator[_Batch], done: int, per_epoch: int, settings: Settings
-) -> Iterator[_Placed]:
-    """Return the stream of these batches, which come after `done` others."""
-    loader = DataLoader(
-        _Seeded(task.train, settings.seed),
-        batch_sampler=batches,
-        num_workers=settings.data.num_workers,
-        pin_memory=settings.data.pin_memory,
+def _make_loader(task: Task, batch_size: int, settings: Settings) -> DataLoader[Any]:
+    """Return the loader of data with a length, whose order is not a list of all its samples."""
+    data: Any = task.train
+    workers = settings.data.num_workers
+    loader = get_dataloader_for_distributed(
+        data,
+        batch_size,
+        shuffle=True,
+        seed=settings.seed,
+        drop_last=True,
         collate_fn=task.collate,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=settings.data.pin_memory,
         worker_init_fn=_ignore_signals,
-        generator=torch.Generator(),
     )
-    places = (divmod(number, per_epoch) for number in itertools.count(done + 1))
-    return ((*next(places), batch) for batch in loader)
+    loader.sampler.order = lambda epoch, skip: shuffled(  # type: ignore[attr-defined]
+        len(data), getattr(data, "block", 1), f"{settings.seed} {epoch}", skip
+    )
+    return loader
 
 
 def _ignore_signals(_worker: int) -> None:
@@ -159,18 +154,10 @@ def _ignore_signals(_worker: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def _samples(length: int, block: int, seed: int, share: _Share, done: int) -> Iterator[_Batch]:
-    """Yield a rank's batches as lists of (epoch, index), endlessly, after the first `done`."""
-    samples = share.samples
-    epoch, done = divmod(done, length // samples)
-    while True:
-        order = shuffled(length, block, f"{seed} {epoch}", skip=done * samples)
-        for _ in range(done, length // samples):
-            batch = itertools.islice(order, samples)  # of all ranks
-            yield [
-                (epoch, index) for index in itertools.islice(batch, share.rank, None, share.ranks)
-            ]
-        epoch, done = epoch + 1, 0
+def _read_epoch(loader: Any, batch_size: int, *, epoch: int, skip: int) -> Iterable[Any]:
+    """Return the loader, set to an epoch without its first `skip` batches."""
+    loader.sampler.set_epoch(epoch, done=skip * batch_size)
+    return loader  # type: ignore[no-any-return]
 
 
 def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterator[_Placed]:
@@ -185,8 +172,8 @@ def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterat
         epoch, done = epoch + 1, 0
 
 
-def _read_all(task: Task, share: _Share, seed: int, *, epoch: int, skip: int) -> Iterator[Any]:
-    """Yield a rank's batches of data that can only be read in order, as many as on other ranks.
+def _read_all(task: Task, own: slice, seed: int, *, epoch: int, skip: int) -> Iterator[Any]:
+    """Yield a rank's part of each batch of data that can only be read in order.
 
     The data has its own random numbers, the same on every rank and each time it is read. Those of
     the training do not change.
@@ -196,13 +183,13 @@ def _read_all(task: Task, share: _Share, seed: int, *, epoch: int, skip: int) ->
     if hasattr(task.train, "set_epoch"):
         task.train.set_epoch(epoch)
     make_batch, stream = task.collate or default_collate, iter(task.train)
-    groups = iter(lambda: list(itertools.islice(stream, share.samples)), [])
+    groups = iter(lambda: list(itertools.islice(stream, own.stop)), [])
     for number, group in enumerate(groups):
         beat()  # reading what was trained on before can take long
-        if number >= skip and len(group) == share.samples:
+        if number >= skip and len(group) == own.stop:
             inside = rng_state()
             set_rng_state(outside)
-            yield make_batch(group[share.rank :: share.ranks])
+            yield make_batch(group[own])
             outside = rng_state()
             set_rng_state(inside)
     set_rng_state(outside)
@@ -227,25 +214,6 @@ def shuffled(length: int, block: int, key: str, skip: int = 0) -> Iterator[int]:
 
 def _generator(key: str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(key.encode()))
-
-
-class _Seeded(Dataset[Any]):
-    """A dataset that seeds a worker process before each sample.
-
-    The seed depends only on the run's seed, the epoch and the sample, so it does not matter which
-    worker reads the sample. Without workers, samples use the training process's own generators,
-    which are part of each checkpoint.
-    """
-
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
-
-    def __getitem__(self, sample: tuple[int, int]) -> Any:
-        epoch, index = sample
-        if worker_info() is not None:
-            seed_everything(zlib.crc32(f"{self._seed} {epoch} {index}".encode()))
-        return self._dataset[index]
 
 
 def share_of(dataset: Dataset[Any], rank: int, world_size: int) -> Dataset[Any]:

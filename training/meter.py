@@ -33,11 +33,11 @@ _log = logging.getLogger(__name__)
 class Meter:
     """Measures one rank's loss and speed; it waits for the device only when it is read."""
 
-    def __init__(self, state: Mapping[str, float] | None = None) -> None:
+    def __init__(self) -> None:
         self._start = time.perf_counter()
         self._paused_s, self._loaded_s = 0.0, 0.0  # the latter: loading, since the last reading
         self._new: list[tuple[int, Tensor, int]] = []  # step, loss, terms
-        self._sums = dict(state or {"loss": 0.0, "terms": 0})  # since the last reading
+        self._sums = {"loss": 0.0, "terms": 0}  # since the last reading
         self._terms = 0  # since the start of this process
         self._read_s, self._read_terms = 0.0, 0  # training time and terms at the last reading
         self.not_finite: tuple[int, float] | None = None  # step and value of the first such loss
@@ -50,8 +50,8 @@ class Meter:
         """Add one micro-batch: its mean loss, a scalar, over a number of terms."""
         self._new.append((step, loss.detach(), terms))
 
-    def state(self) -> dict[str, float]:
-        """Return sums of loss and terms since the last reading, for another Meter to continue."""
+    def state_dict(self) -> dict[str, float]:
+        """Return sums of loss and terms since the last reading."""
         losses = [loss for _, loss, _ in self._new]
         values = torch.stack(losses).tolist() if losses else []  # waits for the device
         for (step, _, terms), value in zip(self._new, values, strict=True):
@@ -62,6 +62,10 @@ class Meter:
                 self.not_finite = step, value
         self._new.clear()
         return dict(self._sums)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue another meter's sums."""
+        self._sums = dict(state)
 
     def exit_not_finite(self, step: int, rank: int, describe: Callable[[int], str]) -> NoReturn:
         """Raise FloatingPointError on the first rank whose loss is not finite; exit on the others.
@@ -85,7 +89,7 @@ class Meter:
 
     def read(self) -> tuple[float, float]:
         """Start a new reading; returns the last one: terms per second, share of time for data."""
-        self.state()
+        self.state_dict()
         before_s, before_terms, loaded_s = self._read_s, self._read_terms, self._loaded_s
         self._read_s, self._read_terms = self.wall() - self._paused_s, self._terms
         self._sums, self._loaded_s = {"loss": 0.0, "terms": 0}, 0.0

@@ -1,4 +1,4 @@
-"""The task's model, prepared for the ranks: checkpointed weights, strategy, precision."""
+"""The task's model, prepared for the ranks: strategy, precision, evaluation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,19 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader, default_collate
 
 from distributed import torch as helper
-from distributed.checkpoint import State
 from distributed.collectives import count_ranks, own_rank
 from distributed.environment import Environment
 from distributed.torch_internals import compile_beside_ddp
 from training.asked import refuse_misspelt
 from training.batches import fill_up, move, share_of
-from training.config_file import SettingsError
+from training.config_file import SettingsError, Tree
 from training.settings import OwnTaskSettings, Settings, Train
 from training.tasks import Task, evaluate, metrics_of, score
 
 _log = logging.getLogger(__name__)
 
 
-def make_model(
-    task: Task, saved: State | None, settings: Settings, cache: Path | None
-) -> nn.Module:
+def make_model(task: Task, settings: Settings, cache: Path | None) -> nn.Module:
     """Return the model on this rank's device, wrapped according to the settings.
 
     All ranks must call this. The results of torch.compile are kept in `cache`, for all ranks and
@@ -43,16 +40,6 @@ def make_model(
     model = task.model()
     if isinstance(settings, OwnTaskSettings):
         refuse_misspelt(settings.model, settings.task)
-    if saved:
-        weights = saved.fetch({"model": saved.model})["model"]
-        try:
-            model.load_state_dict(weights)
-        except RuntimeError as error:
-            raise SettingsError(
-                "model: the checkpoint is from a different model "
-                f"({str(error).splitlines()[-1].strip()}); "
-                "use its settings or, to train a new model, another RUN_ID"
-            ) from None
     if settings.train.compile and cache:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute()))
     choose_forward(model, settings.train)
@@ -68,18 +55,6 @@ def make_model(
         bucket_cap_mb=chosen.bucket_cap_mb,
         sharding=helper.Sharding(dtype=dtype_of(settings), **chosen.fsdp.as_tree()),
     )
-
-
-def state_of(
-    model: nn.Module, optimizer: Optimizer, settings: Settings
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both state_dict()s, with full tensors for a full checkpoint. All ranks call this."""
-    states = helper.unwrap(model).state_dict(), optimizer.state_dict()
-    if settings.checkpoint.format == "sharded" or not helper.is_sharded(model):
-        return states
-    from distributed.checkpoint import reshard
-
-    return reshard.gather(states[0]), reshard.gather(states[1])
 
 
 def plan_snapshots(model: nn.Module, settings: Settings, environment: Environment) -> None:
@@ -129,27 +104,16 @@ def free_memory() -> int:
     return max(0, min(free))
 
 
-def load_moments(optimizer: Optimizer, model: nn.Module, saved: State, settings: Train) -> None:
-    """Load an optimizer's state_dict() that was saved under any strategy.
+@contextlib.contextmanager
+def follow_config(optimizer: Optimizer, settings: Train, before: Tree) -> Iterator[None]:
+    """If train.weight_decay has changed, the groups that follow it get the new value.
 
-    If the setting train.weight_decay has changed, the groups that follow it get the new value.
-    Raises SettingsError if it belongs to another optimizer.
+    The body loads the optimizer; groups of older checkpoints do not tell what they follow.
     """
-    state, before = saved.optimizer, saved.progress["settings"]["train"]["weight_decay"]
     ours = ["follows_config" in group for group in optimizer.param_groups]
-    try:
-        if helper.is_sharded(model):
-            from distributed.checkpoint import reshard
-
-            state = reshard.scatter(state, optimizer)
-        optimizer.load_state_dict(saved.fetch({"optimizer": state})["optimizer"])
-    except (ValueError, IndexError) as error:
-        raise SettingsError(
-            f"resume: the checkpoint is from a different optimizer ({error}); "
-            "use the task it was saved with, or another RUN_ID"
-        ) from None
+    yield
     for group, is_ours in zip(optimizer.param_groups, ours, strict=True):
-        if is_ours and before != settings.weight_decay:
+        if is_ours and before["weight_decay"] != settings.weight_decay:
             group["weight_decay"] = settings.weight_decay
 
 

@@ -97,9 +97,14 @@ class Schedule:
         if isinstance(self.own, ReduceLROnPlateau) and self._best in metrics:
             self.own.step(metrics[self._best])
 
-    def state(self) -> dict[str, Any]:
-        """Return the state_dict() of the task's own scheduler."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return that of the task's own scheduler."""
         return {} if self.own is None else dict(self.own.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load it."""
+        if self.own is not None:
+            self.own.load_state_dict(state)
 
 
 def _check_plateau(own: ReduceLROnPlateau, task: Task, settings: Train) -> None:

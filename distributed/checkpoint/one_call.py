@@ -26,12 +26,13 @@ _log = logging.getLogger(__name__)
 
 
 def save(
-    folder: Path | str,
+    folder: Path | str | Saver,
     step: int,
     model: nn.Module,
     optimizer: Optimizer,
     *,
     keep_last: int = 2,
+    in_memory: bool = False,
     **more: Any,
 ) -> None:
     """Copy what this loop needs to continue, and save it in the background.
@@ -43,6 +44,9 @@ def save(
     same names, and values that `load` returns, such as an epoch. Of a model or an optimizer, there
     is one state; every rank has its own of any other object. Keeps the newest `keep_last`
     checkpoints and, with a `score`, the one with the lowest. Call `finish` at the end.
+
+    In place of the folder, a Saver chooses the format; with "full", rank 0 writes a sharded model
+    too. With `in_memory`, the copy is a snapshot in the node agent's memory, not a save.
 
     Raises the errors of Saver, TypeError for a score that is no number, and CheckpointError if the
     previous save failed, or if this state could not be loaded again.
@@ -61,37 +65,52 @@ def save(
     # For tools and people; JSON turns keys into text and tuples into lists, for example.
     in_json = json.loads(json.dumps(progress, default=repr, skipkeys=True))
 
-    folder = Path(folder)
-    if folder not in _savers:
-        format = ("full", "sharded")[is_sharded(model)]
-        _savers[folder] = Saver(folder, keep_last=keep_last, enabled=own_rank() == 0, format=format)
-        atexit.register(_savers[folder].wait)  # for a script that does not call finish
-    moments = {**_state_of(optimizer), "objects": shared}
-    ranks = loader.gather_ranks(mine)
-    _savers[folder].save(step, State(_state_of(model), moments, in_json, ranks))
-    note_save()
+    saver = folder if isinstance(folder, Saver) else _savers.get(Path(folder))
+    if saver is None:
+        saver = Saver(
+            str(folder),
+            keep_last=keep_last,
+            enabled=own_rank() == 0,
+            format=("full", "sharded")[is_sharded(model)],
+        )
+        atexit.register(saver.wait)  # for a script that does not call finish
+    _savers[saver.folder] = saver
+    trees = _state_of(model), {**_state_of(optimizer), "objects": shared}
+    if is_sharded(model) and saver.format == "full":
+        from . import reshard
+
+        trees = reshard.gather(trees)
+    state = State(*trees, in_json, loader.gather_ranks(mine))
+    if in_memory:
+        saver.snapshot(step, state)
+    else:
+        saver.save(step, state)
+        note_save()
 
 
 def load(
-    folder: Path | str,
+    folder: Path | str | State,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     **objects: Any,
 ) -> dict[str, Any] | None:
     """Load into the given objects what `save` saved last. All ranks must call this.
 
     Waits for a save in progress. The number of ranks and the strategy may differ from those of the
     save; a rank that did not exist then keeps its random state, and gets rank 0's state of other
-    objects. Returns the progress, with the step, or None if the folder holds no checkpoint yet.
-    Raises CheckpointError if all are damaged, or if the objects are not those that were saved.
+    objects. In place of the folder, a State is what `checkpoint.load(folder, whole=False)` has
+    returned. Without an optimizer, only the given objects are loaded, and none is missed.
+
+    Returns the progress, with the step, or None if the folder holds no checkpoint yet. Raises
+    CheckpointError if all are damaged, or if the objects are not those that were saved.
     """
-    state = loader.load(folder, whole=False)
+    state = folder if isinstance(folder, State) else loader.load(folder, whole=False)
     if state is None:
         return None
-    given = {name: one for name, one in objects.items() if one is not None}
-    cause = f"{folder} does not fit these objects; load it into objects like those that were saved"
-    with files.told_as(cause):
-        return _restore(state, {"model": model, "optimizer": optimizer, **given})
+    objects = {"model": model, "optimizer": optimizer, **objects}
+    cause = "the checkpoint is from a different model, optimizer or other object"
+    with files.told_as(f"{cause}; use those that it was saved with, or another RUN_ID"):
+        return _restore(state, {name: one for name, one in objects.items() if one is not None})
 
 
 def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
@@ -100,20 +119,21 @@ def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
     is_new = rank >= len(ranks)
     mine = ranks[0 if is_new else rank] if ranks else {}
     progress = {**mine.get("progress", state.progress)}
-    own = {**mine.get("objects", {})}
+    # Earlier versions of train.py saved its objects beside the random state.
+    own = {**mine.get("objects", {name: mine[name] for name in mine.keys() - {"rng"}})}
     if "scaler" in progress:  # as saved by earlier versions
         own["scaler"] = progress.pop("scaler")
     moments = {**state.optimizer}
     saved = {"model": state.model, "optimizer": moments, **moments.pop("objects", {})}
 
     names = own.keys() | saved.keys()
-    for name in sorted(names ^ targets.keys()) if rank == 0 else ():
+    for name in sorted(names ^ targets.keys()) if rank == 0 and "optimizer" in targets else ():
         where = "only in the checkpoint" if name in names else "not in the checkpoint"
         _log.warning(f"load: {name} is {where}, so it is not loaded")
 
     scatter = is_sharded(targets["model"])
     parts = {n: _part_of(one, targets[n], scatter) for n, one in saved.items() if n in targets}
-    weights, moments = parts.pop("model"), parts.pop("optimizer")
+    weights, moments = parts.pop("model"), parts.pop("optimizer", {})
     found = state.fetch({"model": weights, "optimizer": {**moments, "objects": parts}})
     for name, one in {**own, **found["optimizer"].pop("objects"), **found}.items():
         if name in targets and (one or name in saved):  # not of a scaler that does nothing

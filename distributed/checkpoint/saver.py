@@ -77,7 +77,8 @@ class Saver:
         self.folder = run_folder = Path(run_folder)
         self.keep_last = keep_last
         self.enabled = enabled
-        self.last_step = -1  # passed to save()
+        self.format = format
+        self.last_step: int | None = None  # passed to save()
         self._memory: list[Tensor] = []  # for the copies; reused
         self._thread = threading.Thread()
         self._error: CheckpointError | None = None

@@ -229,7 +229,7 @@ def test_content_that_no_save_wrote(
     FORGED[how](run / "step-2")
     forge(run / "step-2")
     found = told(run, caplog)
-    expected = rf"{run}.*( does not fit these objects|: its parts are unreadable)"
+    expected = rf"the checkpoint is from a different model|{run}.*: its parts are unreadable"
     assert found == "1" or re.match(expected, found), found
     saver = Saver(run, keep_last=1)
     saver.save(5, make_state(5)[2])

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -23,6 +24,7 @@ from harness import CONFIG, ROOT, in_turns, ratio, run
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from distributed import loader
 from distributed.environment import detect
 from distributed.torch import seed_everything
 from training import batches
@@ -236,7 +238,8 @@ def stream_of(
     train = Train(batch_size=1, max_seconds=1)
     settings = Settings(seed=3, train=train, data=Data(num_workers=workers))
     task = data if isinstance(data, Given) else Given(data)
-    return Batches(task, 4, settings, detect(place), at)
+    with mock.patch.multiple(loader, count_ranks=lambda: ranks, own_rank=lambda: rank):
+        return Batches(task, 4, settings, detect(place), at)
 
 
 @pytest.mark.parametrize("length", [1, 7, 256, 1000, 70_000])

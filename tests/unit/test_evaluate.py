@@ -81,7 +81,7 @@ def test_what_cannot_be_evaluated_is_told_in_one_line(work: Work) -> None:
     )
     assert "/step-4/model.pt has " in told("damaged") and (runs / "damaged/step-4").is_dir()
     different = told("whole", "task=points:Normed")
-    assert "the checkpoint is from a different model (" in different
+    assert "the checkpoint is from a different model, " in different and "(Error" in different
     assert "data: validation has no samples" in told("whole", "task=points:Blind")
 
 

@@ -1,12 +1,13 @@
 """The helper's loader: epochs, random numbers and the order of the data."""
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from test_torch_calls import both
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from distributed import torch as helper
 
@@ -62,25 +63,28 @@ class Epochs(Dataset[int]):
         return 4
 
 
-def _epochs(workers: int) -> list[Any]:
-    options: dict[str, Any] = {"shuffle": False, "num_workers": workers}
-    loader = helper.get_dataloader_for_distributed(Epochs(), 2, **options)
-    assert not loader.persistent_workers
+def _epochs(options: dict[str, Any]) -> list[Any]:
+    options = {"shuffle": False, **options}
+    loader = helper.get_dataloader_for_distributed(Epochs(), 1, **options)
     before = torch.random.get_rng_state()
     found = [torch.cat([*loader]).tolist() for _ in range(3)]
-    if workers:
+    if "num_workers" in options:
         assert torch.equal(torch.random.get_rng_state(), before)
-        again = helper.get_dataloader_for_distributed(Epochs(), 2, **options)
-        again.sampler.set_epoch(2)  # type: ignore[attr-defined]
-        assert torch.cat([*again]).tolist() == found[2]
+        again = helper.get_dataloader_for_distributed(Epochs(), 1, **options)
+        for done in (0, 1):  # of this rank's two samples
+            again.sampler.set_epoch(2, done=done)  # type: ignore[attr-defined]
+            assert torch.cat([*again]).tolist() == found[2][done:]
     return [{epoch for epoch, _ in part} for part in found] + [found[0]]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_hears_of_each_epoch_and_its_workers_repeat(workers: int) -> None:
-    first, other = both(_epochs, workers)
+PERSISTENT = {"num_workers": 1, "persistent_workers": True}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, PERSISTENT])
+def test_a_dataset_hears_of_each_epoch_and_its_workers_repeat(options: dict[str, Any]) -> None:
+    first, other = both(_epochs, options)
     assert first[:3] == other[:3] == [{0}, {1}, {2}]
-    assert not workers or first[3] != other[3]  # the ranks draw other numbers
+    assert not options or first[3] != other[3]  # the ranks draw other numbers
 
 
 def test_the_users_generator_and_worker_function_are_used() -> None:
@@ -94,6 +98,20 @@ def test_the_users_generator_and_worker_function_are_used() -> None:
 
     assert seeds(1)[1] == seeds(2)[1]  # the function fixes the seed
     assert seeds(1)[0] != seeds(2)[0]
+
+
+def test_the_loaders_data_set_has_the_attributes_of_the_scripts() -> None:
+    data = Epochs()
+    loader = helper.get_dataloader_for_distributed(data, 2, shuffle=False)
+    found: Any = pickle.loads(pickle.dumps(loader.dataset))  # as for a spawned worker
+    assert len(found) == 4 and found.epoch == -1 and not hasattr(found, "other")
+    next(iter(loader))
+    assert found.dataset.epoch == -1 and data.epoch == 0
+
+
+def test_a_data_set_that_reads_batches_is_read_sample_by_sample() -> None:
+    loader = helper.get_dataloader_for_distributed(Subset(Epochs(), [3, 1]), 2, shuffle=False)
+    assert hasattr(Subset, "__getitems__") and len(next(iter(loader))) == 2
 
 
 def _fix(number: int) -> None:
@@ -110,3 +128,24 @@ def test_a_sampler_is_refused_in_one_line(option: str) -> None:
 def test_another_world_size_in_one_process_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^world_size is 3 but this run's is 1; make them agree"):
         helper.get_dataloader_for_distributed(Epochs(), 2, 3, shuffle=False)
+
+
+class Batches(Epochs):
+    """Reads a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [torch.tensor([index, int(torch.randint(1 << 30, ()))]) for index in indices]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_reads_batches_does_so(workers: int) -> None:
+    def read(done: int) -> list[Any]:
+        loader = helper.get_dataloader_for_distributed(
+            Batches(), 2, shuffle=False, num_workers=workers
+        )
+        loader.sampler.set_epoch(0, done=done)  # type: ignore[attr-defined]
+        return torch.cat([*loader]).tolist()  # type: ignore[no-any-return]
+
+    whole = read(0)
+    assert [index for index, _ in whole] == [0, 1, 2, 3]
+    assert not workers or read(2) == whole[2:]

@@ -626,10 +626,10 @@ def test_the_meter_weighs_its_losses_and_leaves_pauses_out(clock: list[float]) -
     with meter.paused():
         clock[0] += 8
     clock[0] += 2
-    assert (meter.state(), meter.read()) == ({"loss": 80.0, "terms": 40}, (10.0, 0.0))
+    assert (meter.state_dict(), meter.read()) == ({"loss": 80.0, "terms": 40}, (10.0, 0.0))
     meter.add(2, torch.tensor(3.0), 60)
     clock[0] += 2
-    assert (meter.state(), meter.read()) == ({"loss": 180.0, "terms": 60}, (30.0, 0.0))
+    assert (meter.state_dict(), meter.read()) == ({"loss": 180.0, "terms": 60}, (30.0, 0.0))
     assert meter.speed() == pytest.approx(100 / 6)
     assert meter.wall() == 14.0
 
@@ -640,16 +640,17 @@ def test_a_meter_goes_on_from_anothers_sums() -> None:
     for step, loss in enumerate(losses[:3]):
         whole.add(step, loss, step + 1)
         before.add(step, loss, step + 1)
-    after = Meter(before.state())
+    after = Meter()
+    after.load_state_dict(before.state_dict())
     for step, loss in enumerate(losses[3:]):
         whole.add(step, loss, step + 1)
         after.add(step, loss, step + 1)
-    assert after.state() == whole.state(), "to the last bit"
+    assert after.state_dict() == whole.state_dict(), "to the last bit"
 
 
 def test_the_meter_knows_the_first_loss_that_is_no_number() -> None:
     meter = Meter()
     for step, loss in enumerate((1.0, math.inf, math.nan)):
         meter.add(step, torch.tensor(loss), 1)
-    assert not math.isfinite(meter.state()["loss"])
+    assert not math.isfinite(meter.state_dict()["loss"])
     assert meter.not_finite == (1, math.inf)

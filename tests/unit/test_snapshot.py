@@ -19,7 +19,17 @@ from test_sharded import make_state as make_shared_state
 from torch import nn
 
 from distributed import limits
-from distributed.checkpoint import Saver, State, exchange, load, snapshots, weights_hash
+from distributed import torch as helper
+from distributed.checkpoint import (
+    CheckpointError,
+    Saver,
+    State,
+    exchange,
+    load,
+    one_call,
+    snapshots,
+    weights_hash,
+)
 from distributed.checkpoint.memory import BEGIN, FILES, Memory
 from distributed.checkpoint.snapshots import Buffer, _open_buffers
 from distributed.heartbeat import name_record
@@ -50,6 +60,33 @@ def take(folder: Path, *steps: int, by: Saver | None = None) -> list[State]:
         saver.snapshot(step, states[-1])
     saver.snapshots.finish()
     return states
+
+
+def test_a_loop_takes_and_loads_a_snapshot_which_is_no_save(
+    tmp_path: Path,
+    buffers: list[Buffer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    noted: list[int] = []
+    monkeypatch.setattr(one_call, "note_save", lambda: noted.append(1))
+    model, again = nn.Linear(2, 3), nn.Linear(2, 3)
+    loop = model, torch.optim.AdamW(model.parameters())
+    saver = Saver(tmp_path, keep_last=1)
+    helper.save(saver, 3, *loop, in_memory=True, epoch=2)
+    saver.snapshots.finish()
+    assert not noted and saver.last_step is None
+
+    state = load(tmp_path, whole=False)
+    assert state and state.is_snapshot
+    assert helper.load(state, again, None) == {"step": 3, "epoch": 2}
+    assert torch.equal(again.weight, model.weight) and not caplog.messages
+    with pytest.raises(CheckpointError, match=r"^the checkpoint is from a different model, "):
+        helper.load(state, nn.Linear(2, 4), None)
+
+    helper.save(saver, 4, *loop)
+    one_call.complete(0)
+    assert noted and (tmp_path / "step-4").is_dir()
 
 
 def test_a_snapshot_is_what_was_taken(tmp_path: Path, buffers: list[Buffer]) -> None:

@@ -182,7 +182,7 @@ def test_an_optimizer_and_a_schedule_of_ones_own_resume_exactly(work: Work, task
     assert max(rates.values()) == pytest.approx(0.5, abs=0.02)
     work.run(f"parts-{task}", 2, word, code=75, STOP_AFTER="11")
     told = work.run(f"parts-{task}", 1, "task=points:Points", code=2)
-    assert "the checkpoint is from a different optimizer" in told
+    assert "the checkpoint is from a different model, optimizer or other object; use those" in told
     work.run(f"parts-{task}", 2, word)
     parts, whole = (weights_hash(work.weights(f"{one}-{task}")) for one in ("parts", "whole"))
     assert parts == whole

@@ -21,7 +21,7 @@ from distributed.checkpoint import State, weights_hash
 from distributed.environment import detect
 from distributed.errors import STOPPED
 from training.config_file import SettingsError
-from training.model import load_moments
+from training.model import follow_config
 from training.optimizer import find_last_step, make_optimizer, share_of_peak
 from training.resume import choose_batch_size, log_resume, resume_line
 from training.settings import Train
@@ -185,13 +185,12 @@ def test_a_mistake_of_one_rank_is_one_line(tmp_path: Path, text: Path) -> None:
 def test_a_changed_weight_decay_is_that_of_the_settings_after_a_resume() -> None:
     before, now = (Train(batch_size=1, max_steps=1, weight_decay=one) for one in (0.1, 0.05))
     model = nn.Linear(2, 2)
-    progress = {"settings": {"train": before.as_tree()}}
     moments = make_optimizer(model, before).state_dict()
     for group in moments["param_groups"]:
         group.pop("follows_config", None)  # as in an older checkpoint
-    saved = State({}, moments, progress)
     optimizer = make_optimizer(model, now)
-    load_moments(optimizer, model, saved, now)
+    with follow_config(optimizer, now, before.as_tree()):
+        optimizer.load_state_dict(moments)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.05, 0.0]
 
 
@@ -256,13 +255,18 @@ def train_mixed(
     return done.stdout, state_of(folder / "checkpoints" / run_id)
 
 
+def scaler_of(state: State) -> dict[str, Any]:
+    """Return the state of rank 0's loss scaler."""
+    return dict(state.ranks[0]["objects"]["scaler"])
+
+
 @pytest.mark.long
 def test_float16_scales_the_loss_and_resumes_with_the_same_bytes(
     tmp_path: Path, text: Path
 ) -> None:
     def end(run_id: str, *settings: str) -> tuple[str, Any]:
         _, state = train_mixed(tmp_path, text, "float16", *settings, RUN_ID=run_id)
-        return weights_hash(state.model), state.progress["scaler"]
+        return weights_hash(state.model), scaler_of(state)
 
     weights, scaler = end("whole")
     assert scaler["scale"] >= 1024 and scaler["_growth_tracker"] > 0
@@ -276,9 +280,9 @@ def test_a_run_saved_without_a_scaler_resumes_with_float16(
 ) -> None:
     words = f"distributed.strategy={strategy}", "train.max_steps=3"
     _, state = train_mixed(tmp_path, text, "bfloat16", *words, processes=2)
-    assert state.progress["scaler"] == {}
+    assert scaler_of(state) == {}
     _, state = train_mixed(tmp_path, text, "float16", words[0], processes=2)
-    assert state.progress["scaler"]["scale"] >= 1024
+    assert scaler_of(state)["scale"] >= 1024
 
 
 def test_mixed_precision_on_a_cpu_is_said_not_to_be(tmp_path: Path, text: Path) -> None:

@@ -1,0 +1,151 @@
+"""Each rank's share of a data set: an order that can resume anywhere, and repeatable numbers."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice, repeat
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import get_worker_info as worker_info
+
+from .collectives import count_ranks, own_rank
+from .environment import refuse_others
+from .stop_signals import handled_signals
+
+
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """Seed torch, its GPUs, Python and NumPy (if it is imported), differently for each rank.
+
+    For the same weights on every rank, call it without a rank before you create the model.
+    """
+    own_seed = (seed + 1_000_003 * rank) % 2**32
+    torch.manual_seed(own_seed)
+    random.seed(own_seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(own_seed)
+
+
+class EpochSampler(DistributedSampler[Any]):
+    """Yields this rank's samples as (epoch, index); a new epoch each time it is iterated over."""
+
+    done = 0
+    order: Callable[[int, int], Iterable[int]] | None = None  # of an epoch, without the first ones
+
+    def set_epoch(self, epoch: int, done: int = 0) -> None:
+        """Set the next epoch; without this rank's first `done` samples, which a run has seen."""
+        super().set_epoch(epoch)
+        self.done = done
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        epoch, ranks, skip = self.epoch, self.num_replicas, self.done * self.num_replicas
+        if self.order is None:
+            samples = islice(super().__iter__(), self.done, None)
+        else:
+            rest = max(0, self.total_size - skip)
+            samples = islice(self.order(epoch, skip), self.rank, rest, ranks)
+        self.epoch, self.done = epoch + 1, 0
+        return zip(repeat(epoch), samples)
+
+
+class Seeded(Dataset[Any]):
+    """A data set that hears of each epoch, and whose samples draw the same numbers in any worker.
+
+    A worker process is seeded before each sample; the seed depends only on the loader's seed, the
+    epoch and the sample. Without workers, samples use the training process's own generators, which
+    are part of each checkpoint. All other attributes are those of `dataset`.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+        self._epoch = -1
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self).get("dataset"), name)
+
+    def __getitem__(self, sample: tuple[int, int]) -> Any:
+        self._begin(*sample)
+        return self.dataset[sample[1]]
+
+    @property
+    def __getitems__(self) -> Callable[[list[tuple[int, int]]], Any] | None:
+        """Read a batch at once, if the data set can: the numbers then belong to the batch."""
+        return self._read_batch if hasattr(self.dataset, "__getitems__") else None
+
+    def _read_batch(self, samples: list[tuple[int, int]]) -> Any:
+        self._begin(*samples[0])
+        return self.dataset.__getitems__([index for _, index in samples])
+
+    def _begin(self, epoch: int, index: int) -> None:
+        if epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)  # in each worker by itself: some live for many epochs
+        self._epoch = epoch
+        if worker_info() is not None:
+            seed_everything(zlib.crc32(f"{self._seed} {epoch} {index}".encode()))
+
+
+def get_dataloader_for_distributed(
+    dataset: Dataset[Any],
+    batch_size: int,
+    world_size: int | None = None,
+    rank: int | None = None,
+    *,
+    shuffle: bool,
+    seed: int = 0,
+    drop_last: bool = False,
+    **options: Any,
+) -> DataLoader[Any]:
+    """Return a loader over this rank's share of a dataset, with `batch_size` samples per process.
+
+    All ranks get the same number of samples: unless `drop_last`, some ranks repeat a sample at the
+    end. Each iteration over the loader is a new epoch in a new order: epochs 0, 1, 2 and so on, or
+    n, n + 1 and so on after `loader.sampler.set_epoch(n)`; with `done=samples`, epoch n begins
+    after this rank's first samples. If the dataset has a `set_epoch`, each process that reads it
+    calls that first. In workers, what a sample draws depends on `seed`, the epoch and the sample.
+
+    `loader.dataset` is a Seeded, with the dataset's attributes. World size and rank are the process
+    group's; `options` are DataLoader's own, such as `collate_fn`. Raises ValueError for any other
+    world size or rank, for a sampler, and for an IterableDataset, which cannot be sharded.
+    """
+    if isinstance(dataset, IterableDataset):
+        cause = f"{type(dataset).__name__} is an IterableDataset, whose samples cannot be divided"
+        cure = "make its __iter__ skip other ranks' samples, and pass it to DataLoader"
+        raise ValueError(f"{cause}; {cure}")
+    if given := sorted({"sampler", "batch_sampler"} & options.keys()):
+        cause = f"{given[0]}= is not divided among the ranks"
+        raise ValueError(f"{cause}; give DataLoader one that yields only this rank's samples")
+    refuse_others(
+        "this run's is",
+        ("world_size", world_size, count_ranks()),
+        ("rank", rank, own_rank()),
+    )
+    seeded = Seeded(dataset, seed)
+    sampler = EpochSampler(
+        seeded, count_ranks(), own_rank(), shuffle=shuffle, seed=seed, drop_last=drop_last
+    )
+    # Otherwise, each epoch would draw a number from the training's own generator.
+    options["generator"] = options.get("generator") or torch.Generator()
+    options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
+    return DataLoader(seeded, batch_size, sampler=sampler, drop_last=drop_last, **options)
+
+
+def _begin_worker(then: Callable[[int], object] | None, number: int) -> None:
+    """Ignore stop signals, which schedulers send to workers too, and call the user's function.
+
+    SIGTERM has torch's handler in workers, and ends them when their rank sends it.
+    """
+    for signum in handled_signals():
+        if signum != signal.SIGTERM:
+            signal.signal(signum, signal.SIG_IGN)
+    if then is not None:
+        then(number)
