@@ -65,15 +65,7 @@ def save(
     # For tools and people; JSON turns keys into text and tuples into lists, for example.
     in_json = json.loads(json.dumps(progress, default=repr, skipkeys=True))
 
-    saver = folder if isinstance(folder, Saver) else _savers.get(Path(folder))
-    if saver is None:
-        saver = Saver(
-            str(folder),
-            keep_last=keep_last,
-            enabled=own_rank() == 0,
-            format=("full", "sharded")[is_sharded(model)],
-        )
-        atexit.register(saver.wait)  # for a script that does not call finish
+    saver = folder if isinstance(folder, Saver) else _saver_of(Path(folder), keep_last, model)
     _savers[saver.folder] = saver
     trees = _state_of(model), {**_state_of(optimizer), "objects": shared}
     if is_sharded(model) and saver.format == "full":
@@ -86,6 +78,16 @@ def save(
     else:
         saver.save(step, state)
         note_save()
+
+
+def _saver_of(folder: Path, keep_last: int, model: nn.Module) -> Saver:
+    if folder in _savers:
+        return _savers[folder]
+
+    format = ("full", "sharded")[is_sharded(model)]
+    saver = Saver(folder, keep_last=keep_last, enabled=own_rank() == 0, format=format)
+    atexit.register(saver.wait)  # for a script that does not call finish
+    return saver
 
 
 def load(
