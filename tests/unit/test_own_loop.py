@@ -1,1 +1,0 @@
-"""The loop of docs/your-script.md: stopped or killed anywhere, it resumes to the same weights."""
