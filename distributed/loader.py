@@ -12,7 +12,7 @@ from itertools import islice, repeat
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 from torch.utils.data import get_worker_info as worker_info
 
 from .collectives import count_ranks, own_rank
@@ -79,8 +79,12 @@ class Seeded(Dataset[Any]):
 
     @property
     def __getitems__(self) -> Callable[[list[tuple[int, int]]], Any] | None:
-        """Read a batch at once, if the data set can: the numbers then belong to the batch."""
-        return self._read_batch if hasattr(self.dataset, "__getitems__") else None
+        """Read a batch at once, if the data set can: the numbers then belong to the batch.
+
+        torch's Subset always says that it can, but reads most data sets sample by sample.
+        """
+        can = hasattr(self.dataset, "__getitems__") and not isinstance(self.dataset, Subset)
+        return self._read_batch if can else None
 
     def _read_batch(self, samples: list[tuple[int, int]]) -> Any:
         self._begin(*samples[0])

@@ -109,7 +109,7 @@ def test_the_loaders_data_set_has_the_attributes_of_the_scripts() -> None:
     assert found.dataset.epoch == -1 and data.epoch == 0
 
 
-def test_a_data_set_that_reads_batches_is_read_sample_by_sample() -> None:
+def test_a_subset_is_read_sample_by_sample() -> None:
     loader = helper.get_dataloader_for_distributed(Subset(Epochs(), [3, 1]), 2, shuffle=False)
     assert hasattr(Subset, "__getitems__") and len(next(iter(loader))) == 2
 
