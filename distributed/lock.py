@@ -104,6 +104,7 @@ class RunLock:
         _set_lock(self.fd, fcntl.F_WRLCK, _COMMIT, _SET_WAITING)
         try:
             if os.fstat(self.fd).st_nlink == 0:
+                self.path.stat()  # raises if the folder is gone
                 _, host = locked_by(self.path.parent) or (0, "another node")
                 cause = f"{self.what} was restarted on {host}"
                 raise Refused("node-lost", f"{cause}, so this process can no longer save")

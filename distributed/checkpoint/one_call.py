@@ -21,7 +21,7 @@ from . import files, loader
 from .saver import Saver, State, check_types
 
 _SHARED = nn.Module, Optimizer  # all ranks have one state, or a part of it each
-_savers: dict[Path, Saver] = {}
+_savers = dict[Path, Saver]()
 _log = logging.getLogger(__name__)
 
 
@@ -84,7 +84,7 @@ def _saver_of(folder: Path, keep_last: int, model: nn.Module) -> Saver:
     if folder in _savers:
         return _savers[folder]
 
-    format = ("full", "sharded")[is_sharded(model)]
+    format = "sharded" if is_sharded(model) else "full"
     saver = Saver(folder, keep_last=keep_last, enabled=own_rank() == 0, format=format)
     atexit.register(saver.wait)  # for a script that does not call finish
     return saver
@@ -142,7 +142,7 @@ def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
             _fill(targets[name], one)
     if "rng" in mine and not is_new:
         loader.set_rng_state(mine["rng"])
-    return {"step": progress.pop("step"), **progress}
+    return progress
 
 
 def _state_of(one: Any) -> dict[str, Any]:

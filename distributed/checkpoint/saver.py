@@ -27,7 +27,7 @@ from . import files
 from .files import CheckpointError
 from .snapshots import Snapshots, copy_all, kinds_of, named_tensors
 
-_savers: weakref.WeakSet[Saver] = weakref.WeakSet()  # of this process
+_savers = weakref.WeakSet["Saver"]()  # of this process
 
 
 @dataclass(frozen=True)
