@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import multiprocessing
+import os
 import sys
 import time
 import zlib
@@ -33,19 +34,22 @@ _MARKS = 1 << 20  # hashes: the squares of 8,192 ranks' hashes have an exact sum
 def has_group() -> bool:
     """Return whether this process is in a process group.
 
-    Raises LauncherError if the launcher started several ranks and this one has never been in one:
-    it would train alone.
+    Raises LauncherError if the launcher started several ranks and this one has not joined the
+    others, or has left them: it would train alone.
     """
-    global _may_be_alone
-    _may_be_alone |= dist.is_initialized()
-    if not _may_be_alone and (ranks := _count_started()) > 1:
+    global _member
+    if dist.is_initialized():
+        _member = _member or os.getpid()
+        return True
+
+    if (ranks := _count_started()) > 1:
         cause = f"this process is one of {ranks} ranks, but has not joined the others"
         cure = "call init_distributed() first, or unset RANK in a process that is not a rank"
         raise LauncherError(f"{cause}; {cure}")
-    return dist.is_initialized()
+    return False
 
 
-_may_be_alone = False  # it was in a group
+_member = 0  # the process that is in the group; a child that it has forked is not
 
 
 def _count_started() -> int:
@@ -74,9 +78,10 @@ def gloo_group() -> dist.ProcessGroup:
 
 
 def barrier() -> None:
-    """Wait for every rank; do nothing in a run of a single process."""
-    if has_group():
-        dist.barrier()
+    """Wait for every rank; do nothing in a run of a single process, or in a rank that has left."""
+    has_left = _member and not dist.is_initialized()
+    if not has_left and has_group():
+        add_up([], "barrier")
 
 
 # --- what must be the same on all ranks ---------------------------------------------------------
@@ -87,8 +92,11 @@ def add_up(
 ) -> list[float]:
     """Return each value's sum over the ranks, in float64, with one all-reduce for up to 60 values.
 
-    Raises ValueError on every rank if the call's name or the details differ between ranks.
+    Raises ValueError on every rank if the call's name or the details differ between ranks, and
+    LauncherError in a child process that a rank has forked: it would wait for ever.
     """
+    if _member != os.getpid():
+        raise LauncherError(f"{call}: this is a child process of a rank; call it in the rank")
     mark = zlib.crc32(json.dumps([call, *details]).encode()) % _MARKS
     first, rest = values[:_ROOM], values[_ROOM:]
     padding = [0.0] * (_ROOM - len(first))

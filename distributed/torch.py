@@ -155,6 +155,7 @@ def _join(env: Environment, backend: str, join_timeout_s: float, timeout: timede
         timeout=timeout,
         device_id=device() if backend == "nccl" else None,
     )
+    has_group()  # notes which process has joined
 
 
 @cache
@@ -187,7 +188,7 @@ def is_main_process() -> bool:
 def print_main(*values: object, **options: Any) -> None:
     """Print on global rank 0 only, and flush; `options` are print's own."""
     if is_main_process():
-        print(*values, flush=True, **options)
+        print(*values, **{"flush": True, **options})
 
 
 def sync_metrics(
@@ -215,7 +216,7 @@ def sync_metrics(
 
 def cleanup_distributed() -> None:
     """Destroy the process group, if there is one. Not needed before `finish`."""
-    if dist.is_initialized() and has_group():  # from now on, this process may be alone
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -61,6 +61,13 @@ WRONG: dict[str, tuple[tuple[Any, Any], str]] = {
         ),
         "the ranks call different functions: gather on rank 0; sync_metrics, loss on rank 1;",
     ),
+    "waiting and other calls": (
+        (
+            lambda: helper.barrier(),
+            lambda: helper.mean(torch.ones(2)),
+        ),
+        "the ranks call different functions: barrier on rank 0; mean, the shape [2], the type",
+    ),
     "values and bytes": (
         (
             lambda: helper.gather_json(1),
@@ -262,23 +269,36 @@ import multiprocessing
 from torch_launch_kit.distributed.torch import *
 
 def count():
-    return sync_metrics({"n": 1})
+    try:
+        return sync_metrics({"n": 1})
+    except ValueError as error:
+        return str(error)
 
 if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print(pool.apply(count))
+        print("child", pool.apply(count))
     init_distributed()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        print("forked", pool.apply(count))
     cleanup_distributed()
-    print_main(count())
+    print("after", count())
+    print_main("end", flush=True)
+    finish()
 """
 
 
 @pytest.mark.slow
-def test_a_child_before_the_ranks_join_and_a_rank_after_they_leave_are_alone(
-    tmp_path: Path,
-) -> None:
+def test_children_before_and_after_the_ranks_join_and_a_rank_that_has_left(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(AFTER)
     done = run_agent("--nproc-per-node=2", script, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["{'n': 1}"] * 3
+    forked = "forked sync_metrics: this is a child process of a rank; call it in the rank"
+    after = "after this process is one of 2 ranks, but has not joined the others; call init_"
+    lines = sorted(done.stdout.splitlines())
+    assert [line[:60] for line in lines] == [
+        *[after[:60]] * 2,
+        *["child {'n': 1}"] * 2,
+        "end",
+        *[forked[:60]] * 2,
+    ]
