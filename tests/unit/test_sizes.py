@@ -19,7 +19,7 @@ from agents import ROOT
 WINGS = {
     ("launcher",): 97_000,
     ("distributed",): 13_000,
-    ("distributed/checkpoint",): 10_000,
+    ("distributed/checkpoint",): 10_100,
     ("training", "train.py"): 23_000,
 }
 SCRIPTS = 900  # lines
