@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import re
 import shutil
@@ -27,6 +27,7 @@ from . import files
 from .files import CheckpointError
 from .snapshots import Snapshots, copy_all, kinds_of, named_tensors
 
+_log = logging.getLogger(__name__)
 _savers = weakref.WeakSet["Saver"]()  # of this process
 
 
@@ -218,10 +219,12 @@ def check_shared(folder: Path) -> None:
 
 
 def wait_for_saves() -> None:
-    """Wait for this process's saves. The errors of those that failed are raised later."""
+    """Wait for this process's saves. Warn of those that failed; the next save raises the error."""
     for saver in [*_savers]:
-        with contextlib.suppress(CheckpointError):
+        try:
             saver.wait()
+        except CheckpointError as error:
+            _log.warning("%s", error)
 
 
 def unfit(tensor: Tensor, must_be_dense: bool) -> str:

@@ -496,12 +496,15 @@ def test_load_waits_for_a_saver_too(tmp_path: Path, format: str) -> None:
     assert found and found.model["weight"].tolist() == [1, 1]
 
 
-def test_after_a_save_that_failed_the_one_before_is_loaded(tmp_path: Path) -> None:
+def test_after_a_save_that_failed_the_one_before_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saver = Saver(tmp_path, keep_last=2)
     saver.save(1, State({}, {}, {"step": 1}))
     saver.save(2, State({}, {}, {"step": object()}))  # not JSON
     found = load(tmp_path)
     assert found and found.progress == {"step": 1}
+    assert "step 2 was not saved" in caplog.text
     with pytest.raises(CheckpointError, match="step 2 was not saved"):
         saver.save(3, State({}, {}, {"step": 3}))
 
