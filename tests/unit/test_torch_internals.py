@@ -58,12 +58,13 @@ def test_this_torch_has_each() -> None:
         assert hasattr(torch_internals.import_dtensor(), name)
 
 
-def test_blocks_are_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_compiled_alone() -> None:
     of_the_agent.load_dynamo()
     config = sys.modules["torch._dynamo"].config
-    monkeypatch.setattr(config, "optimize_ddp", True)
-    torch_internals.compile_beside_ddp()
-    assert config.optimize_ddp is False
+    with config.patch(optimize_ddp=True):  # monkeypatch would delete the setting at the end
+        torch_internals.compile_beside_ddp()
+        assert config.optimize_ddp is False
+    assert config.optimize_ddp is True
 
 
 # --- what happens without them ------------------------------------------------------------------
