@@ -23,6 +23,30 @@ SECRET = "the same for all agents"
 WINGS = ("launcher", "distributed", "training", "scripts")
 MODULES = [ROOT / "train.py", *(file for wing in WINGS for file in (ROOT / wing).rglob("*.py"))]
 
+# Rank 1 fails. Rank 0 handles SIGTERM: it saves for longer than other ranks have between SIGTERM
+# and SIGKILL, or only sets a flag.
+SAVES_ON_SIGTERM = """
+import os, signal, sys, time
+import torch.distributed as dist
+
+def save(*_):
+    with open("emergency", "w") as file:
+        for _ in range(25):
+            print("part", file=file, flush=True)
+            time.sleep(0.1)
+        print("whole", file=file)
+    os._exit(3)
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    how = {"save": save, "flag": lambda *_: None}[sys.argv[1]]
+    signal.signal(signal.SIGTERM, how)
+dist.barrier()
+if dist.get_rank() == 1:
+    raise ValueError("bad")
+time.sleep(600)
+"""
+
 PROGRAM = """
 import os, signal, sys, time
 import torch, torch.distributed as dist

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agents import AGENT, PROGRAM, ROOT, Run, execute, rarely, written
+from agents import AGENT, PROGRAM, ROOT, SAVES_ON_SIGTERM, Run, execute, rarely, written
 from torch._utils import ExceptionWrapper
 
 from distributed.lock import update_link
@@ -436,29 +436,6 @@ def test_a_rank_that_calls_finish_runs_its_exit_handlers(
     err = run.finish()
     assert (run.process.returncode, run.output) == (code, "cleaned up\n")
     assert code == 0 or (f"cause    SystemExit: {code}\n" in err and "x.py:8 in <module>" in err)
-
-
-SAVES_ON_SIGTERM = """
-import os, signal, sys, time
-import torch.distributed as dist
-
-def save(*_):
-    with open("emergency", "w") as file:
-        for _ in range(25):  # longer than the time between SIGTERM and SIGKILL of other ranks
-            print("part", file=file, flush=True)
-            time.sleep(0.1)
-        print("whole", file=file)
-    os._exit(3)
-
-dist.init_process_group("gloo")
-if dist.get_rank() == 0:
-    how = {"save": save, "flag": lambda *_: None}[sys.argv[1]]
-    signal.signal(signal.SIGTERM, how)
-dist.barrier()
-if dist.get_rank() == 1:
-    raise ValueError("bad")
-time.sleep(600)
-"""
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import pytest
 from agents import (
     PATIENCE_S,
     PROGRAM,
+    SAVES_ON_SIGTERM,
     SECRET,
     Run,
     eventually,
@@ -72,35 +73,13 @@ def test_a_silent_node_is_named(start: Start) -> None:
     assert "[link-lost]" in err
 
 
-SAVES = """
-import os, signal, time
-import torch.distributed as dist
-
-def save(*_):
-    with open("emergency", "w") as file:
-        for _ in range(25):  # longer than the time between SIGTERM and SIGKILL of other ranks
-            print("part", file=file, flush=True)
-            time.sleep(0.1)
-        print("whole", file=file)
-    os._exit(3)
-
-dist.init_process_group("gloo")
-if dist.get_rank() == 0:
-    signal.signal(signal.SIGTERM, save)
-dist.barrier()
-if dist.get_rank() == 1:
-    raise ValueError("bad")
-time.sleep(600)
-"""
-
-
 def test_a_rank_saves_after_a_failure_on_another_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int, runs: list[Run]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    script = written(tmp_path / "saves.py", SAVES)
+    script = written(tmp_path / "saves.py", SAVES_ON_SIGTERM)
     for node in range(2):
-        runs.append(Run([*world(port, node, nproc=1), str(script)]))
+        runs.append(Run([*world(port, node, nproc=1), str(script), "save"]))
     told = [run.finish() for run in runs]
     assert all("cause    ValueError: bad" in err for err in told)
     assert [run.process.returncode for run in runs] == [1, 1]
