@@ -18,7 +18,7 @@ from agents import ROOT
 # size that is met exactly is met by inlining names. Raise one only in a commit of its own.
 WINGS = {
     ("launcher",): 97_000,
-    ("distributed",): 13_000,
+    ("distributed",): 13_100,
     ("distributed/checkpoint",): 10_100,
     ("training", "train.py"): 23_000,
 }
