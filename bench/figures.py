@@ -125,10 +125,11 @@ def _part(page: str, title: str) -> str:
 
 
 def _source(page: str, title: str) -> str:
-    """Return when and where the tables below a heading were measured, and with which command."""
-    found = re.search(r"^(\d{4}-\d\d-\d\d), (.*?), Python \S+: (.+)$", _part(page, title), re.M)
+    """Return when, where and how the tables below a heading were measured."""
+    line = r"^(\d{4}-\d\d-\d\d, .*?), Python [^,:]+(, commit [^:]+)?: (.+)$"
+    found = re.search(line, _part(page, title), re.M)
     assert found, title
-    return f"{found[1]}, {found[2]}: {found[3]}"
+    return f"{found[1]}{found[2] or ''}: {found[3]}"
 
 
 def _before(page: str, title: str, word: str) -> str:

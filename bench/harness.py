@@ -25,6 +25,8 @@ CONFIG = str(ROOT / "config/local3.yaml")
 CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
 AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+# What the commands write that measure: changes there do not make a commit another one.
+WRITTEN = ("bench/*.md", "bench/*.json", "README.md", "docs/admin.md")
 OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or else torchrun often fails to restart
 
 Name = TypeVar("Name")
@@ -110,9 +112,28 @@ def cluster(nodes: int) -> Iterator[bool]:
 
 
 def describe_machine(command: str) -> str:
-    """Return when, where and with which command the figures were measured."""
-    day = time.strftime("%Y-%m-%d")
-    return f"{day}, {name_machine()}, Python {platform.python_version()}: `{command}`"
+    """Return when and where the figures were measured, of which commit, with which command."""
+    words = [time.strftime("%Y-%m-%d"), name_machine(), f"Python {platform.python_version()}"]
+    return f"{', '.join([*words, f'commit {name_commit()}'])}: `{command}`"
+
+
+def name_commit() -> str:
+    """Return the commit that is checked out, and whether a file differs from it."""
+    commit = _git("rev-parse", "--short=8", "HEAD")
+    if not commit:
+        return "not recorded"
+    left_out = [f":!{page}" for page in WRITTEN]
+    changed = _git("status", "--porcelain", "--", ".", *left_out)
+    return f"{commit}, changed" if changed else commit
+
+
+def _git(*words: str) -> str:
+    """Return what git prints; nothing if it fails or is missing."""
+    try:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def name_machine() -> str:

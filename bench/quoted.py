@@ -18,7 +18,7 @@ FILE = ROOT / "bench/quoted.json"
 TABLES = "bench/README.md"  # has remarks between the tables, which may be reworded
 PAGES = (TABLES, "bench/faults.md", "bench/proofs.md")
 # The line that begins a block, and the command that it names, such as `make prove PART=kills`.
-_START = re.compile(r"^\d{4}-\d\d-\d\d, .*, Python \S+: `?((?:make )?[\w-]+(?: PART=[\w-]+)?)")
+_START = re.compile(r"^\d{4}-\d\d-\d\d, .*, Python [^`:]*: `?((?:make )?[\w-]+(?: PART=[\w-]+)?)")
 _END = re.compile(r"^(?:## |<!-- /)")
 
 

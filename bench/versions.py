@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ import harness
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "bench/versions.json"
 PAGE = ROOT / "docs/admin.md"
-WRITTEN = (FILE, PAGE)  # by this module: their changes do not make a commit another one
 _SECTION = re.compile(r"(<!-- versions -->\n).*?(<!-- /versions -->)", re.DOTALL)
 
 
@@ -29,32 +27,13 @@ class Tested:
     python: str
     date: str  # 2026-11-28
     machine: str
-    commit: str  # as name_commit() gives it
+    commit: str  # as harness.name_commit() gives it
     cells: dict[str, str]  # what was seen, by the row that the tests are marked with
 
 
 def observe(torch: str, python: str, commit: str, cells: dict[str, str]) -> Tested:
     """Return what was seen today on this machine."""
     return Tested(torch, python, time.strftime("%Y-%m-%d"), harness.name_machine(), commit, cells)
-
-
-def name_commit() -> str:
-    """Return the commit that is checked out, and whether a file differs from it."""
-    commit = _git("rev-parse", "--short=8", "HEAD")
-    if not commit:
-        return "not recorded"
-    left_out = [f":!{path.relative_to(ROOT)}" for path in WRITTEN]
-    changed = _git("status", "--porcelain", "--", ".", *left_out)
-    return f"{commit}, changed" if changed else commit
-
-
-def _git(*words: str) -> str:
-    """Return what git prints; nothing if it fails or is missing."""
-    try:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def read() -> list[Tested]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import versions
-from harness import render
+from harness import name_commit, render
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests/unit"
@@ -48,14 +48,14 @@ def main() -> int:
         return 2
 
     python = install(version)
-    commit = versions.name_commit()
+    commit = name_commit()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         code = run_tests(python, report)
         if code not in (0, 1):  # pytest's codes for tests that passed or failed
             return code
         row = read_row(report)
-    if versions.name_commit() != commit:
+    if name_commit() != commit:
         commit += ", changed during the test"
     told = {"torch": version, "Python": name_python(), "commit": commit, **row}
     print(render([*told], [[*told.values()]]))

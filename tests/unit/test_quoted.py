@@ -40,7 +40,7 @@ A remark.
 
 ## Another
 
-2026-11-28, 2 cores (X), Python 3.11.7: `make prove PART=kills TIMES=5`, in 1 min
+2026-11-28, 2 cores (X), Python 3.11.7, commit abcd, changed: `make prove PART=kills`, in 1 min
 
 | kill -9 of | left |
 | --- | --- |

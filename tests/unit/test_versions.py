@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import versions
 import warm
@@ -132,10 +133,10 @@ def git(folder: Path, *words: str) -> str:
 def test_a_changed_file_is_told_beside_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two files that the command writes itself do not count."""
-    monkeypatch.setattr(versions, "ROOT", tmp_path)
-    monkeypatch.setattr(versions, "WRITTEN", (tmp_path / "page",))
-    assert versions.name_commit() == "not recorded"
+    """A page that the commands write themselves does not count."""
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    monkeypatch.setattr(harness, "WRITTEN", ("page",))
+    assert harness.name_commit() == "not recorded"
     git(tmp_path, "init", "-q")
     for name in ("page", "code"):
         (tmp_path / name).write_text("one")
@@ -143,9 +144,9 @@ def test_a_changed_file_is_told_beside_the_commit(
     git(tmp_path, "commit", "-qm", "first")
     commit = git(tmp_path, "rev-parse", "--short=8", "HEAD")
     (tmp_path / "page").write_text("two")
-    assert versions.name_commit() == commit
+    assert harness.name_commit() == commit
     (tmp_path / "code").write_text("two")
-    assert versions.name_commit() == f"{commit}, changed"
+    assert harness.name_commit() == f"{commit}, changed"
 
 
 @pytest.mark.parametrize(
