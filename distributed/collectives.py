@@ -210,16 +210,21 @@ def gather(tensor: Tensor, *, samples: int | None = None) -> Tensor:
     Each rank may have any number of rows, or none. A tensor without dimensions is one row.
     With `samples`, the length of a data set that the ranks have read with the helper's loader and
     `shuffle=False`, the rows are in the order of the data set, without the loader's repeats.
-    The result has no gradient. Raises ValueError on every rank if rows differ in shape or dtype.
+    The result has no gradient. Raises ValueError on every rank if rows differ in shape or dtype, or
+    if there are more rows than such a loader yields.
     """
     mine = tensor.detach() if tensor.dim() else tensor.detach().view(1)
-    call = f"gather of {samples} samples" if samples else "gather"
+    call = "gather" if samples is None else f"gather of {samples} samples"
     told = gather_json([[*mine.shape], str(mine.dtype)[6:]], call=call)
     kinds = [[shape[1:], dtype] for shape, dtype in told if shape[0]]
     for one in kinds:
         if one != kinds[0]:
             cause = f"rows differ between ranks ({kinds[0]} and {one})"
             raise ValueError(f"gather: {cause}; make their shape and dtype match")
+    rows = sum(shape[0] for shape, _ in told)
+    if samples is not None and rows >= samples + count_ranks():
+        cure = "pass one row for each sample, of one epoch"
+        raise ValueError(f"gather: the ranks have {rows} rows for {samples} samples; {cure}")
     if not kinds or not has_group():
         return mine[:samples]
 

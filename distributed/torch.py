@@ -198,13 +198,11 @@ def sync_metrics(
 
     Every rank passes the same names and gets the same numbers. `weight` is the weight of
     this rank's values, such as its number of samples; 0 ignores them. If all weights are 0, the
-    means are NaN. Raises ValueError for a world size other than the process group's and, on every
-    rank, for names that differ.
+    means are NaN. Raises TypeError for a value that is no number, ValueError for a world size other
+    than the process group's and, on every rank, for names that differ.
     """
     refuse_others("this run's is", ("world_size", world_size, count_ranks()))
-    own = {
-        name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()
-    }
+    own = {name: _to_number(name, value) for name, value in values.items()}
     if not dist.is_initialized():
         return own
     names = sorted(own)
@@ -212,6 +210,14 @@ def sync_metrics(
     *sums, total = add_up([*parts, weight], "sync_metrics", *names)
     sum_of = dict(zip(names, sums, strict=True))
     return {name: sum_of[name] / (total or math.nan) for name in own}
+
+
+def _to_number(name: str, value: Any) -> float:
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        cause = f"sync_metrics: {name} is {value!r:.60}"
+        raise TypeError(f"{cause}; pass a number, or a tensor with one element") from None
 
 
 def cleanup_distributed() -> None:

@@ -61,7 +61,7 @@ def save(
     shared = {n: _state_of(one) for n, one in objects.items() if isinstance(one, _SHARED)}
     own = {name: one.state_dict() for name, one in objects.items() if name not in shared}
     mine = {"rng": loader.rng_state(), "objects": own, "progress": progress}
-    check_types(mine)
+    check_types({name: [one] for name, one in {**own, **progress}.items()})
     # For tools and people; JSON turns keys into text and tuples into lists, for example.
     in_json = json.loads(json.dumps(progress, default=repr, skipkeys=True))
 

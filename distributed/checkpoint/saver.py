@@ -9,7 +9,7 @@ import shutil
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -155,7 +155,8 @@ class Saver:
                 if cause := unfit(tensor, must_be_dense=self._parts is not None):
                     raise CheckpointError(f"{name} {cause}")
             packed = getattr(state.ranks, "data", state.ranks)
-            check_types(tree_map_only(Tensor, lambda _: 0, trees), *packed[:1])
+            contents = tree_map_only(Tensor, lambda _: 0, trees)
+            check_types({**contents, "ranks": packed[0]} if packed else contents)
         self._checked = len(tensors)
         return [*tensors.values()]
 
@@ -241,14 +242,16 @@ def unfit(tensor: Tensor, must_be_dense: bool) -> str:
     return "was made by expand(), so torch cannot load it; add .contiguous()" * is_expanded
 
 
-def check_types(*contents: Any) -> None:
-    """Raise CheckpointError if contents, packed or not, could be saved, but not loaded again."""
-    try:
-        for one in contents:
+def check_types(contents: Mapping[str, Any]) -> None:
+    """Raise CheckpointError, with the name of what could be saved, but not loaded again.
+
+    Contents that are bytes are packed already.
+    """
+    for name, one in contents.items():
+        try:
             files.unpack(one if isinstance(one, bytes) else files.pack(files.plain(one)))
-    except Exception as error:  # torch's, or that of an object's own pickling
-        kind = re.search(r"GLOBAL ([\w.]+)", str(error))
-        raise CheckpointError(
-            f"the state holds {kind[1] if kind else 'an object'}, which is not loaded from a file "
-            "for safety; keep only tensors, numbers, text, lists and dicts in it"
-        ) from None
+        except Exception as error:  # torch's, or that of an object's own pickling
+            kind = re.search(r"GLOBAL ([\w.]+)", str(error))
+            cause = f"{name} holds {kind[1] if kind else 'an object'}, which is not loaded"
+            cure = "keep only tensors, numbers, text, lists and dicts in it"
+            raise CheckpointError(f"{cause} from a file, for safety; {cure}") from None

@@ -270,7 +270,7 @@ from torch_launch_kit.distributed.torch import *
 
 def count():
     try:
-        return sync_metrics({"n": 1})
+        return sync_metrics({"n": 1.0})
     except ValueError as error:
         return str(error)
 
@@ -298,7 +298,7 @@ def test_children_before_and_after_the_ranks_join_and_a_rank_that_has_left(tmp_p
     lines = sorted(done.stdout.splitlines())
     assert [line[:60] for line in lines] == [
         *[after[:60]] * 2,
-        *["child {'n': 1}"] * 2,
+        *["child {'n': 1.0}"] * 2,
         "end",
         *[forked[:60]] * 2,
     ]

@@ -45,7 +45,20 @@ def _cut_shares() -> list[int]:
 
 def test_gather_restores_the_order_of_shares_without_repeats() -> None:
     assert both(_cut_shares) == [[*range(7)]] * 2
-    assert helper.gather(torch.arange(3), samples=2).tolist() == [0, 1]
+    assert helper.gather(torch.arange(3), samples=3).tolist() == [0, 1, 2]
+
+
+def _gather_two_epochs() -> str:
+    with pytest.raises(ValueError, match="gather") as caught:
+        helper.gather(torch.arange(4 + dist.get_rank()), samples=7)
+    return str(caught.value)
+
+
+def test_gather_refuses_more_rows_than_the_samples_have() -> None:
+    cause = (
+        "gather: the ranks have 9 rows for 7 samples; pass one row for each sample, of one epoch"
+    )
+    assert both(_gather_two_epochs) == [cause] * 2
 
 
 class Epochs(Dataset[int]):

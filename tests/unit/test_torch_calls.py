@@ -483,7 +483,7 @@ def test_what_could_not_be_loaded_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"^the score is tensor\(1\.\); pass a number"):
         loop.save(str(tmp_path), 1, score=torch.ones(()))
     with pytest.raises(
-        checkpoint.CheckpointError, match=r"^the state holds datetime\.timedelta, which"
+        checkpoint.CheckpointError, match=r"^since holds datetime\.timedelta, which"
     ):
         loop.save(str(tmp_path), 1, since=timedelta(1))
 

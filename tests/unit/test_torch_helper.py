@@ -315,6 +315,12 @@ def test_alone_everything_works_without_a_group() -> None:
             wrapped(torch.ones(2, device=helper.device()))
 
 
+@pytest.mark.parametrize("value", [None, "high", [1.0], torch.ones(2), 1j])
+def test_a_metric_that_is_no_number_is_named(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"^sync_metrics: recall is .*; pass a number, or a tensor"):
+        helper.sync_metrics({"loss": 1.0, "recall": value})
+
+
 def test_seeds_repeat_and_differ_by_rank() -> None:
     import random
 

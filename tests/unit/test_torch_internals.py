@@ -43,7 +43,6 @@ def test_two_files_alone_use_private_names_of_torch() -> None:
 
 
 def test_this_torch_has_each() -> None:
-    assert torch_internals.tree_leaves({"a": [1, 2]}) == [1, 2]
     assert torch_internals.tree_map_only(int, str, [1, 2.5]) == ["1", 2.5]
     assert of_the_agent.is_lost_by_fork() is False
     assert of_the_agent.rendezvous_settings("join_timeout=5, x=y")["join_timeout"] == "5"
