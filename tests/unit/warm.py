@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = (str(ROOT / "scripts/lib/agent.py"), str(ROOT / "train.py"))
@@ -214,6 +214,14 @@ def reopened(stream: TextIO, mode: str) -> io.TextIOWrapper:
     return io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=lines)
 
 
+def end_without_torch(left: SystemExit) -> NoReturn:
+    """End like a program that has not imported torch, whose teardown may print warnings."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(left.code if isinstance(left.code, int) else left.code is not None)
+
+
 if __name__ == "__main__":
     gc.disable()
     sys.path.insert(1, str(ROOT))
@@ -231,4 +239,10 @@ if __name__ == "__main__":
     program = become(*fork_for(own))
     own.close()
     names = {"__name__": "__main__", "__file__": str(program)}
-    exec(compile(program.read_bytes(), program, "exec"), names)
+    me = os.getpid()
+    try:
+        exec(compile(program.read_bytes(), program, "exec"), names)
+    except SystemExit as left:
+        if os.getpid() == me and program.name == "agent.py":
+            end_without_torch(left)
+        raise
