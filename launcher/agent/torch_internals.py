@@ -48,9 +48,14 @@ def rendezvous_backends() -> set[str]:
     return {*rendezvous_handler_registry._registry}
 
 
-def process_groups() -> list[Any]:
-    """Return all process groups of this process."""
-    return [*distributed_c10d._world.pg_map]
+def group_backends() -> list[Any]:
+    """Return the backends of all process groups of this process.
+
+    torch drops the last reference to a backend without the GIL; before torch 2.8, not that to a
+    group.
+    """
+    groups: list[Any] = [*distributed_c10d._world.pg_map]
+    return [one._get_backend(device) for one in groups for device in one._device_types]
 
 
 # --- the flight recorder ------------------------------------------------------------------------

@@ -127,6 +127,24 @@ def test_a_script_has_its_own_modules_numbers_and_end(tmp_path: Path) -> None:
         assert (tmp_path / f"thread{rank}").read_text() == "done"
 
 
+RELEASES_LATE = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+sys.setswitchinterval(60)  # only the end of a group lets gloo's thread have the GIL
+dist.all_reduce(torch.ones(1 << 24), async_op=True)  # only the thread has the tensor
+dist.destroy_process_group()
+print("left")
+"""
+
+
+@pytest.mark.another_torch("shapes")
+def test_it_ends_although_gloo_needs_the_gil_for_a_last_tensor(tmp_path: Path) -> None:
+    """The end of a group waits for gloo's thread. Before torch 2.8, torchrun's rank hangs here."""
+    script = written(tmp_path / "late.py", RELEASES_LATE)
+    done = run_agent("--nproc-per-node", "2", script, folder=tmp_path)
+    assert (done.returncode, done.stdout.split()) == (0, ["left"] * 2), done.stderr
+
+
 IN_HOOK = "import os, sys; sys.excepthook = lambda *_: {}; 1 / int(os.environ['RANK'])"
 
 

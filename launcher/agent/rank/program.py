@@ -45,8 +45,8 @@ from launcher.agent.rank.flight_recorder import answer_requests
 from launcher.agent.rank.optimizer_steps import count_steps
 from launcher.agent.torch_internals import (
     RECORDER_SIZE,
+    group_backends,
     is_lost_by_fork,
-    process_groups,
     reports_leaks,
 )
 from launcher.text import Environ, warn
@@ -115,7 +115,7 @@ def run_and_exit(
     if os.environ.get(RECORDER_SIZE, "0") not in ("", "0"):  # torch records collectives
         answer_requests(error_file)
     _hide_the_agent(program)
-    kept = _keep_groups()
+    kept = _keep_backends()
     tell = functools.partial(
         ending.tell, variables["HEARTBEAT_FILE"], int(variables["LOCAL_WORLD_SIZE"])
     )
@@ -178,19 +178,19 @@ def _hide_the_agent(program: Program) -> None:
     sys.argv = [program.name, *program.arguments]
 
 
-def _keep_groups() -> list[Any]:
-    """Keep references to the process groups that the script destroys, in the list returned.
+def _keep_backends() -> list[Any]:
+    """Keep the backends of the process groups that the script destroys, in the list returned.
 
-    Otherwise, the last reference is often a DistributedDataParallel's, which drops it with the GIL
-    held. The group then joins gloo's thread, which may need the GIL for the last tensor that it
-    reduced: a deadlock.
+    Otherwise, the last reference is often that of a DistributedDataParallel or, before torch 2.8,
+    of the group, which drop it with the GIL held. The backend then joins gloo's thread, which may
+    need the GIL for the last tensor that it reduced: a deadlock.
     """
     destroy = dist.destroy_process_group
     kept: list[Any] = []
 
     @functools.wraps(destroy)
     def keep_and_destroy(group: dist.ProcessGroup | None = None) -> None:
-        kept[:] = process_groups()
+        kept[:] = group_backends()
         destroy(group)
 
     dist.destroy_process_group = distributed_c10d.destroy_process_group = keep_and_destroy
