@@ -12,7 +12,6 @@ import ctypes
 import json
 import multiprocessing
 import os
-import sys
 import time
 import zlib
 from collections import defaultdict
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from .environment import LauncherError, detect
 from .errors import some_of, with_fault
-from .torch_internals import time_limit
+from .torch_internals import references, time_limit
 
 _ROOM = 60  # values in the first message of a call, beside the hash
 _MARKS = 1 << 20  # hashes: the squares of 8,192 ranks' hashes have an exact sum
@@ -333,10 +332,11 @@ def take_first_ranks(module: nn.Module) -> None:
 def freed(*tensors: Tensor) -> Iterator[None]:
     """Run a collective in the body, then wait until gloo's thread has released its tensors.
 
-    The thread takes the GIL to do so, which would abort a program that is about to exit.
+    If Python has already deleted a tensor, the thread takes the GIL to release it: a program that
+    is about to exit would abort, and a data worker forked just then may hang (Python 3.10).
     """
-    before = [*map(sys.getrefcount, tensors)]
+    before = [*map(references, tensors)]
     yield
     limit = time.monotonic() + (0.1 if tensors[0].is_cpu else 0)
-    while [*map(sys.getrefcount, tensors)] != before and time.monotonic() < limit:
+    while [*map(references, tensors)] != before and time.monotonic() < limit:
         time.sleep(0.0001)

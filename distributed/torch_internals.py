@@ -54,6 +54,11 @@ def keep_groups() -> None:
 # --- tensors and models -------------------------------------------------------------------------
 
 
+def references(tensor: Tensor) -> int:
+    """Return how often a tensor is in use, also by torch's own threads."""
+    return tensor._use_count()  # type: ignore[attr-defined,no-any-return]
+
+
 def skip_worker_joins() -> None:
     """Do not wait 5 s for each worker of a loader that pins memory; newer torch does not."""
     kind = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
