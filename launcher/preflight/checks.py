@@ -269,10 +269,11 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
     if 0 <= files < LEAST_FILES:
         cause = f"the limit on open files is {files} (data workers need {LEAST_FILES})"
         yield warning("low-nofile", cause, "run ulimit -n 65536 before the launch")
-    shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
-    if shm < LEAST_SHM:
-        cure = "start Docker with --ipc=host or --shm-size=8g"
-        yield warning("small-shm", f"/dev/shm is only {shm >> 20} MiB", cure)
+    shm, _, free = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else (0, 0, 0)
+    if free < LEAST_SHM:
+        cause = f"/dev/shm has only {free >> 20} MiB free, of {shm >> 20} MiB"
+        cure = "remove leftover files there, or start Docker with --ipc=host or --shm-size=8g"
+        yield warning("small-shm", cause, cure)
     ports = infiniband.ports_of_nccl(machine.ports, machine.environ)
     is_active = any(port.is_active for port in ports)
     is_used = machine.may_use_infiniband and machine.can_open_ports and is_active

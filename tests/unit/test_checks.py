@@ -375,15 +375,20 @@ def test_loopback_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fault is not None and fault.cause.startswith("the loopback interface is down")
 
 
-@pytest.mark.parametrize(("mib", "is_small"), [(64, True), (512, False)])  # 64: Docker's default
-def test_a_small_shm(monkeypatch: pytest.MonkeyPatch, mib: int, is_small: bool) -> None:
-    used = shutil.disk_usage("/")._replace(total=mib << 20)
+@pytest.mark.parametrize(
+    ("mib", "free", "is_small"),
+    [(64, 64, True), (512, 512, False), (64000, 64, True)],  # 64: Docker's default
+)
+def test_a_small_or_full_shm(
+    monkeypatch: pytest.MonkeyPatch, mib: int, free: int, is_small: bool
+) -> None:
+    used = shutil.disk_usage("/")._replace(total=mib << 20, free=free << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: used)
     fault = find(checks.check_limits, only="small-shm")
     told = Fault(
         "small-shm",
-        "/dev/shm is only 64 MiB",
-        "start Docker with --ipc=host or --shm-size=8g",
+        f"/dev/shm has only {free} MiB free, of {mib} MiB",
+        "remove leftover files there, or start Docker with --ipc=host or --shm-size=8g",
         warns=True,
     )
     assert fault == (told if is_small else None)
