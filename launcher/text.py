@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import socket
@@ -93,6 +94,11 @@ def environment_cure(packages: str) -> str:
     if not has_own and (root / "Makefile").exists():
         command = f"make -C {root} setup"
     return f"set PYTHON to a Python that has it, or run {command}"
+
+
+def unwritable_fault(error: OSError) -> str:
+    """Return the fault of a folder or file that cannot be written to."""
+    return "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "dir-unwritable"
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:

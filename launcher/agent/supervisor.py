@@ -38,6 +38,8 @@ from launcher.agent.control import (
     follow_stream,
     report_outcome,
 )
+from launcher.explain.kinds import Kind
+from launcher.explain.rules import find_rule
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.outcome import Outcome
 from launcher.outer_run import leave_outer_run
@@ -319,5 +321,7 @@ def _explain_death(
         return "agent-killed", f"{by_signal} to the node agent, {when}"
     last = words[-1] if words else f"exit code {code}"
     if has_torch:
-        return "agent-killed", f"the node agent failed: {last}"
+        rule = find_rule("\n".join(words))
+        fault = rule.fault if rule and rule.kind == Kind.CAUSE else "agent-killed"
+        return fault, f"the node agent failed: {last}"
     return "env-missing", f"the node agent could not import torch: {last}"

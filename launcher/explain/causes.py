@@ -32,6 +32,7 @@ CAUSES = (
         r"""
         [Tt]oo many open files
         received 0 items of ancdata
+        Failed to init uv loop
         """,
     ),
     cause(

@@ -25,7 +25,7 @@ from distributed.network import interface_to
 from launcher.master_port import is_here, is_loopback
 from launcher.preflight import infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow, newest_cuda
-from launcher.text import Environ, count, environment_cure
+from launcher.text import Environ, count, environment_cure, unwritable_fault
 from launcher.wire.messages import Fault, Request
 
 OLDEST_TORCH = (2, 4)
@@ -302,7 +302,8 @@ def check_folders(machine: Machine) -> Iterator[Fault]:
                 probe.write(b"\0")
         except OSError as error:
             cause = f"cannot write under {str(directory)!r} ({error.strerror})"
-            yield Fault("dir-unwritable", cause, "choose another folder (LOG_DIR, checkpoint.dir)")
+            cure = "choose another folder (LOG_DIR, checkpoint.dir)"
+            yield Fault(unwritable_fault(error), cause, cure)
 
 
 CHECKS = {  # each with the number of things that it checks

@@ -89,7 +89,7 @@ def test_an_agent_that_fails_itself_says_so_in_a_block(tmp_path: Path) -> None:
     run.assert_gone()
     assert run.process.returncode == 1
     block = err[err.index("FAILED") :]
-    assert re.match(r"FAILED   node agent 0 \(\S+\) \d+ s after the start +\[agent-killed\]", block)
+    assert re.match(r"FAILED   node agent 0 \(\S+\) \d+ s after the start +\[low-nofile\]", block)
     assert "cause    the node agent failed: OSError: [Errno 24] Too many open files\n" in block
 
 
@@ -378,6 +378,22 @@ def test_the_kernels_kill_of_an_agent_is_told_from_a_foreign_one(
     fault = "out-of-memory" if is_out_of_memory else "agent-killed"
     assert err.lstrip("\n").startswith("FAILED   node agent 1 (") and f"[{fault}]" in err
     assert ("from the kernel" in err) == is_out_of_memory
+
+
+@pytest.mark.parametrize(
+    ("last", "fault"),
+    [
+        ("torch.distributed.DistStoreError: Failed to init uv loop", "low-nofile"),
+        ("OSError: [Errno 24] Too many open files: '/dev/null'", "low-nofile"),
+        ("OSError: [Errno 28] No space left on device", "disk-full"),
+        ("KeyError: 'x'", "agent-killed"),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", "agent-killed"),
+    ],
+)
+def test_an_agent_that_fails_for_a_known_reason_names_it(last: str, fault: str) -> None:
+    words = ["Traceback (most recent call last):", last]
+    why = _explain_death(1, words, has_torch=True, is_out_of_memory=False)
+    assert why == (fault, f"the node agent failed: {last}")
 
 
 CANNOT_EXIT = """
