@@ -132,7 +132,7 @@ class Link:
             info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_AT + 4)
         except OSError:
             return False
-        return struct.unpack_from("I", info, _LAST_ACK_AT)[0] < 1000 * limits.SILENCE_S / 2
+        return bool(struct.unpack_from("I", info, _LAST_ACK_AT)[0] < 1000 * limits.SILENCE_S / 2)
 
     def close(self) -> None:
         self.socket.close()
