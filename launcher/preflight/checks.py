@@ -239,8 +239,8 @@ def check_interfaces(machine: Machine) -> Iterator[Fault]:
         yield Fault("no-such-interface", cause, f"{cure} (only NCCL supports ^ to exclude)")
     nccl = machine.environ.get("NCCL_SOCKET_IFNAME", "")
     if not any(infiniband.is_chosen(name, nccl) for name in names):
-        cause = f"NCCL_SOCKET_IFNAME={nccl} excludes all interfaces of this machine"
-        yield Fault("no-such-interface", cause, cure)
+        named = infiniband.spell("NCCL_SOCKET_IFNAME", machine.environ)
+        yield Fault("no-such-interface", f"{named} excludes all interfaces of this machine", cure)
 
 
 def check_infiniband(machine: Machine) -> Iterator[Fault]:
@@ -255,7 +255,7 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
         cure = "check its cable and switch, or name the ports to use in NCCL_IB_HCA"
         yield warning("infiniband-down", f"port {', '.join(down)}, {others}", cure)
     if not ports and (all_active := [port.name for port in machine.ports if port.is_active]):
-        cause = f"NCCL_IB_HCA={machine.environ['NCCL_IB_HCA']} does not match any active port"
+        cause = infiniband.spell("NCCL_IB_HCA", machine.environ) + " does not match any active port"
         yield warning("nccl-on-sockets", cause, f"unset it, or name one of {', '.join(all_active)}")
     if active and not machine.can_open_ports:
         cause = f"port {active[0]} is active, but {infiniband.DEVICES} cannot be opened here"
@@ -272,8 +272,7 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
     shm, _, free = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else (0, 0, 0)
     if free < LEAST_SHM:
         cause = f"/dev/shm has only {free >> 20} MiB free, of {shm >> 20} MiB"
-        cure = "remove leftover files there, or start Docker with --ipc=host or --shm-size=8g"
-        yield warning("small-shm", cause, cure)
+        yield warning("small-shm", cause, "empty it, or give Docker --ipc=host or --shm-size=8g")
     ports = infiniband.ports_of_nccl(machine.ports, machine.environ)
     is_active = any(port.is_active for port in ports)
     is_used = machine.may_use_infiniband and machine.can_open_ports and is_active

@@ -205,7 +205,7 @@ TABLE
   end_of "$PID"
   cat again.out
   ((CODE == 0))
-  grep -q '^\[0\] node agent: setting GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME==eth0$' again.out
+  grep -q '^\[0\] node agent: setting GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME==eth0 (= before a name: only this one)$' again.out
   grep -q '^\[0\] node agent: restart 1 of 1 after rank [23] .*SIGKILL' again.out
   RUN_ID=never on node1 scripts/ssh/launch_singlenode.sh config/local3.yaml 4 "${settings[@]}"
   [[ $(weights_of again) == "$(weights_of never)" ]]

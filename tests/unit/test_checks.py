@@ -119,6 +119,8 @@ def nccl(name: str) -> dict[str, Any]:
         *(("interfaces", gloo(name), "no-such-interface", "") for name in ("none9", "^lo")),
         *(("interfaces", nccl(name), "", "") for name in ("lo", "l", "=lo", "^none9")),
         *(("interfaces", nccl(name), "no-such-interface", "") for name in ("=l", "none9", EVERY)),
+        ("interfaces", nccl("=l"), "no-such-interface", "==l (= before a name: only this one) "),
+        ("interfaces", nccl(EVERY), "no-such-interface", " (^ excludes) excludes all interfaces"),
     ],
 )
 def test_what_a_check_finds(check: str, changes: dict[str, Any], fault: str, cause: str) -> None:
@@ -393,7 +395,7 @@ def test_a_small_or_full_shm(
     told = Fault(
         "small-shm",
         f"/dev/shm has only {free} MiB free, of {mib} MiB",
-        "remove leftover files there, or start Docker with --ipc=host or --shm-size=8g",
+        "empty it, or give Docker --ipc=host or --shm-size=8g",
         warns=True,
     )
     assert fault == (told if is_small else None)
