@@ -53,7 +53,6 @@ def start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
         code = BAD_INPUT
     except SystemExit as leave:  # a wrong config, or a stop before the start
         code = int(leave.code or 0)
-        raise
     finally:
         end_chain(code, environ)
     return code

@@ -41,6 +41,7 @@ from launcher.agent.control import (
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import find_rule
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
+from launcher.interrupt import code_for_shell
 from launcher.outcome import Outcome
 from launcher.outer_run import leave_outer_run
 from launcher.own_time import Deadline
@@ -91,10 +92,11 @@ def main() -> int:
     if started_by == "step":
         control = Control(None, f"{environ['LAUNCH_TOKEN']}.{environ['SLURM_NODEID']}")
         launcher_link.tell(control.mark)  # from now on, a missing Exit means a kill
-    code = guard(fork_agent(sys.argv[1:], environ, control, is_launcher=started_by == "local"))
+    agent = fork_agent(sys.argv[1:], environ, control, is_launcher=started_by == "local")
+    code = guard(agent)
     if control is not None:
         control.tell(Exit(code, 0))
-    return code
+    return code_for_shell(code, agent.passed_on)
 
 
 def fork_agent(
