@@ -69,13 +69,13 @@ class Machine(Request):
 def check_program(machine: Machine) -> Iterator[Fault]:
     """This Python has a torch that can be used, and the training script exists."""
     torch = must_match.versions()["torch"]
-    cure = environment_cure("torch")
     if not torch:
-        yield Fault("env-missing", f"{sys.executable} has no torch", cure)
+        yield Fault("env-missing", f"{sys.executable} has no torch", environment_cure("torch"))
     elif tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
         cause = f"{sys.executable} has torch {torch}, too old for the launchers"
         yield Fault("env-missing", cause, "install {}.{} or newer".format(*OLDEST_TORCH))
     elif missing := missing_of_torch():
+        cure = "set PYTHON to another Python, or repair its torch"
         yield Fault("env-missing", f"{sys.executable} cannot import torch: {missing}", cure)
     elif (path := machine.script) and not (path.is_file() or (path / "__main__.py").is_file()):
         cause = f"there is no script {str(path)!r}"

@@ -511,6 +511,13 @@ def test_the_table_of_run_json_is_the_records() -> None:
     assert sorted(names) == sorted(one.name for one in dataclasses.fields(Record))
 
 
+def test_no_batch_file_of_the_guides_fixes_a_port() -> None:
+    """Two jobs may share a node."""
+    files = [block for text in TEXT.values() for block in blocks(text) if "#!/bin/bash" in block]
+    assert len(files) > 2
+    assert [file for file in files if re.search(r"\b29500\b", file)] == []
+
+
 def test_the_defaults_of_the_batch_scripts_are_in_the_guide() -> None:
     table = section_of(GUIDE, "SLURM jobs")
     for column, name in enumerate(("slurm_train.sh", "slurm_train_single_node.sh"), 1):
