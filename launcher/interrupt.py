@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -23,7 +24,6 @@ def leave(code: int) -> NoReturn:
     """Exit, after a Ctrl-C by its signal."""
     if code == INTERRUPTED and is_in_foreground():
         sys.stdout.flush()
-        sys.stderr.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         os.kill(os.getpid(), signal.SIGINT)
@@ -32,11 +32,6 @@ def leave(code: int) -> NoReturn:
 
 def is_in_foreground() -> bool:
     """Whether a Ctrl-C on a terminal reaches this process."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    finally:
-        os.close(terminal)
+    with contextlib.suppress(OSError), open("/dev/tty", "rb") as terminal:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +11,11 @@ from typing import NamedTuple
 
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import RULES, UNKNOWN, match, refine
-from launcher.failure import FRAME, user_frames
+from launcher.failure import user_frames
 from launcher.failure_block import FIRST_ROW
 
 LONGEST = 4096  # bytes of a line that are read
+TABLE = 8  # lines of torch's report on the first failure
 ABOVE = 200  # lines above an exception that may be its traceback
 # Every line that a rule matches contains one of these; a test checks that.
 HINT = re.compile(
@@ -43,7 +43,8 @@ _PREFIX = re.compile(
 )
 _RANKS = ("torch", "mpi", "srun", "ours")  # groups of _PREFIX that name a rank
 _TAG = re.compile(r"\[rank(\d+)\]")  # of torch; the other prefixes may number nodes or processes
-_SOURCE = re.compile(r"(?: +\| )? {4}")  # begins a line of code in a traceback, also of a group
+# A frame of a traceback, also of a group of errors, with lines of its code at the end.
+_SOURCE = re.compile(r'^(?: +\| )?  File ".+", line \d+.*(?:\n(?: +\| )?    .*)+\Z', re.MULTILINE)
 _EXCEPTION = re.compile(
     r"(?:|.{0,80}(?:[\]):>|] ?| - |E {3,}|: \*\*|\"))"
     r"(?:(?:[a-z_]\w*\.)+(?:errors|exceptions)\.[A-Z]\w+"
@@ -56,16 +57,12 @@ _PROGRAM = re.compile(r"(?:node agent|[\w.-]+): ")  # begins a line that refuses
 _BEFORE = re.compile(
     f"{FIRST_ROW}|see {{6}}TROUBLESHOOTING|stopped  .*; nothing is left running".encode()
 )
-# torch's two tables of failures, without what launchers put before each line.
-_ROOT = re.compile(
-    r"Root Cause(?s:.{0,99}?)time *: (?P<time>\S+)\s+(?:host *: (?P<host>\S+)\s+)?"
-    r"rank *: (?P<rank>\d+).*\s+exitcode *: (?P<code>-?\d+)"
-)
-_ROOT_LINES = 8
-# Where other launchers report which process failed first: torch's single line,
+# Where launchers report which process failed first: torch's two tables and its single line,
 # torch.multiprocessing.spawn, DeepSpeed, DDP's message about parameters, and srun.
 _FIRST = re.compile(
-    r"failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)"
+    r"Root Cause(?s:.{0,99}?)time *: (?P<time>\S+)\s+(?:host *: (?P<host>\S+)\s+)?"
+    r"rank *: (?P<rank>\d+).*\s+exitcode *: (?P<code>-?\d+)"
+    r"|failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)"
     r"|(?:-- P|\bp)rocess (?P<spawn>\d+) terminated"
     r"|'--local_rank=(?P<deepspeed>\d+)'.* exits with"
     r"|did not receive grad for rank (?P<reducer>\d+)"
@@ -119,11 +116,12 @@ def read(file: Path) -> list[Sighting]:
     lines = [(row, line) for row, text in rows for line in text.split(b"\r")]  # progress bars
     shapes: set[bytes] = set()
     sightings: list[Sighting] = []
-    first_seen, roots = None, list[First]()
+    first_seen, tables = None, list[First]()
     for index, (row, text) in enumerate(lines):
         if b"Root Cause" in text:
             shapes.clear()  # how this rank ended may differ from the others only in a number
-            roots += _read_root([line for _, line in lines[index : index + _ROOT_LINES]])
+            table = b"\n".join(line for _, line in lines[index : index + TABLE])
+            tables += filter(None, [_read_first(table.decode(errors="replace"))])
         shape = text.translate(None, _DIGITS)
         if shape in shapes:
             continue
@@ -136,13 +134,13 @@ def read(file: Path) -> list[Sighting]:
             before = b"\n".join(text for _, text in lines[max(0, index - ABOVE) : index])
             above = before.decode(errors="replace")
             mine = _lines_of_same(above, line)
-            if _is_source(mine, line):
+            if _SOURCE.search("\n".join([*mine, split(line)[1]])):
                 continue
             fault = refine(seen.fault, mine)
             frames = _frames(mine)
             sightings.append(replace(seen, fault=fault, file=file, line=row, frames=frames))
             first_seen = first_seen or _read_first(f"{above}\n{line}")
-    first = min(roots, default=first_seen)
+    first = min(tables, default=first_seen)
     return _with_first(sightings, first) if first else sightings
 
 
@@ -222,37 +220,20 @@ def _lines_of_same(above: str, line: str) -> list[str]:
     return [rest for head, rest in map(split, above.splitlines()) if head.keys() == prefix.keys()]
 
 
-def _is_source(above: Sequence[str], line: str) -> bool:
-    """Whether a line is code that a traceback shows below a frame, not an error."""
-    code = itertools.takewhile(_SOURCE.match, [split(line)[1], *reversed(above)])
-    frame = len([*code])
-    return 0 < frame <= len(above) and FRAME.match(above[-frame]) is not None
-
-
 def _frames(above: Sequence[str]) -> list[str]:
     """Return the user's frames of the traceback that ends below these lines."""
     starts = [number for number, row in enumerate(above) if row.startswith("Traceback (most")]
     return user_frames("\n".join(above[starts[-1] :])) if starts else []
 
 
-def _read_root(rows: Sequence[bytes]) -> list[First]:
-    """Return the first failure in torch's table, which begins with these lines."""
-    table = "\n".join(split(row[:LONGEST].decode(errors="replace"))[1] for row in rows)
-    root = _ROOT.search(table)
-    return (
-        [First(root["time"], f"rank {root['rank']}", root["host"] or "", root["code"])]
-        if root
-        else []
-    )
-
-
 def _read_first(text: str) -> First | None:
-    """Return the first failure that another launcher reports."""
-    if not (first := _FIRST.search(text)):
+    """Return the first failure that a launcher reports in these lines."""
+    if not (first := _FIRST.search("\n".join(split(line)[1] for line in text.split("\n")))):
         return None
     local = first["torch"] or first["spawn"] or first["deepspeed"]
-    number = local or first["reducer"] or first["task"]
-    return First("", f"{'local ' if local else ''}rank {number}", first["node"] or "")
+    number = local or first["rank"] or first["reducer"] or first["task"]
+    rank, host = f"{'local ' if local else ''}rank {number}", first["host"] or first["node"] or ""
+    return First(first["time"] or "", rank, host, first["code"] or "")
 
 
 def _with_first(sightings: Sequence[Sighting], first: First) -> list[Sighting]:

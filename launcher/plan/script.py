@@ -35,10 +35,9 @@ def check_script(plan: Plan) -> None:
 
 def show_help(plan: Plan) -> int | None:
     """Run the script once if it is asked for its help. Returns its exit code; None if it is not."""
-    if plan.words[-1] not in ("-h", "--help") or plan.is_dry_run:
+    is_program = plan.words[0] == "--no-python"
+    if is_program or plan.words[-1] not in ("-h", "--help") or plan.is_dry_run:
         return None
-    words = [word for word in plan.words if word != "--no-python"]
-    command = words if words != plan.words else [plan.python, *words]
-    warn(f"{plan.program}: shows the help of {' '.join(words[:-1])}; no rank is started")
+    warn(f"{plan.program}: shows the help of {' '.join(plan.words[:-1])}; no rank is started")
     environ = {**plan.environ, **_ALONE, "PYTHONPATH": importable.search_path(plan.environ)}
-    return plan.run_inside(command, env=environ).returncode
+    return plan.run_inside([plan.python, *plan.words], env=environ).returncode
