@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.explain.kinds import Kind
-from launcher.explain.rules import find_rule
+from launcher.explain.rules import find_rule, refine
 from launcher.text import install_command
 
 _ROOT = Path(__file__).parents[1]
@@ -139,6 +139,7 @@ def describe_end(
         return replace(unknown, fault=fault, cause=cause, code=code, has_left=has_left)
     details = [*details_of(raised.message), *raised.details][:_SHOWN_DETAILS]
     fault = raised.fault or fault_of("\n".join([raised.message, *raised.details]))
+    fault = refine(fault, raised.stack.splitlines())
     cause = raised.message.removesuffix(f" [{fault}]")
     if raised.has_left and last_text not in cause:
         cause += f", after: {last_text}"

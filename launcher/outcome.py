@@ -96,6 +96,8 @@ class NodeEnd:
     saved_step: int = -1  # of the newest checkpoint that one of its ranks reported; -1: none
     parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of snapshots: ranks by step
     copies: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the same, from another node
+    host: str = field(default="", kw_only=True)
+    node_rank: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         if not all(0 <= code <= 255 for code in self.codes):
@@ -128,15 +130,31 @@ def end_attempt(
     chosen = replace(chosen, has_saved=has_saved(nodes))
     if (first := chosen.failure) is None:
         return chosen
+    if first.is_consequence:
+        first = _exit_before(first, nodes) or first
     lost = {each.rank for each in failures if each.is_consequence} - {first.rank}
     stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
-    finished = [rank for node in nodes for rank, code in node.left.items() if code == 0]
-    if first.is_consequence and finished:  # no rank failed: one exited too early
-        before = f"rank {min(finished)} had already exited with code 0"
-        first = replace(first, cause=f"{first.cause} ({before})")
     stacks = [line for each in failures for line in each.stacks]
     first = replace(first, stacks=stacks, saved_step=max(nodes[0].saved_step, first.saved_step))
     return replace(chosen, failure=first, lost_peer=len(lost), stopped=len(stopped))
+
+
+def _exit_before(victim: Failure, nodes: Iterable[NodeEnd]) -> Failure | None:
+    """Return the failure of the rank that exited with code 0 too early, so that `victim` failed."""
+    finished = [(rank, node) for node in nodes for rank, code in node.left.items() if code == 0]
+    if not finished:
+        return None
+    rank, node = min(finished, key=lambda end: end[0])
+    return replace(
+        victim,
+        cause=f"exited with code 0 before rank {victim.rank}, which then failed: {victim.cause}",
+        rank=rank,
+        local_rank=rank - node.first_rank,
+        host=node.host,
+        node_rank=node.node_rank,
+        frames=(),
+        is_consequence=False,
+    )
 
 
 def has_saved(nodes: Iterable[NodeEnd]) -> bool:

@@ -24,6 +24,7 @@ from launcher.plan.check_config import check_config
 from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan
+from launcher.plan.script import check_script, show_help
 from launcher.plan.slurm import end_chain
 from launcher.record import detach, run_json, runs
 from launcher.text import OwnEnviron, PlanError, mend_streams, short_host_name, warn
@@ -53,7 +54,6 @@ def start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
         code = BAD_INPUT
     except SystemExit as leave:  # a wrong config, or a stop before the start
         code = int(leave.code or 0)
-        raise
     finally:
         end_chain(code, environ)
     return code
@@ -71,6 +71,9 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
         return submit_with_config.run(typed)
     resume.forward_given(environ, pbs.note_job(environ))
     plan = make_plan(typed)
+    check_script(plan)
+    if (code := show_help(plan)) is not None:
+        return code
     is_saving = plan.node_rank == 0 and not typed.module
     short = pbs.find_short_delay(plan.grace_s, environ) if is_saving else ""
     for warning in filter(None, (find_idle(plan), short)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import os
 import socket
@@ -76,12 +78,17 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def install_command(packages: str) -> str:
-    """Return the command that installs packages for this Python."""
+    """Return the command that installs packages for this Python, and keeps its torch."""
     words = f"{sys.executable} -m pip install"
     # uv makes environments without pip. importlib.util.find_spec would also use setuptools' finder,
     # which mistakes this for a start of pip, and breaks torch.compile in processes forked later.
     if PathFinder.find_spec("pip") is None:
         words = f"uv pip install --python {sys.executable}"
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
+
+    if packages != "torch":  # packages such as torchvision require one version of it
+        with contextlib.suppress(PackageNotFoundError):
+            packages += f" torch=={version('torch')}"
     return f"{words} {packages}"
 
 
@@ -93,6 +100,11 @@ def environment_cure(packages: str) -> str:
     if not has_own and (root / "Makefile").exists():
         command = f"make -C {root} setup"
     return f"set PYTHON to a Python that has it, or run {command}"
+
+
+def unwritable_fault(error: OSError) -> str:
+    """Return the fault of a folder or file that cannot be written to."""
+    return "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "dir-unwritable"
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:

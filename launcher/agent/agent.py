@@ -201,7 +201,7 @@ class NodeAgent:
             peers=peers,
             everyone=meeting.everyone,
             supervisor=self.supervisor.socket,
-            facts=Facts(signals=self.signals),
+            facts=Facts(self.signals, host, own.node_rank),
             grace_s=args.grace_s,
             verdict_s=limits.VERDICT_S if self.is_last else limits.RANKS_END_S,
             query=Query(here, hosts, peers, self.outputs.say, self.folder and self.folder.path),

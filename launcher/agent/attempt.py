@@ -265,9 +265,9 @@ class Attempt:
         """Close the connection to a lost node. The attempt fails unless that node had finished."""
         peer = self.peers.pop(node)
         self.selector.unregister(peer.socket)
-        peer.close()
         if node not in self.facts.nodes and self.facts.verdict is None:
             self._fail(peer.loss(node, self.query.hosts[node]))
+        peer.close()
 
     def _beat(self, pulse: Pulse) -> None:
         """Send a heartbeat to the other nodes; check for silent nodes and a stuck rank."""

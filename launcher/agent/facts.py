@@ -21,6 +21,8 @@ class Facts:
     """What one agent has seen of an attempt; lists are in the order of events."""
 
     signals: list[int] = field(default_factory=list)  # stop signals from outside
+    host: str = ""
+    node_rank: int = 0
     noticed: set[int] = field(default_factory=set)  # ranks here that were sent a notice
     codes: dict[int, int] = field(default_factory=dict)  # exit codes here, by rank
     stopped: set[int] = field(default_factory=set)  # ranks here that the agent had to stop
@@ -67,7 +69,15 @@ class Facts:
         """
         codes = [code for _, code in sorted(self.codes.items())]
         first_rank = min(self.codes, default=0)
-        return NodeEnd(sorted(self.stopped), first_rank, codes, saved_step, *snapshots)
+        return NodeEnd(
+            sorted(self.stopped),
+            first_rank,
+            codes,
+            saved_step,
+            *snapshots,
+            host=self.host,
+            node_rank=self.node_rank,
+        )
 
     def reach_verdict(self, saved_step: int, left: int) -> Verdict:
         """Return how the attempt ended: node rank 0's verdict, or one based on what is known here.

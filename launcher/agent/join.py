@@ -62,7 +62,8 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     chosen = network.choose_variables(address, agents, environ)  # the address resolves by now
     environ.update(chosen)
     if chosen and args.node_rank == 0 and agents > 1:
-        say(f"setting {' '.join(f'{name}={value}' for name, value in chosen.items())}")
+        exact = " (= before a name: only this one)" if "NCCL_SOCKET_IFNAME" in chosen else ""
+        say(f"setting {' '.join(f'{name}={value}' for name, value in chosen.items())}{exact}")
     if args.node_rank != 0 and is_by_hand and not args.is_in_step:
         where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
         say(f"checked in with node rank 0 on {where}, as node rank {meeting.assignment.node_rank}")

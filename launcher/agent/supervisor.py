@@ -38,7 +38,10 @@ from launcher.agent.control import (
     follow_stream,
     report_outcome,
 )
+from launcher.explain.kinds import Kind
+from launcher.explain.rules import find_rule
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
+from launcher.interrupt import code_for_shell
 from launcher.outcome import Outcome
 from launcher.outer_run import leave_outer_run
 from launcher.own_time import Deadline
@@ -89,10 +92,11 @@ def main() -> int:
     if started_by == "step":
         control = Control(None, f"{environ['LAUNCH_TOKEN']}.{environ['SLURM_NODEID']}")
         launcher_link.tell(control.mark)  # from now on, a missing Exit means a kill
-    code = guard(fork_agent(sys.argv[1:], environ, control, is_launcher=started_by == "local"))
+    agent = fork_agent(sys.argv[1:], environ, control, is_launcher=started_by == "local")
+    code = guard(agent)
     if control is not None:
         control.tell(Exit(code, 0))
-    return code
+    return code_for_shell(code, agent.passed_on)
 
 
 def fork_agent(
@@ -319,5 +323,7 @@ def _explain_death(
         return "agent-killed", f"{by_signal} to the node agent, {when}"
     last = words[-1] if words else f"exit code {code}"
     if has_torch:
-        return "agent-killed", f"the node agent failed: {last}"
+        rule = find_rule("\n".join(words))
+        fault = rule.fault if rule and rule.kind == Kind.CAUSE else "agent-killed"
+        return fault, f"the node agent failed: {last}"
     return "env-missing", f"the node agent could not import torch: {last}"

@@ -174,7 +174,8 @@ class _Reader:
         if task in ("status", "stop"):
             self._refuse_scheduled(option)
         others = [flag for flag in ("--strict", "--detach") if self.values.get(COMMON[flag].field)]
-        others += [word for word in words if word.startswith("-") and word != "--dry-run"]
+        known = ("--dry-run", *(["--all"] if task == "status" else []))
+        others += [word for word in words if word.startswith("-") and word not in known]
         if is_about_runs and others:
             raise PlanError(f"{others[0]} cannot be used with {option}; give only run ids")
         self.values = {

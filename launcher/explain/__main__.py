@@ -2,7 +2,7 @@
 
     scripts/explain.sh             what ended the newest run of LOG_DIR (default: logs)
     scripts/explain.sh RUN         what ended a run of LOG_DIR, by its id
-    scripts/explain.sh LOG...      log files, of any launcher
+    scripts/explain.sh LOG...      log files, of any launcher; - reads standard input
     scripts/explain.sh FAULT       a fault's section of TROUBLESHOOTING.md
 
 Prints the fault's name, the rank, the line and which section of TROUBLESHOOTING.md to read. If the
@@ -14,8 +14,9 @@ if there is none, and with 2 if a file cannot be read.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distributed.environment import DEFAULT_LOG_DIR, printable
@@ -32,10 +33,14 @@ from launcher.explain.reading import (
 )
 from launcher.failure import one_line
 from launcher.failure_block import find_end
+from launcher.processes import anonymous_file
 from launcher.record.run_json import KEPT
 from launcher.record.run_json import read as read_record
 from launcher.record.runs import describe, find_all
 from launcher.text import Environ, count, did_you_mean, name_ranks, warn
+
+STDIN = "-"  # as the name of a log
+COPIES = Path("/proc/self/fd")
 
 
 def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -> int:
@@ -43,19 +48,7 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     names = arguments or [str(log_dir / "latest")]
     try:
-        # Its logs may contain the failure of an earlier start.
-        if all(has_ended_well(name, log_dir) for name in names):
-            print(f"no failure: {', '.join(names)} ended with code 0")
-            return 1
-        files = [file for name in names for file in find_logs(name, log_dir)]
-        if not files[0].exists() and names[0] in sections():
-            print(sections()[names[0]])
-            return 0
-        if ends := [end for file in files if (end := find_end(file, lambda row: split(row)[1]))]:
-            print(ends[0])
-            return 0
-        refusals = {line: name for file in files for line, name in find_refusals(file).items()}
-        seen = [sighting for file in files for sighting in read(file)]
+        return explain([*map(_without_pipe, names)], log_dir)
     except OSError as error:
         if error.filename is None:  # the error concerns the output
             raise
@@ -67,11 +60,49 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
         cure = f"{did_you_mean(str(error.filename), known)}give a RUN, a FILE or a FAULT"
         warn(f"{program}: {error.filename}: {error.strerror}; {cure}")
         return BAD_INPUT
+
+
+def _without_pipe(name: str) -> str:
+    """Return the name of a copy if the name is that of a pipe, because a log is read several times.
+
+    Raises OSError.
+    """
+    if name != STDIN and not Path(name).is_fifo():
+        return name
+    try:
+        source = open(0 if name == STDIN else name, "rb", closefd=name != STDIN)  # noqa: SIM115
+        fd = anonymous_file("log")
+        with open(fd, "wb", closefd=False) as copy:
+            shutil.copyfileobj(source, copy)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, name) from None
+    return str(COPIES / str(fd))
+
+
+def explain(names: Sequence[str], log_dir: Path) -> int:
+    """Print what ended the runs or logs. Returns the exit code. Raises OSError."""
+    # Its logs may contain the failure of an earlier start.
+    if all(has_ended_well(name, log_dir) for name in names):
+        print(f"no failure: {', '.join(names)} ended with code 0")
+        return 1
+    files = [file for name in names for file in find_logs(name, log_dir)]
+    if not files[0].exists() and names[0] in sections():
+        print(sections()[names[0]])
+        return 0
+    ends = [end for file in files if (end := find_end(file, lambda row: split(row)[1]))]
+    has_stopped = bool(ends) and ends[0].startswith("stopped")
+    found = (find_refusals(file, has_stopped=has_stopped) for file in files)
+    refusals = {line: fault for lines in found for line, fault in lines.items()}
+    if ends:
+        if has_stopped:  # while one node had refused, and the others were waiting for it
+            print_refusals(refusals)
+        print(ends[0])
+        return 0
+    seen = [sighting for file in files for sighting in read(file)]
     sightings = [sighting for sighting in seen if sighting.text not in refusals]
     cause = find_cause(sightings)
     if refusals and (cause is None or cause.kind >= Kind.WARNING):
-        texts = [sections()[fault] for fault in dict.fromkeys(refusals.values())]
-        print(*map(printable, refusals), *texts, sep="\n")
+        print_refusals(refusals)
         return 0
     if cause is None:
         print(f"no failure found in {count(len(files), 'file')}")
@@ -81,6 +112,14 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
         return 1
     print_cause(cause, sightings, find_ranks(cause, files))
     return 0
+
+
+def print_refusals(refusals: Mapping[str, str]) -> None:
+    """Print the lines that refused a start, and the sections of their faults."""
+    for line in refusals:
+        print(printable(line))
+    for fault in dict.fromkeys(refusals.values()):
+        print(sections()[fault])
 
 
 def has_ended_well(name: str, log_dir: Path) -> bool:
@@ -113,12 +152,13 @@ def print_cause(cause: Sighting, sightings: Sequence[Sighting], ranks: Sequence[
     equal = [rank for rank in ranks if f"rank {rank}" != cause.rank]
     also = [f"{name_ranks(equal)} with the same error"] if equal else []
     also += [f"{lines} a failure, probably as a consequence"] if others else []
+    file = STDIN if cause.file.is_relative_to(COPIES) else cause.file
     rows = [
         ("FAILED", f"{cause.rank or 'a rank'}{where}       [{cause.fault}]"),
         ("cause", one_line(cause.text)),
         *(("", frame) for frame in cause.frames),
         ("others", "; ".join(also)),
-        ("log", f"{cause.file}:{cause.line}"),
+        ("log", f"{file}:{cause.line}"),
         ("see", f"TROUBLESHOOTING.md#{cause.fault}"),
     ]
     for name, text in rows:

@@ -14,6 +14,7 @@ CAUSES = (
         Could not load dynamic library
         PreemptionMode
         can only test a child process
+        forcefully exiting via
         """,
     ),
     cause(
@@ -24,11 +25,14 @@ CAUSES = (
         Unable to register memory|ibv_reg_mr\w*(\(\))? failed
         """,
     ),
+    end("nccl-error", r"Call to ibv_\w+ failed.*, retrying"),
+    cause("nccl-error", r"Call to ibv_\w+ failed"),
     cause(
         "low-nofile",
         r"""
         [Tt]oo many open files
         received 0 items of ancdata
+        Failed to init uv loop
         """,
     ),
     cause(
@@ -56,7 +60,7 @@ CAUSES = (
         r"""
         insufficient shared memory \(shm\)
         [Bb]us error|out of shared memory
-        unable to (open|write to|mmap|allocate) .*shared memory
+        unable to (open|write to|mmap|allocate) .*(shared memory|</torch_)
         /dev/shm/.*No space left|No space left.*(/dev/shm|shared memory)
         creating shared memory segment|Error while creating shared memory
         posix_fallocate failed

@@ -7,13 +7,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from launcher.explain.kinds import Kind
-from launcher.explain.rules import RULES, UNKNOWN, match
+from launcher.explain.rules import RULES, UNKNOWN, match, refine
 from launcher.failure import user_frames
 from launcher.failure_block import FIRST_ROW
 
 LONGEST = 4096  # bytes of a line that are read
+TABLE = 8  # lines of torch's report on the first failure
 ABOVE = 200  # lines above an exception that may be its traceback
 # Every line that a rule matches contains one of these; a test checks that.
 HINT = re.compile(
@@ -40,6 +42,9 @@ _PREFIX = re.compile(
     r") ?"
 )
 _RANKS = ("torch", "mpi", "srun", "ours")  # groups of _PREFIX that name a rank
+_TAG = re.compile(r"\[rank(\d+)\]")  # of torch; the other prefixes may number nodes or processes
+# A frame of a traceback, also of a group of errors, with lines of its code at the end.
+_SOURCE = re.compile(r'^(?: +\| )?  File ".+", line \d+.*(?:\n(?: +\| )?    .*)+\Z', re.MULTILINE)
 _EXCEPTION = re.compile(
     r"(?:|.{0,80}(?:[\]):>|] ?| - |E {3,}|: \*\*|\"))"
     r"(?:(?:[a-z_]\w*\.)+(?:errors|exceptions)\.[A-Z]\w+"
@@ -55,7 +60,8 @@ _BEFORE = re.compile(
 # Where launchers report which process failed first: torch's two tables and its single line,
 # torch.multiprocessing.spawn, DeepSpeed, DDP's message about parameters, and srun.
 _FIRST = re.compile(
-    r"Root Cause(?s:.{0,300}?)(?:host *: (?P<host>\S+)\s+)?\brank *: (?P<rank>\d+)"
+    r"Root Cause(?s:.{0,99}?)time *: (?P<time>\S+)\s+(?:host *: (?P<host>\S+)\s+)?"
+    r"rank *: (?P<rank>\d+).*\s+exitcode *: (?P<code>-?\d+)"
     r"|failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)"
     r"|(?:-- P|\bp)rocess (?P<spawn>\d+) terminated"
     r"|'--local_rank=(?P<deepspeed>\d+)'.* exits with"
@@ -92,6 +98,15 @@ class Sighting:
     frames: Sequence[str] = ()  # of the traceback above it, innermost first
 
 
+class First(NamedTuple):
+    """The process that failed first, as its launcher reports."""
+
+    time: str
+    rank: str  # as in Sighting
+    host: str
+    code: str = ""  # exit code, from torch's table
+
+
 def read(file: Path) -> list[Sighting]:
     """Return a log's lines about a failure; of lines that differ only in numbers, only the first.
 
@@ -101,8 +116,12 @@ def read(file: Path) -> list[Sighting]:
     lines = [(row, line) for row, text in rows for line in text.split(b"\r")]  # progress bars
     shapes: set[bytes] = set()
     sightings: list[Sighting] = []
-    first_seen = None
+    first_seen, tables = None, list[First]()
     for index, (row, text) in enumerate(lines):
+        if b"Root Cause" in text:
+            shapes.clear()  # how this rank ended may differ from the others only in a number
+            table = b"\n".join(line for _, line in lines[index : index + TABLE])
+            tables += filter(None, [_read_first(table.decode(errors="replace"))])
         shape = text.translate(None, _DIGITS)
         if shape in shapes:
             continue
@@ -110,12 +129,19 @@ def read(file: Path) -> list[Sighting]:
         if not (shape.endswith(b"]") or HINT.search(shape)):
             continue
         line = text[:LONGEST].decode(errors="replace")
-        if (seen := look(line)) is not None:
+        seen = look(line)
+        if seen is not None:
             before = b"\n".join(text for _, text in lines[max(0, index - ABOVE) : index])
             above = before.decode(errors="replace")
-            sightings.append(replace(seen, file=file, line=row, frames=_frames(above, line)))
-            first_seen = first_seen or _FIRST.search(f"{above}\n{line}")
-    return _with_first(sightings, first_seen) if first_seen else sightings
+            mine = _lines_of_same(above, line)
+            if _SOURCE.search("\n".join([*mine, split(line)[1]])):
+                continue
+            fault = refine(seen.fault, mine)
+            frames = _frames(mine)
+            sightings.append(replace(seen, fault=fault, file=file, line=row, frames=frames))
+            first_seen = first_seen or _read_first(f"{above}\n{line}")
+    first = min(tables, default=first_seen)
+    return _with_first(sightings, first) if first else sightings
 
 
 def look(line: str) -> Sighting | None:
@@ -129,24 +155,33 @@ def look(line: str) -> Sighting | None:
         kind, fault = Kind.EXCEPTION, UNKNOWN
     else:
         return None
-    ranks = [prefix.get(name) for name in _RANKS]
-    ranks += [rank or task for rank, task in _RANK.findall(text)]
-    number = next(filter(None, ranks), "")
+    mentioned = [rank or task for rank, task in _RANK.findall(text)]
+    number = next(filter(None, [_rank_in(prefix, text), *mentioned]), "")
     return Sighting(kind, fault, text.strip(), number and f"rank {number}", prefix.get("host", ""))
 
 
-def find_refusals(file: Path) -> dict[str, str]:
-    """Return the lines that refused a start, each with its fault. Raises OSError."""
-    rows = (row.rstrip() for _, row in _rows_of_last_start(file))
+def _rank_in(prefix: Mapping[str, str], text: str) -> str:
+    """Return the rank that wrote a line, by its prefixes; "" if they name none."""
+    ranks = [prefix.get("torch"), *_TAG.findall(text), *map(prefix.get, _RANKS)]
+    return next(filter(None, ranks), "")
+
+
+def find_refusals(file: Path, *, has_stopped: bool = False) -> dict[str, str]:
+    """Return the lines that refused a start, each with its fault. Raises OSError.
+
+    `has_stopped` means that a stopped line ends the log: the start before it is read.
+    """
+    rows = (row.rstrip() for _, row in _rows_of_last_start(file, has_stopped=has_stopped))
     lines = (split(row.decode(errors="replace"))[1] for row in rows if row.endswith(b"]"))
     lines = (line for line in lines if _PROGRAM.match(line) and not _EXCEPTION.match(line))
     return {line: fault for line in lines if (fault := own_fault(line))}
 
 
-def _rows_of_last_start(file: Path) -> list[tuple[int, bytes]]:
+def _rows_of_last_start(file: Path, *, has_stopped: bool = False) -> list[tuple[int, bytes]]:
     """Return the lines of a log with their numbers, without those of earlier starts."""
     rows = [*enumerate(file.read_bytes().split(b"\n"), 1)]
-    return rows[max((number for number, row in rows if _BEFORE.match(row)), default=0) :]
+    marks = [0, *(number for number, row in rows if _BEFORE.match(row))]
+    return rows[marks[-2] if has_stopped and len(marks) > 1 else marks[-1] :]
 
 
 def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
@@ -159,8 +194,8 @@ def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
                 continue
             prefix, text = split(line[:LONGEST].decode(errors="replace"))
             if shape_of(text) == shape:
-                first = next(filter(None, map(prefix.get, _RANKS)), "")
-                for low, high in re.findall(r"(\d+)(?:-(\d+))?", first + prefix.get("more", "")):
+                named = _rank_in(prefix, text) + prefix.get("more", "")
+                for low, high in re.findall(r"(\d+)(?:-(\d+))?", named):
                     ranks |= {*range(int(low), int(high or low) + 1)}
     return sorted(ranks)
 
@@ -179,20 +214,42 @@ def split(line: str) -> tuple[dict[str, str], str]:
     return named, line
 
 
-def _frames(above: str, line: str) -> list[str]:
-    """Return the user's frames of the traceback that ends with this line."""
+def _lines_of_same(above: str, line: str) -> list[str]:
+    """Return the lines above a line that have the same prefixes, without them."""
     prefix, _ = split(line)
-    mine = [rest for head, rest in map(split, above.splitlines()) if head.keys() == prefix.keys()]
-    starts = [number for number, rest in enumerate(mine) if rest.startswith("Traceback (most")]
-    return user_frames("\n".join(mine[starts[-1] :])) if starts else []
+    return [rest for head, rest in map(split, above.splitlines()) if head.keys() == prefix.keys()]
 
 
-def _with_first(sightings: Sequence[Sighting], first: re.Match[str]) -> list[Sighting]:
-    """Set the rank that a launcher saw fail first, in the lines that do not name a rank."""
+def _frames(above: Sequence[str]) -> list[str]:
+    """Return the user's frames of the traceback that ends below these lines."""
+    starts = [number for number, row in enumerate(above) if row.startswith("Traceback (most")]
+    return user_frames("\n".join(above[starts[-1] :])) if starts else []
+
+
+def _read_first(text: str) -> First | None:
+    """Return the first failure that a launcher reports in these lines."""
+    if not (first := _FIRST.search("\n".join(split(line)[1] for line in text.split("\n")))):
+        return None
     local = first["torch"] or first["spawn"] or first["deepspeed"]
     number = local or first["rank"] or first["reducer"] or first["task"]
     rank, host = f"{'local ' if local else ''}rank {number}", first["host"] or first["node"] or ""
-    return [
-        replace(seen, rank=rank, host=seen.host or host) if seen.rank in ("", rank) else seen
+    return First(first["time"] or "", rank, host, first["code"] or "")
+
+
+def _with_first(sightings: Sequence[Sighting], first: First) -> list[Sighting]:
+    """Set the rank that a launcher saw fail first, in the lines that do not name a rank.
+
+    If torch reports how that rank ended, it has killed the others itself.
+    """
+    told = [
+        replace(seen, rank=first.rank, host=seen.host or first.host)
+        if seen.rank in ("", first.rank) or (first.code and seen.kind == Kind.CODE)
+        else seen
         for seen in sightings
+    ]
+    if first.code in ("", "-9"):
+        return told
+    return [
+        replace(seen, kind=Kind.CONSEQUENCE) if seen.fault == "rank-killed" else seen
+        for seen in told
     ]

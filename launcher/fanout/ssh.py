@@ -24,6 +24,7 @@ from launcher.fanout.connection import AT_ONCE, Connection, forwarded_names, gre
 from launcher.fanout.loop import Loop, Show, given_options
 from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.swap import choose_master, find_ill, swap
+from launcher.interrupt import code_for_shell
 from launcher.outcome import LaunchEnd
 from launcher.plan.own import find_own, read_begun
 from launcher.plan.plan import Plan, print_commands, print_plan
@@ -288,7 +289,7 @@ class Fanout:
         err = self.err.text
         print_row("ended", f"code {outcome.code}; nothing is left running {where}", err)
         print_outcome(outcome, err, plan.folder)
-        return outcome.code
+        return code_for_shell(outcome.code, {self.stopped_by})
 
     def paste_line(self, node: str, line: str) -> str:
         """Return a command line that runs a shell line on a node; Ctrl-C ends it there."""

@@ -24,6 +24,7 @@ from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, ha
 from launcher import own_time, processes
 from launcher.failure import Failure
 from launcher.failure_block import print_outcome, print_resume
+from launcher.interrupt import code_for_shell
 from launcher.outcome import LaunchEnd, NodePart, Outcome
 from launcher.own_time import Deadline
 from launcher.plan.plan import Plan
@@ -157,7 +158,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         print_resume(outcome, sys.stderr)
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(plan.environ):
         signal.sigtimedwait(handled, limits.REQUEUE_S)
-    return code
+    return code_for_shell(code, asked)
 
 
 def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -> None:

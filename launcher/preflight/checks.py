@@ -25,7 +25,7 @@ from distributed.network import interface_to
 from launcher.master_port import is_here, is_loopback
 from launcher.preflight import infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow, newest_cuda
-from launcher.text import Environ, count, environment_cure
+from launcher.text import Environ, count, environment_cure, unwritable_fault
 from launcher.wire.messages import Fault, Request
 
 OLDEST_TORCH = (2, 4)
@@ -69,13 +69,13 @@ class Machine(Request):
 def check_program(machine: Machine) -> Iterator[Fault]:
     """This Python has a torch that can be used, and the training script exists."""
     torch = must_match.versions()["torch"]
-    cure = environment_cure("torch")
     if not torch:
-        yield Fault("env-missing", f"{sys.executable} has no torch", cure)
+        yield Fault("env-missing", f"{sys.executable} has no torch", environment_cure("torch"))
     elif tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
         cause = f"{sys.executable} has torch {torch}, too old for the launchers"
         yield Fault("env-missing", cause, "install {}.{} or newer".format(*OLDEST_TORCH))
     elif missing := missing_of_torch():
+        cure = "set PYTHON to another Python, or repair its torch"
         yield Fault("env-missing", f"{sys.executable} cannot import torch: {missing}", cure)
     elif (path := machine.script) and not (path.is_file() or (path / "__main__.py").is_file()):
         cause = f"there is no script {str(path)!r}"
@@ -239,8 +239,8 @@ def check_interfaces(machine: Machine) -> Iterator[Fault]:
         yield Fault("no-such-interface", cause, f"{cure} (only NCCL supports ^ to exclude)")
     nccl = machine.environ.get("NCCL_SOCKET_IFNAME", "")
     if not any(infiniband.is_chosen(name, nccl) for name in names):
-        cause = f"NCCL_SOCKET_IFNAME={nccl} excludes all interfaces of this machine"
-        yield Fault("no-such-interface", cause, cure)
+        named = infiniband.spell("NCCL_SOCKET_IFNAME", machine.environ)
+        yield Fault("no-such-interface", f"{named} excludes all interfaces of this machine", cure)
 
 
 def check_infiniband(machine: Machine) -> Iterator[Fault]:
@@ -255,7 +255,7 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
         cure = "check its cable and switch, or name the ports to use in NCCL_IB_HCA"
         yield warning("infiniband-down", f"port {', '.join(down)}, {others}", cure)
     if not ports and (all_active := [port.name for port in machine.ports if port.is_active]):
-        cause = f"NCCL_IB_HCA={machine.environ['NCCL_IB_HCA']} does not match any active port"
+        cause = infiniband.spell("NCCL_IB_HCA", machine.environ) + " does not match any active port"
         yield warning("nccl-on-sockets", cause, f"unset it, or name one of {', '.join(all_active)}")
     if active and not machine.can_open_ports:
         cause = f"port {active[0]} is active, but {infiniband.DEVICES} cannot be opened here"
@@ -269,10 +269,10 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
     if 0 <= files < LEAST_FILES:
         cause = f"the limit on open files is {files} (data workers need {LEAST_FILES})"
         yield warning("low-nofile", cause, "run ulimit -n 65536 before the launch")
-    shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
-    if shm < LEAST_SHM:
-        cure = "start Docker with --ipc=host or --shm-size=8g"
-        yield warning("small-shm", f"/dev/shm is only {shm >> 20} MiB", cure)
+    shm, _, free = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else (0, 0, 0)
+    if free < LEAST_SHM:
+        cause = f"/dev/shm has only {free >> 20} MiB free, of {shm >> 20} MiB"
+        yield warning("small-shm", cause, "empty it, or give Docker --ipc=host or --shm-size=8g")
     ports = infiniband.ports_of_nccl(machine.ports, machine.environ)
     is_active = any(port.is_active for port in ports)
     is_used = machine.may_use_infiniband and machine.can_open_ports and is_active
@@ -301,7 +301,8 @@ def check_folders(machine: Machine) -> Iterator[Fault]:
                 probe.write(b"\0")
         except OSError as error:
             cause = f"cannot write under {str(directory)!r} ({error.strerror})"
-            yield Fault("dir-unwritable", cause, "choose another folder (LOG_DIR, checkpoint.dir)")
+            cure = "choose another folder (LOG_DIR, checkpoint.dir)"
+            yield Fault(unwritable_fault(error), cause, cure)
 
 
 CHECKS = {  # each with the number of things that it checks

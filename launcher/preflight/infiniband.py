@@ -76,6 +76,14 @@ def is_chosen(device: str, names: str, number: str = "") -> bool:
     return is_named != ("^" in names[:2])
 
 
+def spell(variable: str, environ: Environ) -> str:
+    """Return such a variable with its value, and what the signs at the beginning of it mean."""
+    value = environ.get(variable, "")
+    signs = {"^": "^ excludes", "=": "= before a name: only this one"}
+    meant = "; ".join(words for sign, words in signs.items() if sign in value[:2])
+    return f"{variable}={value}{meant and f' ({meant})'}"
+
+
 def can_open_devices(devices: Path = DEVICES) -> bool:
     """Whether this process may use a card: a container often lacks the device files."""
     return any(os.access(file, os.R_OK | os.W_OK) for file in devices.glob("uverbs*"))

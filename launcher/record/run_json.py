@@ -20,7 +20,7 @@ from distributed.job import job_id, this_job
 from distributed.lock import RunLock, is_locked, locked_by, refuse_holder, this_process, update_link
 from launcher.processes import start_ticks
 from launcher.record.restart import Restart
-from launcher.text import Environ, warn
+from launcher.text import Environ, unwritable_fault, warn
 from launcher.typed_json import decode
 from launcher.wire import limits
 
@@ -139,9 +139,8 @@ def writing_to(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise Refused(
-            "dir-unwritable", f"cannot write to '{folder}' ({error.strerror}); set LOG_DIR"
-        ) from None
+        cause = f"cannot write to '{folder}' ({error.strerror})"
+        raise Refused(unwritable_fault(error), f"{cause}; set LOG_DIR") from None
 
 
 # --- a launcher's part --------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from distributed.environment import DEFAULT_LOG_DIR, printable
 from distributed.errors import BAD_INPUT, REFUSED
+from launcher.agent.command_line import split
 from launcher.failure_block import find_kept, read_tail
 from launcher.plan.typed import Typed
 from launcher.processes import ranks_of
@@ -27,6 +29,8 @@ from launcher.wire import limits
 
 TAIL_BYTES = 8192  # read from the end of a file, to find its last line
 LONGEST = 100  # characters of that line to show
+LONGEST_PROGRAM = 60
+ALL, MOST = "--all", 20  # runs that --status lists without --all
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,11 @@ class Run:
     @property
     def id(self) -> str:
         return self.folder.name
+
+    @property
+    def program(self) -> str:
+        """The script and its arguments; empty until the agents have started."""
+        return shlex.join(split(self.record.agent_arguments)[1])
 
     @property
     def written(self) -> float:
@@ -71,13 +80,13 @@ class Run:
 
 
 def find_all(log_dir: Path) -> list[Run]:
-    """Return the runs in a log directory; the one that started or ended last comes last."""
+    """Return the runs in a log directory; the one that started or ended last comes first."""
     runs = []
     for folder in log_dir.iterdir() if log_dir.is_dir() else ():
         with contextlib.suppress(PermissionError):  # another user's
             if not folder.is_symlink() and (record := read(folder)):
                 runs.append(Run(folder, record))
-    return sorted(runs, key=lambda run: (run.since, run.id))
+    return sorted(runs, key=lambda run: (run.since, run.id), reverse=True)
 
 
 def find(log_dir: Path, run_id: str) -> Run:
@@ -95,18 +104,21 @@ def find(log_dir: Path, run_id: str) -> Run:
 
 
 def describe(runs: Sequence[Run]) -> str:
-    """Return a line for each run: its id, state and date, its step and its progress."""
+    """Return a line for each run: its id, state and date, its step, its script and its progress."""
     rows = [
         (
             run.id,
             run.state,
             f"since {date(run.since)}",
             f"step {run.record.step}" if run.record.step >= 0 else "",
+            printable(run.program, LONGEST_PROGRAM),
             printable(progress(run), LONGEST),
         )
         for run in runs
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = [column for column in zip(*rows, strict=True) if any(column)]
+    widths = [max(map(len, column)) for column in columns]
+    rows = [*zip(*columns, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
@@ -175,11 +187,14 @@ def main(typed: Typed) -> int:
         return BAD_INPUT if isinstance(error, ValueError) else REFUSED
 
 
-def print_status(log_dir: Path, run_ids: Sequence[str], program: str) -> int:
-    """Print all runs or, if some are named, only those, with failure blocks or process ids."""
-    runs = [find(log_dir, run_id) for run_id in run_ids] or find_all(log_dir)
-    if runs:
+def print_status(log_dir: Path, words: Sequence[str], program: str) -> int:
+    """Print the newest runs or, if some are named, those, with failure blocks or process ids."""
+    run_ids = [word for word in words if word != ALL]
+    found = [find(log_dir, run_id) for run_id in run_ids] or find_all(log_dir)
+    if runs := found if run_ids or ALL in words else found[:MOST]:
         print(describe(runs))
+        if len(runs) < len(found):
+            warn(f"{program}: the newest {MOST} of {len(found)} runs; --status {ALL} lists all")
         for run in runs if run_ids else ():
             if run.record.restarts:
                 print(goodput(run.record, time.time()))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from launcher.wire import limits, messages
 from launcher.wire.messages import NodeBeat, SnapshotData, SnapshotPiece
 
 _MAX_BYTES = 1 << 20
+_LAST_ACK_AT = 56  # of tcp_info: the milliseconds since the kernel at the other end last answered
 
 
 class Link:
@@ -120,8 +122,17 @@ class Link:
         """Return the failure of the agent at the other end, which is gone or out of reach."""
         fault, cause = "agent-killed", "its node agent is gone"
         if self.is_silent:
-            fault, cause = "link-lost", f"no heartbeat for {limits.SILENCE_S:g} s (network down?)"
+            why = "its node agent is stopped, or hangs" if self._is_answered() else "network down?"
+            fault, cause = "link-lost", f"no heartbeat for {limits.SILENCE_S:g} s ({why})"
         return Failure(fault, cause, KILLED, host, node_rank, time.time())
+
+    def _is_answered(self) -> bool:
+        """Whether the machine at the other end has acknowledged one of the latest heartbeats."""
+        try:
+            info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_AT + 4)
+        except OSError:
+            return False
+        return bool(struct.unpack_from("I", info, _LAST_ACK_AT)[0] < 1000 * limits.SILENCE_S / 2)
 
     def close(self) -> None:
         self.socket.close()

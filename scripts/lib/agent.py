@@ -5,12 +5,12 @@ does not see our modules, and our modules do not see the user's.
 """
 
 import runpy
-import sys
 from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name("start.py")))  # imports our modules
 
 from launcher.agent.supervisor import main  # noqa: E402
+from launcher.interrupt import leave  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

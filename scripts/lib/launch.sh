@@ -81,14 +81,19 @@ run_tool() { # <argument...>
 # Answers options that need no Python. Above each entry, help.txt names the commands it is for.
 answer() { # <first word> <command, or '' if the header of the script is the whole help>
   case $1 in
-    -h | --help) { print_help "$@" | cat 2>/dev/null || (($? == 141)) || die 1 "cannot write the help; free some disk space [disk-full]"; } && exit ;;
+    -h | --help)
+      print_help "$@" | cat 2>/dev/null && exit
+      local codes=("${PIPESTATUS[@]}")
+      ((codes[1] != 1)) || die 1 "cannot write the help; free some disk space [disk-full]"
+      exit $((codes[1] == 141 ? 0 : codes[0])) # 141: the reader has closed the pipe
+      ;;
     --version) echo "$PROGRAM $(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$ROOT/distributed/__init__.py")" && exit ;;
     *) return ;;
   esac
 }
 
 print_help() { # <-h|--help> <command>
-  sed '1d; /^#/!Q; /^#[A-Z]/d; s/^# \{0,1\}//' "$0" || return
+  sed -n '1d; /^#/!q; /^#[A-Z]/d; s/^# \{0,1\}//; p' "$0" || return
   [[ -n $2 ]] || return 0
   ! grep -q '^# usage: .* NODE\.\.\.' "$0" || { echo && cat "$ROOT/scripts/lib/nodes.txt"; }
   [[ $1 == --help ]] || { printf '\n--help also shows the options and variables of %s.\n' "$PROGRAM" && return; }

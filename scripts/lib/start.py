@@ -22,7 +22,7 @@ if __name__ == "__main__":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a message
     try:
         module = import_module(sys.argv[1] if is_named else "launcher.start")
-        sys.exit(module.main(sys.argv[1 + is_named :], os.environ))
+        import_module("launcher.interrupt").leave(module.main(sys.argv[1 + is_named :], os.environ))
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -205,7 +205,7 @@ TABLE
   end_of "$PID"
   cat again.out
   ((CODE == 0))
-  grep -q '^\[0\] node agent: setting GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME==eth0$' again.out
+  grep -q '^\[0\] node agent: setting GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME==eth0 (= before a name: only this one)$' again.out
   grep -q '^\[0\] node agent: restart 1 of 1 after rank [23] .*SIGKILL' again.out
   RUN_ID=never on node1 scripts/ssh/launch_singlenode.sh config/local3.yaml 4 "${settings[@]}"
   [[ $(weights_of again) == "$(weights_of never)" ]]
@@ -348,7 +348,7 @@ try:
 except OSError:  # the terminal is closed
     pass
 print(shown.decode())
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) # 254: it died by SIGINT
 PY
 }
 
@@ -364,7 +364,7 @@ PY
 
 @test "Ctrl-C in a terminal saves first; a second one kills" {
   make_terminal
-  RUN_ID=saves NO_COLOR=1 run -75 timeout 300 "$CLUSTER" run login "$PYTHON" terminal.py "$LAUNCH" config/local3.yaml 2 node1 node2 "${LONG[@]}" </dev/null
+  RUN_ID=saves NO_COLOR=1 run -254 timeout 300 "$CLUSTER" run login "$PYTHON" terminal.py "$LAUNCH" config/local3.yaml 2 node1 node2 "${LONG[@]}" </dev/null
   is_gone saves
   [[ -d checkpoints/saves/latest/. && $output == *$'^C[0] stopped    after step '*$'\nstopped  by SIGINT after saving a checkpoint '*$'\nresume   RUN_ID=saves '* ]]
   cat >deaf.py <<'PY'

@@ -64,7 +64,7 @@ the end of 0"* ]]
   eventually grep -qx "waiting a  b" "logs/mine/launcher_$HOST.log"
   eventually state_is mine running
   run launch --status
-  [[ $status == 0 && $output == "mine  running  since 20"*"  [0] waiting a  b" ]]
+  [[ $status == 0 && $output == "mine  running  since 20"*"  own.py 'a  b'  [0] waiting a  b" ]]
   run launch --status mine
   [[ $status == 0 && ${lines[1]} =~ ^"here  rank0 pid "([0-9]+)$ ]]
   [[ $(<"/proc/${BASH_REMATCH[1]}/comm") == rank0 ]]
@@ -96,7 +96,7 @@ the end of 0"* ]]
   eventually grep -q waiting logs/attached/node_0.log
   run launch --status
   grep -q '^fails     ended, code 7  ' <<<"$output"
-  [[ ${#lines[@]} == 2 && ${lines[1]} == "attached  running  "* ]]
+  [[ ${#lines[@]} == 2 && ${lines[0]} == "attached  running  "*" own.py "* ]]
   kill -KILL "$(launcher_of attached)"
   wait "$attached" || [[ $? == 137 ]]
   eventually state_is attached killed
@@ -160,7 +160,7 @@ the end of 0"* ]]
   echo '{"state": "running", "launcher": {"process": 1, "birth": 1, "host": "elsewhere"}, "started": 2}' >logs/there/run.json
   ln -s here logs/latest
   run launch --status
-  [[ $status == 0 && ${#lines[@]} == 2 && ${lines[0]} == "here   killed  "* && ${lines[1]} == "there  running on elsewhere, as of 20"* ]]
+  [[ $status == 0 && ${#lines[@]} == 2 && ${lines[1]} == "here   killed  "* && ${lines[0]} == "there  running on elsewhere, as of 20"* ]]
   run launch --status here
   [[ $status == 0 && $output == "here  killed  since "* ]]
   run launch --stop here

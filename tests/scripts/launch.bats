@@ -42,6 +42,30 @@ dist.destroy_process_group()
 PY
 }
 
+@test "what is no Python program is refused before anything starts" {
+  echo "train: {lr: 1}" >my.yaml
+  run launch my.yaml
+  assert_refused 2 "'my.yaml' is not a Python program; put the script before it, or --no-python if it is a program" config-invalid
+  printf 'import os\ndef f(:\n  pass\n' >bad.py
+  run launch --nproc-per-node 2 bad.py
+  assert_refused 2 "bad.py:2: invalid syntax: def f(:; correct it" rank-error
+  [[ ! -e logs ]]
+}
+
+@test "the script's -h runs it once, and starts no rank" {
+  printf '%s\n' 'import argparse, os' 'print("world", os.environ["WORLD_SIZE"])' \
+    'parser = argparse.ArgumentParser(); parser.add_argument("--lr"); parser.parse_args()' >own.py
+  local word
+  for word in -h --help; do
+    run --separate-stderr launch --nproc-per-node 4 --hosts nowhere1,nowhere2 own.py --lr 1 "$word"
+    [[ $status == 0 && $(grep -c '^usage: own.py' <<<"$output") == 1 && ${lines[0]} == "world 1" ]]
+    [[ $stderr == "launch.sh: shows the help of own.py --lr 1; no rank is started" ]]
+  done
+  run launch "$ROOT/train.py" -h
+  [[ $status == 0 && $output == *"usage: train.py"* ]]
+  [[ ! -e logs ]]
+}
+
 @test "--help: usage, an example, the environment" {
   run launch --help
   [[ $status == 0 && $output == *"usage: scripts/launch.sh [TORCHRUN OPTIONS] [--hosts LIST|FILE|job] SCRIPT"* ]]

@@ -25,6 +25,30 @@ make_distributed() {
   [[ $status == 0 && $output == *"'LAUNCH_COMMAND=./launch.sh x.py'"* ]]
 }
 
+@test "--help needs only what every sed has" {
+  local script
+  mkdir posix
+  printf '#!/bin/sh\nexec %q --posix "$@"\n' "$(type -P sed)" >posix/sed # as strict as busybox's
+  chmod +x posix/sed
+  for script in "$ROOT"/scripts/{,ssh/,slurm/,pbs/}*.sh; do
+    diff <("$script" --help) <(PATH=$PWD/posix:$PATH "$script" --help 2>&1)
+  done
+}
+
+@test "--help that fails for want of a tool blames no disk" {
+  mkdir broken
+  printf '#!/bin/sh\necho "sed: no such command" >&2\nexit 1\n' >broken/sed
+  chmod +x broken/sed
+  PATH=$PWD/broken:$PATH run "$ROOT/scripts/explain.sh" --help
+  [[ $status == 1 && $output == "sed: no such command" ]]
+}
+
+@test "explain.sh reads a log from a pipe" {
+  make_distributed
+  run bash -c 'echo "[rank3]: ValueError: boom" | "$0" -' "$ROOT/scripts/explain.sh"
+  [[ $status == 0 && ${lines[0]} == "FAILED   rank 3 "*"[rank-error]" && $output == *"log      -:1"* ]]
+}
+
 @test "explain.sh prints a fault's section" {
   make_distributed
   run "$ROOT/scripts/explain.sh" rank-stuck

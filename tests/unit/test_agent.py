@@ -1,10 +1,12 @@
 """The complete node agent: real forks, real gloo, real deaths."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import pty
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -22,6 +24,7 @@ from launcher import failure
 from launcher.agent.control import AgentNote
 from launcher.agent.supervisor import Agent, _explain_death, _report_death
 from launcher.record.run_json import RunFolder
+from launcher.text import install_command
 from launcher.typed_json import encode
 from launcher.wire import limits
 
@@ -89,7 +92,7 @@ def test_an_agent_that_fails_itself_says_so_in_a_block(tmp_path: Path) -> None:
     run.assert_gone()
     assert run.process.returncode == 1
     block = err[err.index("FAILED") :]
-    assert re.match(r"FAILED   node agent 0 \(\S+\) \d+ s after the start +\[agent-killed\]", block)
+    assert re.match(r"FAILED   node agent 0 \(\S+\) \d+ s after the start +\[low-nofile\]", block)
     assert "cause    the node agent failed: OSError: [Errno 24] Too many open files\n" in block
 
 
@@ -310,7 +313,8 @@ def test_what_installs_a_package_names_the_python(
     missing = "ModuleNotFoundError: No module named"
     for name, package in (("pandas", "pandas"), ("sklearn", "scikit-learn")):
         told = failure.install_cure(f"{missing} '{name}'")
-        assert told == f"; if it is a package: {pip} {package}"
+        kept = f"torch=={importlib.metadata.version('torch')}"
+        assert told == f"; if it is a package: {pip} {package} {kept}"
     for name in ("distributed", "distributed.torch", "launcher", "training"):
         told = failure.install_cure(f"{missing} '{name}'")
         assert told == f"; if it is the launch kit's: from torch_launch_kit.{name} import ..."
@@ -318,6 +322,21 @@ def test_what_installs_a_package_names_the_python(
     assert told.startswith("; start the script with scripts/launch.sh, or run ")
     for other in (f"{missing} 'a.b'", "ValueError: No module named 'a'"):
         assert failure.install_cure(other) == ""
+
+
+@pytest.mark.slow
+def test_a_printed_cure_keeps_the_torch_that_is_there(tmp_path: Path) -> None:
+    """As torchvision does, the package requires another torch; pip refuses to replace ours."""
+    (tmp_path / "setup.py").write_text(
+        "from setuptools import setup\n"
+        "setup(name='vision', version='1', py_modules=[], install_requires=['torch<2'])\n"
+    )
+    command = shlex.split(install_command(str(tmp_path)))
+    assert command[-1] == f"torch=={importlib.metadata.version('torch')}"
+    options = ["--dry-run", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "conflict" in done.stderr, done.stderr
+    assert "Would install" not in done.stdout
 
 
 def test_what_names_the_python_leaves_setuptools_whole() -> None:
@@ -378,6 +397,22 @@ def test_the_kernels_kill_of_an_agent_is_told_from_a_foreign_one(
     fault = "out-of-memory" if is_out_of_memory else "agent-killed"
     assert err.lstrip("\n").startswith("FAILED   node agent 1 (") and f"[{fault}]" in err
     assert ("from the kernel" in err) == is_out_of_memory
+
+
+@pytest.mark.parametrize(
+    ("last", "fault"),
+    [
+        ("torch.distributed.DistStoreError: Failed to init uv loop", "low-nofile"),
+        ("OSError: [Errno 24] Too many open files: '/dev/null'", "low-nofile"),
+        ("OSError: [Errno 28] No space left on device", "disk-full"),
+        ("KeyError: 'x'", "agent-killed"),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", "agent-killed"),
+    ],
+)
+def test_an_agent_that_fails_for_a_known_reason_names_it(last: str, fault: str) -> None:
+    words = ["Traceback (most recent call last):", last]
+    why = _explain_death(1, words, has_torch=True, is_out_of_memory=False)
+    assert why == (fault, f"the node agent failed: {last}")
 
 
 CANNOT_EXIT = """

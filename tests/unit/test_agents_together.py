@@ -67,10 +67,11 @@ def test_a_silent_node_is_named(start: Start) -> None:
     runs = start()
     for run in runs:
         run.wait_for("ready")
-    os.kill(runs[1].agent_pid(), signal.SIGSTOP)  # to the other agent, this looks like a cut link
+    os.kill(runs[1].agent_pid(), signal.SIGSTOP)  # its machine still acknowledges what is sent
     err = runs[0].finish()
     assert "FAILED   node agent 1 (" in err
     assert "[link-lost]" in err
+    assert "cause    no heartbeat for 10 s (its node agent is stopped, or hangs)" in err
 
 
 def test_a_rank_saves_after_a_failure_on_another_node(

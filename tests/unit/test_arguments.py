@@ -252,6 +252,7 @@ def test_a_task_of_an_array_has_its_number_in_its_settings(name: str) -> None:
     [
         (["--status", "a", "b"], ("status", ("a", "b"), False)),
         (["--status", ""], ("status", ("",), False)),
+        (["--status", "--all"], ("status", ("--all",), False)),
         (["--stop=a"], ("stop", ("a",), False)),
         (["c", "2", "x=y", "--stop", "a", "--dry-run"], ("stop", ("a",), True)),
     ],
@@ -293,6 +294,7 @@ def test_help_wherever_it_stands() -> None:
         ),
         ("launch_singlenode", ["--strict", "--stop", "a"], "--strict cannot be used with --stop"),
         ("launch_singlenode", ["--stop", "-"], "- cannot be used with --stop; give only"),
+        ("launch_singlenode", ["--stop", "--all"], "--all cannot be used with --stop; give only"),
     ],
 )
 def test_what_is_refused_in_one_line(command: str, words: list[str], cause: str) -> None:

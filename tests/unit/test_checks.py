@@ -1,7 +1,10 @@
 """Each check on a healthy machine and on one with its fault; signs of slow or broken hardware."""
 
+import contextlib
 import dataclasses
+import errno
 import json
+import os
 import resource
 import shutil
 import socket
@@ -19,6 +22,7 @@ from job_tools import make_tool
 from ports import free_port
 
 from distributed.environment import port_from_id
+from distributed.errors import Refused
 from launcher import text
 from launcher.master_port import open_master_port, open_port
 from launcher.preflight import checks, gpus, must_match
@@ -26,6 +30,7 @@ from launcher.preflight.check_node import check_node
 from launcher.preflight.checks import Machine
 from launcher.preflight.gpus import Gpu, GpuError, find_slow, visible_gpus
 from launcher.preflight.infiniband import Port, can_open_devices, ports_of_nccl, read_ports
+from launcher.record.run_json import writing_to
 from launcher.wire import limits
 from launcher.wire.messages import Fault, Request
 
@@ -114,6 +119,8 @@ def nccl(name: str) -> dict[str, Any]:
         *(("interfaces", gloo(name), "no-such-interface", "") for name in ("none9", "^lo")),
         *(("interfaces", nccl(name), "", "") for name in ("lo", "l", "=lo", "^none9")),
         *(("interfaces", nccl(name), "no-such-interface", "") for name in ("=l", "none9", EVERY)),
+        ("interfaces", nccl("=l"), "no-such-interface", "==l (= before a name: only this one) "),
+        ("interfaces", nccl(EVERY), "no-such-interface", " (^ excludes) excludes all interfaces"),
     ],
 )
 def test_what_a_check_finds(check: str, changes: dict[str, Any], fault: str, cause: str) -> None:
@@ -375,18 +382,47 @@ def test_loopback_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fault is not None and fault.cause.startswith("the loopback interface is down")
 
 
-@pytest.mark.parametrize(("mib", "is_small"), [(64, True), (512, False)])  # 64: Docker's default
-def test_a_small_shm(monkeypatch: pytest.MonkeyPatch, mib: int, is_small: bool) -> None:
-    used = shutil.disk_usage("/")._replace(total=mib << 20)
+@pytest.mark.parametrize(
+    ("mib", "free", "is_small"),
+    [(64, 64, True), (512, 512, False), (64000, 64, True)],  # 64: Docker's default
+)
+def test_a_small_or_full_shm(
+    monkeypatch: pytest.MonkeyPatch, mib: int, free: int, is_small: bool
+) -> None:
+    used = shutil.disk_usage("/")._replace(total=mib << 20, free=free << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: used)
     fault = find(checks.check_limits, only="small-shm")
     told = Fault(
         "small-shm",
-        "/dev/shm is only 64 MiB",
-        "start Docker with --ipc=host or --shm-size=8g",
+        f"/dev/shm has only {free} MiB free, of {mib} MiB",
+        "empty it, or give Docker --ipc=host or --shm-size=8g",
         warns=True,
     )
     assert fault == (told if is_small else None)
+
+
+@pytest.fixture(params=["size=4k", "nr_inodes=1"])
+def full_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    mount = ["mount", "-t", "tmpfs", "-o", request.param, "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small disk needs root")
+    with contextlib.suppress(OSError):
+        (tmp_path / "full").write_bytes(bytes(8192))
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_at_the_start_is_no_lack_of_permission(full_disk: Path) -> None:
+    found = find(checks.check_folders, log_dir=full_disk, only="disk-full")
+    assert found is not None and "(No space left on device)" in found.cause and not found.warns
+    told = r"\(No space left on device\); set LOG_DIR \[disk-full\]"
+    with pytest.raises(Refused, match=told), writing_to(full_disk / "logs"):
+        (full_disk / "logs/run.json").write_text("{}")
+
+
+def test_a_full_quota_is_a_full_disk() -> None:
+    for number, fault in {errno.EDQUOT: "disk-full", errno.EROFS: "dir-unwritable"}.items():
+        assert text.unwritable_fault(OSError(number, "")) == fault
 
 
 def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ a script of the reader's, or of the guide: --lr --name --conf
 """
 FOREIGN_VARIABLES = """
 NCCL_IB_DISABLE NCCL_IB_HCA NCCL_IB_GID_INDEX NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_TREE_THRESHOLD
+NCCL_CROSS_NIC
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE TORCHELASTIC_SIGNALS_TO_HANDLE TORCH_LOGS PYTORCH_ALLOC_CONF
 CUDA_LAUNCH_BLOCKING SLURM_NNODES SBATCH_PARTITION PBS_HOME PBS_NODENUM PDSH_SSH_ARGS
 RES_OPTIONS PR_SET_CHILD_SUBREAPER; a site's module file: LAUNCH_KIT
@@ -508,6 +509,13 @@ def test_the_table_of_run_json_is_the_records() -> None:
     rows = re.findall(r"^\| (`.*?) \|", section_of(REFERENCE, "run.json"), re.M)
     names = re.findall(r"`(\w+)`", " ".join(rows))
     assert sorted(names) == sorted(one.name for one in dataclasses.fields(Record))
+
+
+def test_no_batch_file_of_the_guides_fixes_a_port() -> None:
+    """Two jobs may share a node."""
+    files = [block for text in TEXT.values() for block in blocks(text) if "#!/bin/bash" in block]
+    assert len(files) > 2
+    assert [file for file in files if re.search(r"\b29500\b", file)] == []
 
 
 def test_the_defaults_of_the_batch_scripts_are_in_the_guide() -> None:

@@ -1,6 +1,9 @@
 """The first real cause in a log of any launcher, by name."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,10 @@ from launcher.explain.__main__ import find_cause, main
 from launcher.explain.kinds import Kind, Rule
 from launcher.explain.reading import HINT, Sighting, look, read, split
 from launcher.explain.rules import RULES
+from launcher.failure import Failure, RaisedError, describe_end
 from launcher.record.run_json import note_start
 
+EXPLAIN = [sys.executable, "-m", "launcher.explain"]
 LOGS = ROOT / "tests/logs"
 JUDGED = yaml.safe_load((LOGS / "judged/index.yaml").read_text())
 HEALTHY = yaml.safe_load((LOGS / "healthy/index.yaml").read_text())
@@ -81,6 +86,10 @@ def test_a_run_that_ended_well_has_no_cause(one: dict[str, str]) -> None:
         ("[1,3]<stderr>:ValueError: x", "rank 3", "", "ValueError: x"),
         ("3: ValueError: x", "rank 3", "", "ValueError: x"),
         ("[3] ValueError: x", "rank 3", "", "ValueError: x"),
+        ("[1764] [rank5]: ValueError: x", "rank 5", "", "ValueError: x"),
+        ("[1764] E [rank5] ValueError: x", "rank 5", "", "E [rank5] ValueError: x"),
+        ("1: E [rank5] ValueError: x", "rank 5", "", "E [rank5] ValueError: x"),
+        ("[rank3]: E [rank5] ValueError: x", "rank 3", "", "E [rank5] ValueError: x"),
         ("(CommandActor pid=9) [3]:ValueError: x", "rank 3", "", "ValueError: x"),
         ("stderr: [rank3]: ValueError: x", "rank 3", "", "ValueError: x"),
         ("ERROR 12-31 01:06:23 [core.py:603] ValueError: x", "", "", "ValueError: x"),
@@ -147,6 +156,114 @@ def test_launchers_tell_the_rank(tmp_path: Path, text: str, rank: str, host: str
     cause = explain(log)
     assert cause is not None
     assert (cause.text, cause.rank, cause.host) == ("ValueError: x", rank, host)
+
+
+TABLE = """Failures:
+[1]:
+  time      : 2026-11-20_16:13:03
+  host      : node2
+  rank      : 4 (local_rank: 0)
+  exitcode  : {other} (pid: 101)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 101
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-20_16:12:{second}
+  host      : node3
+  rank      : 5 (local_rank: 1)
+  exitcode  : {code} (pid: 102)
+  error_file: <N/A>
+"""
+LATER_KILL = "Unable to shutdown process 7 via Signals.SIGTERM, forcefully exiting via {}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "rank"),
+    [
+        (TABLE.format(other=-9, second=33, code=7), "rank-error", "rank 5"),
+        (LATER_KILL.format("Signals.SIGKILL") + TABLE.split("---")[0], "rank-killed", ""),
+        (TABLE.format(other=1, second=33, code=-9), "rank-killed", "rank 5"),
+        (TABLE.format(other=-9, second=33, code=-11), "rank-crashed", "rank 5"),
+        (  # of two nodes, each with its own torchrun: the earlier one counts
+            TABLE.format(other=-9, second=44, code=-9).replace(": 5 ", ": 0 ")
+            + TABLE.format(other=-9, second=33, code=7),
+            *("rank-error", "rank 5"),
+        ),
+        (
+            TABLE.format(other=-9, second=33, code=7).replace("\n", "\n1: "),
+            *("rank-error", "rank 5"),
+        ),
+    ],
+)
+def test_the_first_failure_in_torchs_table_beats_later_kills(
+    text: str, fault: str, rank: str, tmp_path: Path
+) -> None:
+    cause = explain(written(tmp_path / "train.log", text))
+    assert cause is not None
+    assert (cause.fault, cause.rank) == (fault, rank or cause.rank)
+
+
+SOURCE = """Traceback (most recent call last):
+  File "/home/me/train.py", line 41, in <module>
+    raise RuntimeError("CUDA out of memory, or " + why)
+    ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+RuntimeError: no batch
+"""
+GROUP = """  | Traceback (most recent call last):
+  |   File "/home/me/train.py", line 41, in <module>
+  |     raise RuntimeError("CUDA out of memory, or " + why)
+  | ValueError: no batch
+"""
+
+
+@pytest.mark.parametrize("label", ["", "[rank1]: ", "[1] [rank1]: ", "2026-11-20 16:12:33,123 "])
+def test_the_code_that_a_traceback_shows_is_not_its_error(label: str, tmp_path: Path) -> None:
+    log = written(tmp_path / "train.log", "".join(label + row for row in SOURCE.splitlines(True)))
+    cause = explain(log)
+    assert cause is not None
+    assert (cause.text, cause.fault) == ("RuntimeError: no batch", "rank-error")
+    assert cause.frames == ["/home/me/train.py:41 in <module>"]
+
+
+def test_the_code_in_a_group_of_errors_is_not_its_error(tmp_path: Path) -> None:
+    cause = explain(written(tmp_path / "train.log", GROUP))
+    assert cause is not None and cause.fault == "rank-error"
+
+
+LOCK = """Traceback (most recent call last):
+  File "/usr/lib/python3.12/{module}.py", line 57, in __init__
+    sl = self._semlock = _multiprocessing.SemLock(
+                         ^^^^^^^^^^^^^^^^^^^^^^^^^
+OSError: [Errno 28] No space left on device
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "fault"),
+    [
+        ("multiprocessing/synchronize", "small-shm"),
+        ("multiprocessing/shared_memory", "small-shm"),
+        ("shutil", "disk-full"),
+    ],
+)
+def test_a_full_dev_shm_is_no_full_disk(module: str, fault: str, tmp_path: Path) -> None:
+    text = LOCK.format(module=module)
+    cause = explain(written(tmp_path / "train.log", text))
+    assert cause is not None and cause.fault == fault
+    unknown = Failure("rank-error", "", 1, "node1", 0, 0.0)
+    raised = RaisedError("OSError: [Errno 28] No space left on device", text, 1, 0.0)
+    end = describe_end(unknown, raised, code=1, is_out_of_memory=False, last_text="")
+    assert end.fault == fault
+
+
+def test_a_retry_of_nccl_that_succeeds_is_no_cause(tmp_path: Path) -> None:
+    failed = "NCCL {} Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx5_0:1"
+    retry = failed.format("INFO") + ", retrying 1/35 after 100 msec of sleep\n"
+    cause = explain(written(tmp_path / "a.log", f"{retry}ValueError: x\n"))
+    assert cause is not None and cause.text == "ValueError: x"
+    cause = explain(written(tmp_path / "b.log", f"{retry}{failed.format('WARN')}\nValueError: x\n"))
+    assert cause is not None and cause.fault == "nccl-error"
 
 
 def test_a_log_without_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,6 +402,31 @@ def test_of_a_log_with_several_starts_the_last_is_explained(
     assert main([str(log)], {}) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{refusal}\n## run-is-live") and first not in said
+
+
+def test_a_refusal_of_one_node_is_shown_before_the_stop_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "slurm-17.out"
+    stopped = "stopped  by SIGINT (code 130); nothing is left running"
+    refusal = "node agent: node2: port 1 is taken; end that process [port-in-use]"
+    log.write_text(f"run        17\n{refusal}\nrun        18\n[1] {REFUSALS[0]}\n{stopped}\n")
+    assert main([str(log)], {}) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [said[0], said[-1]] == [REFUSALS[0], stopped]
+    assert "## name-unresolved" in said and refusal not in said
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin", "FIFO"])
+def test_a_log_is_read_from_a_pipe(name: str, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    log = "[rank3]: ValueError: boom\n" + "step\n" * 99999
+    command = f"exec 3<&0; cat <&3 > {fifo} & exec {sys.executable} -m launcher.explain {fifo}"
+    words = ["bash", "-c", command] if name == "FIFO" else [*EXPLAIN, name]
+    done = subprocess.run(words, input=log, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("FAILED   rank 3       [rank-error]\n"), done.stderr
+    assert "log      -:1\n" in done.stdout and done.returncode == 0
 
 
 def test_a_run_that_starts_and_has_no_log_yet_is_described(

@@ -262,9 +262,33 @@ TOLD = Outcome(9, failed(5), 1, 2)
             outcome(7, failed(2, code=7), lost_peer=2, stopped=1),
         ),
         (  # none failed, but one exited too early
-            Facts(codes={0: 1, 1: 0}, failures=[victim(0)]),
+            Facts(codes={0: 1, 1: 0}, failures=[victim(0)], host="n1"),
             outcome(
-                1, replace(victim(0), cause="cause of 0 (rank 1 had already exited with code 0)")
+                1,
+                replace(
+                    failed(1),
+                    cause="exited with code 0 before rank 0, which then failed: cause of 0",
+                    host="n1",
+                ),
+                lost_peer=1,
+            ),
+        ),
+        (  # the same, on another node
+            Facts(
+                codes={0: 1, 1: 1},
+                failures=[victim(0), victim(1)],
+                nodes={2: NodeEnd(first_rank=4, codes=[143, 0], host="n3", node_rank=2)},
+            ),
+            outcome(
+                1,
+                replace(
+                    failed(5),
+                    cause="exited with code 0 before rank 0, which then failed: cause of 0",
+                    host="n3",
+                    node_rank=2,
+                    local_rank=1,
+                ),
+                lost_peer=2,
             ),
         ),
         (  # the stacks of all nodes

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import PATIENCE_S, ROOT, begun, children, execute, run_agent, written
+from agents import PATIENCE_S, ROOT, begun, children, execute, rarely, run_agent, written
 
 from launcher import processes
 from launcher.outer_run import leave_outer_run
@@ -200,6 +200,41 @@ def test_it_stops_every_process_and_fg_continues_them(tmp_path: Path) -> None:
             shell.wait_for(r"at \d+\s[\s\S]*at \d+\s")
         shell.type("\x03")
         shell.wait_for(r"stopped  by SIGINT: ranks 0-1 ended by SIGINT \(code 130\)")
+    finally:
+        shell.close()
+
+
+SAVES = """
+import signal, sys, time
+from torch_launch_kit.distributed.heartbeat import beat
+signal.signal(signal.SIGINT, lambda *_: (beat(1, saved=1), sys.exit(75)))
+beat(0)
+print("at 1", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (SAVES, r"after saving a checkpoint \(code 75\)"),
+        *rarely((COUNT, r"ended by SIGINT \(code 130\)")),
+    ],
+    ids=["saves", "ends"],
+)
+def test_ctrl_c_ends_the_loop_of_the_shell_too(program: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(program)
+    shell = Shell(tmp_path)
+    try:
+        launch = f"PYTHON={shlex.quote(sys.executable)} {ROOT}/scripts/launch.sh x.py"
+        shell.type(f"for i in a b; do {launch}; done; echo o''ver\n")
+        shell.wait_for(r"at 1")
+        shell.type("\x03")
+        shell.wait_for(rf"stopped  by SIGINT.* {said}")
+        shell.type("echo code: $?\n")
+        shell.wait_for(r"code: \d+")
+        assert "code: 130" in shell.shown and "over" not in shell.shown
     finally:
         shell.close()
 

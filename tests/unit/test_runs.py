@@ -156,7 +156,7 @@ def test_what_ended_a_run_is_shown_before_its_metrics_and_its_output(
     write(tmp_path, "one", state="ended", started=1.0, ended=2.0, exit_code=1)
     (tmp_path / "one/node_0.log").write_text("[0] RuntimeError: Connection closed by peer\n")
     (tmp_path / "one/failure.txt").write_text(block)
-    line = f"one  ended, code 1  since {runs.date(2.0)}    [rank-error] ValueError: boom\n"
+    line = f"one  ended, code 1  since {runs.date(2.0)}  [rank-error] ValueError: boom\n"
     assert ask("status", tmp_path) == 0
     assert capsys.readouterr().out == line
     assert ask("status", tmp_path, "one") == 0
@@ -168,11 +168,13 @@ def test_what_ended_a_run_is_shown_before_its_metrics_and_its_output(
     assert not (tmp_path / "one/failure.txt").exists()
 
 
-def test_every_run_has_a_line_and_the_newest_comes_last(
+def test_every_run_has_a_line_and_the_newest_comes_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     me = launcher_of(os.getpid())
-    write(tmp_path, "now", state="running", launcher=me, started=3.0, step=120)
+    words = ["--nproc-per-node", "2", "--log-dir", "logs", "-m", "pkg.train", "--name", "a b"]
+    now = {"started": 3.0, "step": 120, "agent_arguments": words}
+    write(tmp_path, "now", state="running", launcher=me, **now)
     write(tmp_path, "older", state="ended", launcher=me, started=1.0, ended=2.0, exit_code=75)
     (tmp_path / "latest").symlink_to("now")
     (tmp_path / "distributed_training").mkdir()
@@ -183,9 +185,22 @@ def test_every_run_has_a_line_and_the_newest_comes_last(
     assert ask("status", tmp_path) == 0
     since = [runs.date(seconds) for seconds in (2.0, 3.0)]
     assert capsys.readouterr().out.splitlines() == [
-        f"older  ended, code 75  since {since[0]}            [0] two\\x1b[31m",
-        f"now    running         since {since[1]}  step 120  loss 2.512",
+        f"now    running         since {since[1]}  step 120  pkg.train --name 'a b'  loss 2.512",
+        f"older  ended, code 75  since {since[0]}{' ' * 36}[0] two\\x1b[31m",
     ]
+
+
+def test_of_many_runs_the_newest_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(22):
+        write(tmp_path, f"run{number:02}", state="ended", ended=1.0 + number, exit_code=0)
+    for words, last in {("--all",): 0, (): 2}.items():
+        assert ask("status", tmp_path, *words) == 0
+        told = capsys.readouterr()
+        listed = [line.split()[0] for line in told.out.splitlines()]
+        assert listed == [f"run{number:02}" for number in range(21, last - 1, -1)]
+        assert ("newest 20 of 22 runs; --status --all lists all" in told.err) == (not words)
 
 
 @pytest.mark.parametrize(("state", "shown"), [("running", "[0] step 1"), ("starting", "")])

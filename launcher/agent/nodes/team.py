@@ -120,6 +120,6 @@ class Team:
             is_gone = peer.receive(limits.POLL_S) is None
             if is_gone or peer.is_silent:
                 del self.spares[spare]
-                peer.close()
                 self.counted -= is_gone  # others may still reach a silent spare
                 on_lost(peer.loss(spare.node_id, spare.host))
+                peer.close()

@@ -1,0 +1,37 @@
+"""How a launcher ends after a Ctrl-C: a shell ends the loop or script only if SIGINT kills it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Container
+from typing import NoReturn
+
+from distributed.errors import STOPPED
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def code_for_shell(code: int, signals: Container[int | None]) -> int:
+    """Return an exit code; that of a Ctrl-C if `signals` has stopped a run, which has saved."""
+    is_typed = code == STOPPED and signal.SIGINT in signals and is_in_foreground()
+    return INTERRUPTED if is_typed else code
+
+
+def leave(code: int) -> NoReturn:
+    """Exit, after a Ctrl-C by its signal."""
+    if code == INTERRUPTED and is_in_foreground():
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(code)
+
+
+def is_in_foreground() -> bool:
+    """Whether a Ctrl-C on a terminal reaches this process."""
+    with contextlib.suppress(OSError), open("/dev/tty", "rb") as terminal:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    return False
