@@ -66,6 +66,7 @@ class Attempt:
         self.interrupts = Interrupts()
         self.selector = selectors.DefaultSelector()
         self.stragglers: dict[int, RankState] = {}  # of the other nodes, on node rank 0
+        self.have_all_been_told = False  # by node rank 0, to end their ranks after a failure
         self.term = Deadline()  # when to send SIGTERM to the ranks here
         self.kill = Deadline()  # when to send SIGKILL to all descendants
         self.rest_s = 0.0  # pause before the next iteration, if output arrives in small pieces
@@ -213,9 +214,15 @@ class Attempt:
         if self.facts.asked:
             self.kill.set_within(self.grace_s)
             return
-        if self.is_first_node:
+        if self.is_first_node and not self.have_all_been_told:
+            self.have_all_been_told = True
             self.send_all(EndRanks())
-        self.term.set_within(limits.SETTLE_S if first.is_consequence else 0.0)
+        self._end_within(limits.SETTLE_S if first.is_consequence else 0.0)
+
+    def _end_within(self, seconds: float) -> None:
+        """Arrange for SIGTERM to the ranks here. They get it once: they may be saving."""
+        if not self.facts.stopped:
+            self.term.set_within(seconds)
 
     def _record_failure(self, first: Failure) -> None:
         self.facts.failures.append(first)
@@ -290,7 +297,7 @@ class Attempt:
     def _end_ranks(self, suspect: int) -> None:
         """End the ranks here. If a rank is stuck, collect all stacks first, then kill the ranks."""
         if suspect < 0:
-            self.term.set_within(0.0)
+            self._end_within(0.0)
             return
         failure = self.ranks.describe_stuck(suspect)
         if failure is not None:
