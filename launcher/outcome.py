@@ -134,7 +134,10 @@ def end_attempt(
     if first.is_consequence and finished:  # no rank failed: one exited too early
         before = f"rank {min(finished)} had already exited with code 0"
         first = replace(first, cause=f"{first.cause} ({before})")
-    stacks = [line for each in failures for line in each.stacks]
+    stacks: dict[str, list[int]] = {}
+    for each in failures:
+        for text, ranks in each.stacks.items():
+            stacks[text] = sorted([*stacks.get(text, ()), *ranks])
     first = replace(first, stacks=stacks, saved_step=max(nodes[0].saved_step, first.saved_step))
     return replace(chosen, failure=first, lost_peer=len(lost), stopped=len(stopped))
 

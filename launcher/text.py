@@ -75,6 +75,15 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {named}"
 
 
+def name_groups(groups: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return one line for each text, with the ranks that it is about; that of the fewest is last.
+
+    Texts without ranks are remarks, which follow as they are.
+    """
+    by_size = sorted(groups.items(), key=lambda group: -len(group[1]))
+    return [f"{name_ranks(ranks)}: {text}" if ranks else text for text, ranks in by_size]
+
+
 def install_command(packages: str) -> str:
     """Return the command that installs packages for this Python."""
     words = f"{sys.executable} -m pip install"

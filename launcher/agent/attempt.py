@@ -66,7 +66,6 @@ class Attempt:
         self.interrupts = Interrupts()
         self.selector = selectors.DefaultSelector()
         self.stragglers: dict[int, RankState] = {}  # of the other nodes, on node rank 0
-        self.have_all_been_told = False  # by node rank 0, to end their ranks after a failure
         self.term = Deadline()  # when to send SIGTERM to the ranks here
         self.kill = Deadline()  # when to send SIGKILL to all descendants
         self.rest_s = 0.0  # pause before the next iteration, if output arrives in small pieces
@@ -127,7 +126,7 @@ class Attempt:
             signal.signal(QUERY, lambda *_: self.query.ask())
         for earlier in self.facts.signals:
             self._pass_on(earlier)
-        self._listen_to(self.supervisor, self._on_supervisor_death)
+        self._listen_to(self.supervisor, _end_with_supervisor)
         for node, peer in self.peers.items():
             self._listen_to(peer.socket, partial(self._on_peer, node, peer))
         for stream in self.ranks.streams():
@@ -182,10 +181,6 @@ class Attempt:
 
     # --- this node's ranks ----------------------------------------------------------------------
 
-    def _on_supervisor_death(self) -> None:
-        processes.end_descendants()
-        os._exit(KILLED)
-
     def _on_output(self, stream: Stream) -> None:
         self.partial.set_within(limits.PARTIAL_LOOK_S)
         if not stream.pump():
@@ -214,9 +209,8 @@ class Attempt:
         if self.facts.asked:
             self.kill.set_within(self.grace_s)
             return
-        if self.is_first_node and not self.have_all_been_told:
-            self.have_all_been_told = True
-            self.send_all(EndRanks())
+        if self.is_first_node and self.facts.failures == [first]:
+            self.send_all(EndRanks())  # once: in a large run, thousands of failures may follow
         self._end_within(limits.SETTLE_S if first.is_consequence else 0.0)
 
     def _end_within(self, seconds: float) -> None:
@@ -304,6 +298,11 @@ class Attempt:
             self._fail(failure)
             self.savers.refuse()
             self.kill.set_within(0.0)  # a resumed rank must not save
+
+
+def _end_with_supervisor() -> None:
+    processes.end_descendants()
+    os._exit(KILLED)
 
 
 def _take_message(attempt: Attempt, node: int, peer: Link, message: object) -> None:
