@@ -144,7 +144,7 @@ class Attempt:
         suspect = self.query.on_time()
         if suspect is not None and not self.facts.failures:
             self.send_all(EndRanks(suspect))
-            self._end_ranks(suspect)
+            self._end_stuck(suspect)
 
     def _terminate_ranks(self) -> None:
         """Send SIGTERM to the ranks, because one has failed."""
@@ -288,11 +288,8 @@ class Attempt:
             if suspect is not None and suspect.is_stuck:
                 self.query.ask_about(suspect)
 
-    def _end_ranks(self, suspect: int) -> None:
-        """End the ranks here. If a rank is stuck, collect all stacks first, then kill the ranks."""
-        if suspect < 0:
-            self._end_within(0.0)
-            return
+    def _end_stuck(self, suspect: int) -> None:
+        """Collect the stacks of the ranks here, which a stuck rank holds up, then kill them."""
         failure = self.ranks.describe_stuck(suspect)
         if failure is not None:
             self._fail(failure)
@@ -318,8 +315,10 @@ def _take_message(attempt: Attempt, node: int, peer: Link, message: object) -> N
             attempt.query.receive(node, message)
         case SnapshotData():
             attempt.snapshots.incoming.take(message)
+        case EndRanks() if message.stuck < 0:
+            attempt._end_within(0.0)
         case EndRanks():
-            attempt._end_ranks(message.stuck)
+            attempt._end_stuck(message.stuck)
         case RanksSave():
             attempt.savers.others_s = attempt.grace_s
             if attempt.is_first_node:
