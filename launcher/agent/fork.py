@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed import is_nccl_available
 
 from distributed.errors import Refused
-from launcher import processes
+from launcher import descriptors, processes
 from launcher.agent.node_ranks import Rank
 from launcher.agent.output.outputs import Outputs
 from launcher.agent.rank.flight_recorder import DEFAULT_SIZE
@@ -45,6 +45,7 @@ def fork_ranks(
         (stdout, out), (stderr, err) = outputs.open(part, local_rank)
         if (pid := os.fork()) == 0:
             processes.take_name(f"rank{number}")
+            descriptors.give_back_limit()
             for opened in (*held, outputs, out, err, *ranks):
                 opened.close()
             if cpus:

@@ -31,6 +31,7 @@ from launcher.wire.messages import Fault, Request
 OLDEST_TORCH = (2, 4)
 # The first Linux driver for each CUDA version: CUDA Compatibility, table 2 (NVIDIA).
 FIRST_DRIVER = {11: 450, 12: 525, 13: 580}
+AGENT_FILES = 64  # of a node agent, beside its connections
 LEAST_FILES = 1024  # open files of one process; Linux's own default
 LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
 LEAST_DISK = 2 << 30  # bytes free where checkpoints go
@@ -265,7 +266,12 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
 
 def check_limits(machine: Machine) -> Iterator[Fault]:
     """The limits are high enough for data workers and NCCL, and for InfiniBand's locked buffers."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 means no limit
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 means no limit
+    # Those of node rank 0's agent: a connection to each node, and one of each rank to its store.
+    needed = (1 + machine.nproc) * machine.num_nodes + AGENT_FILES
+    if machine.node_rank == 0 and 0 <= most < needed:
+        cause = f"the hard limit on open files is {most}, and this run's agent needs {needed}"
+        yield Fault("low-nofile", cause, "raise it (limits.conf; under SLURM, slurmd's limit)")
     if 0 <= files < LEAST_FILES:
         cause = f"the limit on open files is {files} (data workers need {LEAST_FILES})"
         yield warning("low-nofile", cause, "run ulimit -n 65536 before the launch")
