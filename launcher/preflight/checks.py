@@ -5,7 +5,6 @@ To add a check, write a function here, and add a line to CHECKS.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import importlib.machinery
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.network import interface_to
-from launcher.master_port import is_here, is_loopback
+from launcher.master_port import find_holder, is_here, is_loopback
 from launcher.preflight import infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow, newest_cuda
 from launcher.text import Environ, count, environment_cure
@@ -212,7 +211,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
         cure = "set MASTER_ADDR to an address of this node; behind NAT, ignore this"
         yield warning("no-such-interface", cause, cure)
     if machine.port_error == errno.EADDRINUSE:
-        holder = _holder(port)
+        holder = find_holder(port)
         if f" --rdzv-id {machine.run_id} " in holder:
             cause = f"run {machine.run_id} is live: its node agent is running here"
             yield Fault("run-is-live", cause, "wait until it ends, or choose another RUN_ID")
@@ -336,20 +335,3 @@ def _hosts_line(name: str) -> int | None:
         if name in names and is_loopback(address):
             return number
     return None
-
-
-def _holder(port: int) -> str:
-    """Return " by pid 123 (command line)" if /proc shows which process listens on the port."""
-    listeners = set()
-    for table in Path("/proc/net").glob("tcp*"):
-        for line in table.read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                listeners.add(f"socket:[{fields[9]}]")
-    for file in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # the process is gone, or not ours to inspect
-            if os.readlink(file) in listeners:
-                process = file.parents[1]
-                command = (process / "cmdline").read_text(errors="replace").replace("\0", " ")
-                return f" by pid {process.name} ({' '.join(command.split())})"
-    return ""

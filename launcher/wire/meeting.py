@@ -21,6 +21,7 @@ from distributed.errors import Refused
 from launcher import own_time
 from launcher.handshake import Acceptor
 from launcher.master_port import open_port
+from launcher.text import name_numbers
 from launcher.wire import limits
 from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest, Refusal
 from launcher.wire.node_link import Link
@@ -67,7 +68,7 @@ def gather(
     """
     here: dict[int, tuple[Link, Member]] = {}
     while (missing := awaited - here.keys()) and wait.left_s > 0:
-        wait.tell(f"node rank {', '.join(map(str, sorted(missing)))}")
+        wait.tell(f"node rank {name_numbers(sorted(missing))}")
         for connection, received in acceptor.wait(min(wait.left_s, limits.CHECKIN_AGAIN_S)):
             link = Link(connection, received)
             said = link.wait(wait.deadline)
