@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import io
 import os
 import shutil
 import socket
@@ -30,7 +31,7 @@ from launcher.handshake import Acceptor, Access
 from launcher.master_port import open_port
 from launcher.preflight import between_nodes, compare
 from launcher.preflight.check_node import MARK, check_node, read_reports
-from launcher.preflight.compare import judge
+from launcher.preflight.compare import Finding, judge
 from launcher.preflight.must_match import ARGUMENTS, describe_program
 from launcher.typed_json import encode
 from launcher.wire import meeting
@@ -250,6 +251,19 @@ def test_in_a_large_run_each_node_tries_its_neighbours() -> None:
     near = [one.node_id for one in meeting.neighbours(members[:4], 2)]
     assert near == [3, 0, 1]
     assert [one.node_id for one in meeting.neighbours(members[:1], 2)] == [0]
+
+
+def test_a_warning_of_many_nodes_is_one_line() -> None:
+    shared, own = Fault("small-shm", "it is small", "raise it", True), Fault("disk-low", "c", "d")
+    findings = [Finding(f"node{number:04}", shared) for number in range(1, 1025)]
+    findings.insert(1, Finding("node0001", own))
+    out = io.StringIO()
+    told = compare.Preflight(1, findings, 1024, 0.1)
+    assert compare.print_findings(told, "x.sh", is_strict=False, out=out)
+    assert out.getvalue().splitlines() == [
+        "x.sh: warning: node[0001-1024]: it is small; raise it [small-shm]",
+        "x.sh: node0001: c; d [disk-low]",
+    ]
 
 
 def visit(test: PairTest) -> list[Fault]:
