@@ -238,10 +238,10 @@ class Attempt:
         """Ask the ranks here and all other nodes to stop, except `source`, which asked for it."""
         if signum not in self.facts.signals:  # schedulers send one signal to several processes
             self.facts.signals.append(signum)
-            self._pass_on(signum)
-            self.send_all(StopRequest(signum), but=source)
+            self._pass_on(signum, source)
 
-    def _pass_on(self, signum: int) -> None:
+    def _pass_on(self, signum: int, source: Link | None = None) -> None:
+        self.send_all(StopRequest(signum), but=source)
         if signum != NOTICE:  # after a notice, the ranks still have minutes
             self.kill.set_within(self.grace_s)
             self.ranks.send(signum)

@@ -491,6 +491,28 @@ def test_a_rank_that_was_told_to_stop_is_no_cause(runs: list[Run], tmp_path: Pat
     assert said.count(b'"EndRanks"') == 1
 
 
+def test_a_stop_before_the_ranks_have_started_reaches_all_nodes(
+    runs: list[Run], tmp_path: Path
+) -> None:
+    script = written(tmp_path / "program.py", "import time\ntime.sleep(600)\n")
+    port, secret = free_port(), handshake.new_secret()
+    runs.append(run := Run([*world(port, 0), str(script)], RUN_SECRET=secret))
+    with connect(port) as other:
+        handshake.introduce(other, secret.encode())
+        other.sendall(hello(script) + b'{"PairResult":{"faults":[]}}\n')
+        said = b""
+        while b'"Assignment"' not in said:
+            said += other.recv(65536)
+        run.process.terminate()
+        while b'"StopRequest"' not in said:
+            said += (more := other.recv(65536))
+            assert more, said
+        other.sendall(f"{messages.write(NodeEnd((), 1, [143]))}\n".encode())
+        while other.recv(65536):
+            pass
+    assert "stopped  by SIGTERM: ranks 0-1 ended by SIGTERM (code 143)" in run.finish()
+
+
 def hello(script: Path, nproc: int = 1) -> bytes:
     """Return a node's first message, with the versions and hashes that node rank 0 expects."""
     files = {"the list of arguments": "", **must_match.hash_files([str(script)], Path())}
