@@ -8,8 +8,8 @@ import os
 import re
 import signal
 import sysconfig
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.explain.kinds import Kind
@@ -71,7 +71,8 @@ class Failure:
     step: int = -1  # -1: unknown
     saved_step: int = -1
     log: str = ""
-    stacks: Sequence[str] = ()  # where all ranks were, if the run was stuck
+    # Where the ranks were, if the run was stuck: the ranks with each stack, or none for a remark.
+    stacks: Mapping[str, Sequence[int]] = field(default_factory=dict)
     has_left: bool = False  # it exited by itself, without an error
 
     def __post_init__(self) -> None:

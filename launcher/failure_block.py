@@ -19,8 +19,9 @@ from distributed.errors import STOPPED
 from launcher.failure import Failure, signal_name
 from launcher.outcome import Outcome
 from launcher.record.run_json import KEPT
-from launcher.text import count, has_colour
+from launcher.text import count, has_colour, name_groups
 
+MOST_STACKS = 20  # rows
 LONGEST_ROW = 1 << 20  # characters: a command can be long
 TAIL_BYTES = 1 << 20  # read from the end of a log, to find its block
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
@@ -91,7 +92,7 @@ def print_block(outcome: Outcome, failure: Failure, out: TextIO) -> None:
         ("FAILED", f"{failure.who} {after}{at_step}       [{failure.fault}]"),
         ("cause", failure.cause),
         *(("", frame) for frame in failure.frames),
-        *(("stacks", line) for line in failure.stacks),
+        *(("stacks", line) for line in _stacks(failure)),
         ("code", f"{failure.code}{by_signal}"),
         ("others", _others(outcome, failure.fault)),
         ("log", failure.log),
@@ -105,6 +106,14 @@ def print_block(outcome: Outcome, failure: Failure, out: TextIO) -> None:
             label = f"\x1b[1;31m{label}\x1b[0m"
         if text:
             print(label, printable(text, LONGEST_ROW), file=out, flush=True)
+
+
+def _stacks(failure: Failure) -> list[str]:
+    """Return where the ranks were; of many places, those of the most and of the fewest ranks."""
+    lines, half = name_groups(failure.stacks), MOST_STACKS // 2
+    if len(lines) > MOST_STACKS:
+        lines[half : 1 - half] = [f"... {len(lines) - MOST_STACKS + 1} more"]
+    return lines
 
 
 def print_stop(outcome: Outcome, out: TextIO) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
+from pathlib import Path
 
 from distributed.environment import port_from_id
 from launcher import processes
@@ -73,3 +75,20 @@ def is_first(address: str, port: int) -> bool:
     This process, or a program that it executes, holds an abstract socket name until it ends.
     """
     return is_here(address, port) and processes.claim(str(port), is_inherited=True)
+
+
+def find_holder(port: int) -> str:
+    """Return " by pid 123 (command line)" if /proc shows which process listens on the port."""
+    listeners = set()
+    for table in Path("/proc/net").glob("tcp*"):
+        for line in table.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                listeners.add(f"socket:[{fields[9]}]")
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # the process is gone, or not ours to inspect
+            if os.readlink(file) in listeners:
+                process = file.parents[1]
+                command = (process / "cmdline").read_text(errors="replace").replace("\0", " ")
+                return f" by pid {process.name} ({' '.join(command.split())})"
+    return ""

@@ -134,7 +134,10 @@ def end_attempt(
         first = _exit_before(first, nodes) or first
     lost = {each.rank for each in failures if each.is_consequence} - {first.rank}
     stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
-    stacks = [line for each in failures for line in each.stacks]
+    stacks: dict[str, list[int]] = {}
+    for each in failures:
+        for text, ranks in each.stacks.items():
+            stacks[text] = sorted([*stacks.get(text, ()), *ranks])
     first = replace(first, stacks=stacks, saved_step=max(nodes[0].saved_step, first.saved_step))
     return replace(chosen, failure=first, lost_peer=len(lost), stopped=len(stopped))
 

@@ -6,13 +6,17 @@ import contextlib
 import errno
 import io
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from importlib.machinery import PathFinder
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
 
+MANY = 16  # names or numbers; more are folded
 Environ = Mapping[str, str]  # this process's variables, or a test's
 OwnEnviron = MutableMapping[str, str]  # the same, to be changed for processes that it starts
 
@@ -67,14 +71,55 @@ def count(number: int, noun: str, plural: str = "") -> str:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return sorted ranks as a person names them: "rank 3", "ranks 0-2, 7"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(_in_runs([*map(str, ranks)]))}"
+
+
+def name_numbers(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as text; of many, consecutive ones as "1-1023"."""
+    texts = [*map(str, numbers)]
+    return ", ".join(_in_runs(texts) if len(texts) > MANY else texts)
+
+
+def fold_names(names: Sequence[str]) -> list[str]:
+    """Return names; of many, consecutive ones as SLURM writes them, such as node[0001-1024]."""
+    if len(names) <= MANY:
+        return [*names]
+    folded: list[str] = []
+    for (before, after, is_numbered), group in groupby(map(_split, names), itemgetter(0, 2, 3)):
+        numbers = [number for _, number, _, _ in group]
+        if is_numbered and len(numbers) > 1:
+            numbers = [f"[{','.join(_in_runs(numbers))}]"]
+        folded += [f"{before}{number}{after}" for number in numbers]
+    return folded
+
+
+def _split(name: str) -> tuple[str, str, str, bool]:
+    """Split a host's name before and after the last number of its first part, if it has one."""
+    head, dot, domain = name.partition(".")
+    before, number, rest = re.split(r"(\d*)(?=\D*$)", head, maxsplit=1)
+    return before, number, f"{rest}{dot}{domain}", number != ""
+
+
+def _in_runs(numbers: Sequence[str]) -> list[str]:
+    """Join consecutive numbers of the same width: 1, 2, 3, 7 become 1-3, 7."""
+    runs: list[list[str]] = []
+    following = ""
+    for number in numbers:
+        if number and number == following:
+            runs[-1][1:] = [number]
         else:
-            runs.append([rank])
-    named = ", ".join("-".join(map(str, run)) for run in runs)
-    return f"rank{'' if len(ranks) == 1 else 's'} {named}"
+            runs.append([number])
+        following = f"{int(number) + 1:0{len(number)}}" if number else ""
+    return ["-".join(run) for run in runs]
+
+
+def name_groups(groups: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return one line for each text, with the ranks that it is about; that of the fewest is last.
+
+    Texts without ranks are remarks, which follow as they are.
+    """
+    by_size = sorted(groups.items(), key=lambda group: -len(group[1]))
+    return [f"{name_ranks(ranks)}: {text}" if ranks else text for text, ranks in by_size]
 
 
 def install_command(packages: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from distributed.errors import BAD_INPUT, REFUSED, Refused
+from distributed.stop_signals import handled_signals
 from launcher.agent import elastic
 from launcher.agent.attempt import Attempt
 from launcher.agent.control import (
@@ -91,6 +93,9 @@ class NodeAgent:
     ) -> None:
         """Raise Refused if the run's folder is not writable, or belongs to a live process."""
         self.args, self.typed, self.supervisor = args, typed, supervisor
+        self.signals: list[int] = []  # received from outside this run
+        for signum in handled_signals():  # the other nodes are told once the ranks have started
+            signal.signal(signum, lambda received, _: self.signals.append(received))
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
         self.snapshots = Snapshots(args.nproc)
@@ -100,7 +105,6 @@ class NodeAgent:
         self.error_files = args.log_dir or Path(tempfile.mkdtemp())
         self.restarts = Restarts(args.max_restarts, self.heartbeats)
         self.outputs = Outputs(args)
-        self.signals: list[int] = []  # received from outside this run
         self.is_spare = True  # until it has ranks
         # Resumes the run; empty if the program may not be able to resume, unless it saves.
         self.resume_command = args.command if os.path.realpath(args.program.name) == TRAIN else ""

@@ -126,7 +126,7 @@ class Attempt:
             signal.signal(QUERY, lambda *_: self.query.ask())
         for earlier in self.facts.signals:
             self._pass_on(earlier)
-        self._listen_to(self.supervisor, self._on_supervisor_death)
+        self._listen_to(self.supervisor, _end_with_supervisor)
         for node, peer in self.peers.items():
             self._listen_to(peer.socket, partial(self._on_peer, node, peer))
         for stream in self.ranks.streams():
@@ -144,7 +144,7 @@ class Attempt:
         suspect = self.query.on_time()
         if suspect is not None and not self.facts.failures:
             self.send_all(EndRanks(suspect))
-            self._end_ranks(suspect)
+            self._end_stuck(suspect)
 
     def _terminate_ranks(self) -> None:
         """Send SIGTERM to the ranks, because one has failed."""
@@ -181,10 +181,6 @@ class Attempt:
 
     # --- this node's ranks ----------------------------------------------------------------------
 
-    def _on_supervisor_death(self) -> None:
-        processes.end_descendants()
-        os._exit(KILLED)
-
     def _on_output(self, stream: Stream) -> None:
         self.partial.set_within(limits.PARTIAL_LOOK_S)
         if not stream.pump():
@@ -213,9 +209,14 @@ class Attempt:
         if self.facts.asked:
             self.kill.set_within(self.grace_s)
             return
-        if self.is_first_node:
-            self.send_all(EndRanks())
-        self.term.set_within(limits.SETTLE_S if first.is_consequence else 0.0)
+        if self.is_first_node and self.facts.failures == [first]:
+            self.send_all(EndRanks())  # once: in a large run, thousands of failures may follow
+        self._end_within(limits.SETTLE_S if first.is_consequence else 0.0)
+
+    def _end_within(self, seconds: float) -> None:
+        """Arrange for SIGTERM to the ranks here. They get it once: they may be saving."""
+        if not self.facts.stopped:
+            self.term.set_within(seconds)
 
     def _record_failure(self, first: Failure) -> None:
         self.facts.failures.append(first)
@@ -237,10 +238,10 @@ class Attempt:
         """Ask the ranks here and all other nodes to stop, except `source`, which asked for it."""
         if signum not in self.facts.signals:  # schedulers send one signal to several processes
             self.facts.signals.append(signum)
-            self._pass_on(signum)
-            self.send_all(StopRequest(signum), but=source)
+            self._pass_on(signum, source)
 
-    def _pass_on(self, signum: int) -> None:
+    def _pass_on(self, signum: int, source: Link | None = None) -> None:
+        self.send_all(StopRequest(signum), but=source)
         if signum != NOTICE:  # after a notice, the ranks still have minutes
             self.kill.set_within(self.grace_s)
             self.ranks.send(signum)
@@ -287,16 +288,18 @@ class Attempt:
             if suspect is not None and suspect.is_stuck:
                 self.query.ask_about(suspect)
 
-    def _end_ranks(self, suspect: int) -> None:
-        """End the ranks here. If a rank is stuck, collect all stacks first, then kill the ranks."""
-        if suspect < 0:
-            self.term.set_within(0.0)
-            return
+    def _end_stuck(self, suspect: int) -> None:
+        """Collect the stacks of the ranks here, which a stuck rank holds up, then kill them."""
         failure = self.ranks.describe_stuck(suspect)
         if failure is not None:
             self._fail(failure)
             self.savers.refuse()
             self.kill.set_within(0.0)  # a resumed rank must not save
+
+
+def _end_with_supervisor() -> None:
+    processes.end_descendants()
+    os._exit(KILLED)
 
 
 def _take_message(attempt: Attempt, node: int, peer: Link, message: object) -> None:
@@ -312,8 +315,10 @@ def _take_message(attempt: Attempt, node: int, peer: Link, message: object) -> N
             attempt.query.receive(node, message)
         case SnapshotData():
             attempt.snapshots.incoming.take(message)
+        case EndRanks() if message.stuck < 0:
+            attempt._end_within(0.0)
         case EndRanks():
-            attempt._end_ranks(message.stuck)
+            attempt._end_stuck(message.stuck)
         case RanksSave():
             attempt.savers.others_s = attempt.grace_s
             if attempt.is_first_node:

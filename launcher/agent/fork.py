@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -14,7 +15,8 @@ from typing import Any
 from torch.distributed import is_nccl_available
 
 from distributed.errors import Refused
-from launcher import processes
+from distributed.stop_signals import handled_signals
+from launcher import descriptors, processes
 from launcher.agent.node_ranks import Rank
 from launcher.agent.output.outputs import Outputs
 from launcher.agent.rank.flight_recorder import DEFAULT_SIZE
@@ -38,6 +40,8 @@ def fork_ranks(
     """
     ranks: list[Rank] = []
     agent = os.getpid()
+    # Until a rank has reset its signals, they would reach the agent's handlers in it, and be lost.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, handled_signals())
     for local_rank, (variables, cpus) in enumerate(given):
         number, error_file = int(variables["RANK"]), Path(variables["TORCHELASTIC_ERROR_FILE"])
         with contextlib.suppress(OSError):  # it does not exist, or the disk is read-only
@@ -45,6 +49,7 @@ def fork_ranks(
         (stdout, out), (stderr, err) = outputs.open(part, local_rank)
         if (pid := os.fork()) == 0:
             processes.take_name(f"rank{number}")
+            descriptors.give_back_limit()
             for opened in (*held, outputs, out, err, *ranks):
                 opened.close()
             if cpus:
@@ -53,6 +58,7 @@ def fork_ranks(
         os.close(stdout)
         os.close(stderr)
         ranks.append(Rank(number, local_rank, pid, (out, err), error_file))
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     return ranks
 
 

@@ -246,10 +246,10 @@ class NodeRanks:
             cause=cause,
             code=KILLED,
             frames=stacks[named.rank],
-            stacks=[
-                *stuck.group_stacks(stacks),
-                *collectives.find_mismatches(self.collectives()),
-            ],
+            stacks={
+                **stuck.group_stacks(stacks),
+                **dict.fromkeys(collectives.find_mismatches(self.collectives()), ()),
+            },
             is_consequence=named.rank != suspect,
             log=failure.short_path(str(named.stack_file)),
         )

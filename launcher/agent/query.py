@@ -24,6 +24,7 @@ from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.node_ranks import NodeRanks
 from launcher.own_time import Deadline
 from launcher.record.run_json import ASKED, NOTICED, SHOWN
+from launcher.text import name_groups
 from launcher.wire import limits
 from launcher.wire.messages import NodeStacks, RankStack, StackRequest
 from launcher.wire.node_link import Link
@@ -123,7 +124,11 @@ class Query:
             who = "all ranks are at the same point" if odd is None else f"rank {odd} is behind"
             again = f"kill -QUIT {os.getppid()} repeats this; HANG_SECONDS=N ends a hung run"
             head = f"no step for {silent.silence_s:.0f} s, {when}: {who}; {again}; {head}"
-        lines = [head, *stuck.group_stacks(places), *(f"{host}: no answer" for host in unheard)]
+        lines = [
+            head,
+            *name_groups(stuck.group_stacks(places)),
+            *(f"{host}: no answer" for host in unheard),
+        ]
         lines += find_mismatches(calls)
         text = "\n  ".join(printable(line, LONGEST) for line in lines)
         self.show(text)

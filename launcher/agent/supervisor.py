@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import select
 import signal
 import socket
 import sys
@@ -26,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distributed.stop_signals import ADDED, NOTICE, QUERY, STOP_SIGNALS, handled_signals
-from launcher import importable, own_time, processes, typed_json
+from launcher import descriptors, importable, own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch, read_grace
 from launcher.agent.control import (
     AgentNote,
@@ -38,6 +37,7 @@ from launcher.agent.control import (
     follow_stream,
     report_outcome,
 )
+from launcher.descriptors import wait_for_input
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import find_rule
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
@@ -77,7 +77,7 @@ class Agent:
 
     def ask(self) -> None:
         """Have the agent show its ranks' stacks, or print that the ranks have not started yet."""
-        if select.select([self.notes], [], [], 0)[0]:
+        if wait_for_input([self.notes.fileno()], 0):
             processes.send([self.pid], QUERY)
         else:
             warn("node agent: the ranks have not started yet")
@@ -132,6 +132,7 @@ def fork_agent(
         os.setsid()  # Ctrl-C on a terminal reaches only the supervisor
         processes.die_with_parent(me)
         processes.adopt_orphans()
+        descriptors.raise_limit()  # one for each rank of the run, and for each node
         for signum in handled:
             signal.signal(signum, signal.SIG_DFL)
         if QUERY not in handled:
@@ -217,9 +218,9 @@ def start_reaper(token: str) -> tuple[int, int]:
             for fd in {*map(int, os.listdir("/proc/self/fd"))} - {supervisor, agent}:
                 with contextlib.suppress(OSError):  # other processes wait for these to close
                     os.close(fd)
-            ended, _, _ = select.select([supervisor, agent], [], [])
+            ended = wait_for_input([supervisor, agent])
             if supervisor not in ended:  # it ends the rest, unless killed or stopped too
-                ended, _, _ = select.select([supervisor], [], [], limits.STOP_AGENT_S)
+                ended = wait_for_input([supervisor], limits.STOP_AGENT_S)
             processes.end_marked(token, limits.ORPHANS_S if ended else 0)
         os._exit(0)
     os.close(supervisor)

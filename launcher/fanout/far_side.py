@@ -23,6 +23,7 @@ from distributed.errors import CANNOT_START
 from launcher import processes
 from launcher.agent.control import end_after, take_stdin
 from launcher.agent.supervisor import fork_agent, guard
+from launcher.descriptors import wait_for_input
 from launcher.preflight.check_node import check_node
 from launcher.processes import KILLED
 from launcher.text import OwnEnviron, mend_streams, warn
@@ -126,7 +127,7 @@ def hold_agent(name: str) -> int:
         if not is_ours(far_side):
             raise SystemExit("the socket belongs to another user")
         while True:
-            ready, _, _ = select.select([0, far_side.fileno()], [], [])
+            ready = wait_for_input([0, far_side.fileno()])
             if far_side.fileno() in ready:
                 code = far_side.recv(1)
                 return code[0] if code else KILLED

@@ -9,7 +9,6 @@ while child.code is None:
 from __future__ import annotations
 
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -17,7 +16,9 @@ import subprocess
 from collections.abc import Callable
 from functools import partial
 
+from distributed.errors import Refused
 from distributed.stop_signals import QUERY, handled_signals, stop_signals
+from launcher import descriptors
 from launcher.text import Environ
 from launcher.wire import limits
 
@@ -36,11 +37,10 @@ class Loop:
 
     def __init__(self, environ: Environ, most_children: int) -> None:
         self.environ = environ  # the children's
-        needed = 8 * most_children + 64  # open files
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if 0 <= soft < needed:  # raise the limit as far as allowed
-            needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        needed = 4 * most_children + 64  # open files
+        if 0 <= (limit := descriptors.raise_limit(needed)) < needed:
+            cause = f"{most_children} nodes need {needed} open files, and the limit is {limit}"
+            raise Refused("low-nofile", f"{cause}; raise the hard limit (ulimit -Hn) here")
         self.selector = selectors.DefaultSelector()
         self.children: list[Child] = []
         self._signals: list[signal.Signals] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,8 +21,8 @@ def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
     Raises PlanError if a word names no node, or two words name the same one.
     """
     nodes = tuple(node for word in words for node in _read_node(word, nproc))
-    names = [node.name for node in nodes]
-    if twice := next((name for name in names if names.count(name) > 1), ""):
+    times = Counter(node.name for node in nodes)
+    if twice := next((name for name, number in times.items() if number > 1), ""):
         raise PlanError(f"{twice} is named twice; give {twice}:NPROC for more processes on it")
     return nodes
 
@@ -67,5 +68,6 @@ def read_hostfile(file: Path) -> list[str]:
             )
     if not words:
         raise PlanError(f"{str(file)!r} lists no nodes; add one per line")
-    is_plain = len({*words}) < len(words) and not any(re.search(r"[][:,]", word) for word in words)
-    return [f"{word}:{words.count(word)}" for word in dict.fromkeys(words)] if is_plain else words
+    times = Counter(words)
+    is_plain = len(times) < len(words) and not any(re.search(r"[][:,]", word) for word in times)
+    return [f"{word}:{number}" for word, number in times.items()] if is_plain else words

@@ -17,7 +17,7 @@ from launcher.container import Container
 from launcher.plan.typed import Choices
 from launcher.preflight.check_node import check_node
 from launcher.preflight.compare import Preflight
-from launcher.text import Environ, PlanError, count, print_row
+from launcher.text import Environ, PlanError, count, fold_names, print_row
 from launcher.wire import limits
 from launcher.wire.messages import Report, Request
 
@@ -311,7 +311,7 @@ def _print_ranks(
 
 def _spares(plan: Plan) -> str:
     everyone = [node.name for node in plan.nodes] or hostlist.expand(plan.hosts)
-    names = "  ".join(everyone[plan.num_nodes :]) or "none"
+    names = "  ".join(fold_names(everyone[plan.num_nodes :])) or "none"
     if plan.min_nodes == plan.num_nodes:
         return names
     return f"{names}   (if none is left: {count(plan.min_nodes, 'node')} or more)"
@@ -324,7 +324,7 @@ def _hosts(plan: Plan, node: Report | None) -> str:
     master = f"{address}:{node.port}"
     if plan.nodes:
         first, *others = (node.name for node in plan.nodes[: plan.num_nodes])
-        return "  ".join([f"{first} (master, {master})", *others])
+        return "  ".join([f"{first} (master, {master})", *fold_names(others)])
     if plan.num_nodes == 1:
         return f"{plan.hosts or node.host} (master, {master})"
     rank = "the next node rank" if plan.node_rank < 0 else f"node rank {plan.node_rank}"

@@ -5,7 +5,6 @@ To add a check, write a function here, and add a line to CHECKS.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import importlib.machinery
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.network import interface_to
-from launcher.master_port import is_here, is_loopback
+from launcher.master_port import find_holder, is_here, is_loopback
 from launcher.preflight import infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow, newest_cuda
 from launcher.text import Environ, count, environment_cure, unwritable_fault
@@ -31,6 +30,7 @@ from launcher.wire.messages import Fault, Request
 OLDEST_TORCH = (2, 4)
 # The first Linux driver for each CUDA version: CUDA Compatibility, table 2 (NVIDIA).
 FIRST_DRIVER = {11: 450, 12: 525, 13: 580}
+AGENT_FILES = 64  # of a node agent, beside its connections
 LEAST_FILES = 1024  # open files of one process; Linux's own default
 LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
 LEAST_DISK = 2 << 30  # bytes free where checkpoints go
@@ -211,7 +211,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
         cure = "set MASTER_ADDR to an address of this node; behind NAT, ignore this"
         yield warning("no-such-interface", cause, cure)
     if machine.port_error == errno.EADDRINUSE:
-        holder = _holder(port)
+        holder = find_holder(port)
         if f" --rdzv-id {machine.run_id} " in holder:
             cause = f"run {machine.run_id} is live: its node agent is running here"
             yield Fault("run-is-live", cause, "wait until it ends, or choose another RUN_ID")
@@ -265,7 +265,12 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
 
 def check_limits(machine: Machine) -> Iterator[Fault]:
     """The limits are high enough for data workers and NCCL, and for InfiniBand's locked buffers."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 means no limit
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 means no limit
+    # Those of node rank 0's agent: a connection to each node, and one of each rank to its store.
+    needed = (1 + machine.nproc) * machine.num_nodes + AGENT_FILES
+    if machine.node_rank == 0 and 0 <= most < needed:
+        cause = f"the hard limit on open files is {most}, and this run's agent needs {needed}"
+        yield Fault("low-nofile", cause, "raise it (limits.conf; under SLURM, slurmd's limit)")
     if 0 <= files < LEAST_FILES:
         cause = f"the limit on open files is {files} (data workers need {LEAST_FILES})"
         yield warning("low-nofile", cause, "run ulimit -n 65536 before the launch")
@@ -331,20 +336,3 @@ def _hosts_line(name: str) -> int | None:
         if name in names and is_loopback(address):
             return number
     return None
-
-
-def _holder(port: int) -> str:
-    """Return " by pid 123 (command line)" if /proc shows which process listens on the port."""
-    listeners = set()
-    for table in Path("/proc/net").glob("tcp*"):
-        for line in table.read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                listeners.add(f"socket:[{fields[9]}]")
-    for file in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # the process is gone, or not ours to inspect
-            if os.readlink(file) in listeners:
-                process = file.parents[1]
-                command = (process / "cmdline").read_text(errors="replace").replace("\0", " ")
-                return f" by pid {process.name} ({' '.join(command.split())})"
-    return ""

@@ -8,6 +8,7 @@ from typing import TextIO
 
 from launcher.preflight.checks import CHECKS
 from launcher.preflight.must_match import mismatches
+from launcher.text import MANY, fold_names
 from launcher.wire.messages import Fault, Report
 
 COMPARED = 2  # versions and files; the rest is compared at the master's port
@@ -62,13 +63,21 @@ def differences(reports: Sequence[Report]) -> Iterator[Finding]:
 
 
 def print_findings(preflight: Preflight, program: str, *, is_strict: bool, out: TextIO) -> bool:
-    """Print one line for each fault. Returns whether any fault prevents the start.
+    """Print one line for each fault, or for one that many nodes have.
 
-    With `is_strict`, every warning prevents it.
+    Returns whether any fault prevents the start. With `is_strict`, every warning does.
     """
-    refusing = [finding for finding in preflight.findings if is_strict or not finding.fault.warns]
+    hosts: dict[Fault, list[str]] = {}
     for finding in preflight.findings:
-        fault, kind = finding.fault, "" if finding in refusing else "warning: "
-        line = f"{program}: {kind}{finding.host}: {fault.cause}; {fault.cure} [{fault.name}]"
+        hosts.setdefault(finding.fault, []).append(finding.host)
+    for finding in preflight.findings:
+        fault, names = finding.fault, hosts[finding.fault]
+        if len(names) <= MANY:
+            names = [finding.host]
+        elif finding.host != names[0]:
+            continue
+        kind = "warning: " if fault.warns and not is_strict else ""
+        who = ", ".join(fold_names(names))
+        line = f"{program}: {kind}{who}: {fault.cause}; {fault.cure} [{fault.name}]"
         print(line, file=out, flush=True)
-    return bool(refusing)
+    return any(is_strict or not fault.warns for fault in hosts)

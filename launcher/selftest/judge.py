@@ -84,9 +84,13 @@ def find_slow_links(
     return best, slow_nodes(compared), slow_pairs(compared)
 
 
-def best_of(node: int, links: Links) -> float:
-    """Return the bandwidth of a node's best link, counting the slower direction of each link."""
-    return max(_both_ways(pair, links) for pair in links if node in pair)
+def best_links(links: Links) -> dict[int, float]:
+    """Return the bandwidth of each node's best link, counting the slower direction of each link."""
+    best: dict[int, float] = {}
+    for pair in links:
+        for node in pair:
+            best[node] = max(best.get(node, 0.0), _both_ways(pair, links))
+    return best
 
 
 def slow_nodes(links: Links) -> dict[int, float]:
@@ -94,14 +98,15 @@ def slow_nodes(links: Links) -> dict[int, float]:
 
     Two nodes have only one link, so neither can be singled out.
     """
-    nodes = sorted({node for pair in links for node in pair})
-    best = {node: best_of(node, links) for node in nodes}
+    best = best_links(links)
+    by_speed = sorted(best, key=best.__getitem__)
     slow = {}
-    for node in nodes if len(nodes) > 2 else ():
-        usual = statistics.median(best[other] for other in nodes if other != node)
+    for place, node in enumerate(by_speed if len(best) > 2 else ()):
+        others = [best[other] for other in (*by_speed[:place], *by_speed[place + 1 :])]
+        usual = statistics.median(others)
         if usual >= SLOW_LINK * best[node]:
             slow[node] = usual
-    return slow
+    return dict(sorted(slow.items()))
 
 
 def slow_pairs(links: Links) -> dict[Pair, float]:

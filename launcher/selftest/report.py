@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from launcher.selftest.bandwidth import Measured, rate
-from launcher.selftest.judge import Links, Pair, best_of
+from launcher.selftest.judge import Links, Pair, best_links
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,9 @@ class Findings:
                 yield fault, member.host if len(wrong) < len(self.hosts) else ""
 
     def _links(self) -> Iterator[tuple[str, str]]:
+        best = best_links(self.links)
         for node, usual in self.slow_nodes.items():
-            cause = f"{self.hosts[node]} has a slow link: {rate(best_of(node, self.links))} at best"
+            cause = f"{self.hosts[node]} has a slow link: {rate(best[node])} at best"
             yield f"{cause}; other nodes have {rate(usual)} [slow-link]", self.hosts[node]
         slow = {self.members[rank].host for rank in self.slow_ranks}
         for (source, target), usual in self.slow_pairs.items():

@@ -16,10 +16,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import select
 import time
 from typing import Any
 
+from launcher.descriptors import wait_for_input
 from launcher.own_time import OwnTime
 from launcher.typed_json import MessageError, in_pieces
 from launcher.wire import limits, messages
@@ -49,7 +49,7 @@ def hears(fd: int) -> bool:
     """Wait until there is something to read. Returns False after SILENCE_S seconds of silence."""
     own, heard = OwnTime(), time.monotonic()
     while own.since(heard) <= limits.SILENCE_S:
-        if select.select([fd], [], [], limits.BEAT_S)[0]:
+        if wait_for_input([fd], limits.BEAT_S):
             return True
     return False
 

@@ -21,11 +21,13 @@ from distributed.errors import Refused
 from launcher import own_time
 from launcher.handshake import Acceptor
 from launcher.master_port import open_port
+from launcher.text import name_numbers
 from launcher.wire import limits
 from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest, Refusal
 from launcher.wire.node_link import Link
 
-AT_ONCE = 128  # members tried at the same time
+MOST_TRIED = 64  # members by each one
+AT_ONCE = MOST_TRIED  # members tried at the same time
 PASSED = 1 << 16  # bytes sent to each member; they fill the largest packets of any interface
 SHOWN = 3  # nodes named in one line
 CURES = {
@@ -66,7 +68,7 @@ def gather(
     """
     here: dict[int, tuple[Link, Member]] = {}
     while (missing := awaited - here.keys()) and wait.left_s > 0:
-        wait.tell(f"node rank {', '.join(map(str, sorted(missing)))}")
+        wait.tell(f"node rank {name_numbers(sorted(missing))}")
         for connection, received in acceptor.wait(min(wait.left_s, limits.CHECKIN_AGAIN_S)):
             link = Link(connection, received)
             said = link.wait(wait.deadline)
@@ -114,15 +116,17 @@ def try_pairs(
 ) -> list[tuple[int, Fault]]:
     """On node rank 0, have each pair of nodes test its link. Returns the faults, with node ids.
 
-    If `within_s` is 0, the others try only node rank 0.
+    In a large run, each node tests only its neighbours: a port where nobody accepts has room for
+    128 connections in older kernels. If `within_s` is 0, the others try only node rank 0.
     """
     until = own_time.now() + within_s
     with open_failover_port(first.address) as listener:
         members = [replace(first, failover_port=listener.getsockname()[1])]
         members += [member for _, member in here.values()] if within_s > 0 else ()
-        for link, _ in here.values():
-            link.send(PairTest(members, file))
-        found = [(first.node_id, fault) for fault in try_members(members, first.node_id, within_s)]
+        for node_id, (link, _) in here.items():
+            link.send(PairTest(neighbours(members, node_id), file))
+        nearest = neighbours(members, first.node_id)
+        found = [(first.node_id, fault) for fault in try_members(nearest, first.node_id, within_s)]
         for node_id, (link, _) in here.items():
             answer = link.wait(until + more_s)
             if isinstance(answer, PairResult):
@@ -130,11 +134,20 @@ def try_pairs(
     return found
 
 
+def neighbours(members: Sequence[Member], node_id: int) -> Sequence[Member]:
+    """Return the other members, beginning with the next one, but no more than MOST_TRIED.
+
+    `members` are sorted by node id; the first follows the last.
+    """
+    place = next((n for n, one in enumerate(members) if one.node_id > node_id), len(members))
+    ahead = [*members[place:], *members[:place]]
+    return [one for one in ahead if one.node_id != node_id][:MOST_TRIED]
+
+
 def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator[Fault]:
-    """Send test data to all other members, beginning with the next one. Yields the faults."""
+    """Send test data to the other members, in this order. Yields the faults."""
     deadline = time.monotonic() + within_s
-    ahead = sorted(members, key=lambda member: (member.node_id <= me, member.node_id))
-    others = [member for member in ahead if member.node_id != me and member.failover_port]
+    others = [member for member in members if member.node_id != me and member.failover_port]
     failed: dict[tuple[str, str], list[str]] = {}  # by fault and reason
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = pool.map(lambda other: _try_member(other, deadline), others)

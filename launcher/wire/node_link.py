@@ -11,7 +11,6 @@ Each message is one line (messages.py). The bytes of a snapshot follow the line 
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import struct
 import threading
@@ -20,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from launcher import own_time
+from launcher.descriptors import wait_for_input
 from launcher.failure import Failure
 from launcher.processes import KILLED
 from launcher.typed_json import MessageError
@@ -103,7 +103,7 @@ class Link:
 
     def _fill(self, limit_s: float) -> bool:
         """Read what arrives in time. Returns False if the node is gone or sends too much data."""
-        if not select.select([self.socket], [], [], limit_s)[0]:
+        if not wait_for_input([self.socket.fileno()], limit_s):
             return True
         try:
             data = self.socket.recv(65536)

@@ -33,7 +33,9 @@ from distributed.errors import Refused
 from launcher import handshake
 from launcher.agent.join import versions
 from launcher.agent.nodes import checkin
+from launcher.failure import Failure
 from launcher.handshake import Acceptor, Access
+from launcher.outcome import NodeEnd
 from launcher.preflight import must_match
 from launcher.preflight.must_match import ARGUMENTS
 from launcher.wire import meeting, messages
@@ -453,8 +455,67 @@ def test_a_stolen_node_can_only_end_the_run(
     assert run.process.returncode not in (0, 1)
 
 
-def hello(script: Path) -> bytes:
+LEAVES_SLOWLY = """
+import atexit, signal, sys, time
+
+def leave(*_):
+    print("leaving", flush=True)
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, leave)
+atexit.register(time.sleep, 0.8)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_that_was_told_to_stop_is_no_cause(runs: list[Run], tmp_path: Path) -> None:
+    """Failures that arrive later, as those of a large run do, tell nobody to stop again."""
+    script = written(tmp_path / "program.py", LEAVES_SLOWLY)
+    port, secret = free_port(), handshake.new_secret()
+    runs.append(run := Run([*world(port, 0, nproc=1), str(script)], RUN_SECRET=secret))
+    with connect(port) as other:
+        handshake.introduce(other, secret.encode())
+        other.sendall(hello(script, nproc=8) + b'{"PairResult":{"faults":[]}}\n')
+        run.wait_for("ready")
+        for rank in (1, 2, 3):
+            lost = Failure("rank-error", "lost", 9, "x", 1, rank, rank, is_consequence=True)
+            other.sendall(f"{messages.write(lost)}\n".encode())
+            run.wait_for("leaving")
+        ends = [143] * 8
+        other.sendall(f"{messages.write(NodeEnd([*range(1, 9)], 1, ends))}\n".encode())
+        said = b""
+        while more := other.recv(65536):
+            said += more
+    err = run.finish()
+    assert "FAILED   rank 1 (" in err and run.process.returncode == 9, err
+    assert said.count(b'"EndRanks"') == 1
+
+
+def test_a_stop_before_the_ranks_have_started_reaches_all_nodes(
+    runs: list[Run], tmp_path: Path
+) -> None:
+    script = written(tmp_path / "program.py", "import time\ntime.sleep(600)\n")
+    port, secret = free_port(), handshake.new_secret()
+    runs.append(run := Run([*world(port, 0), str(script)], RUN_SECRET=secret))
+    with connect(port) as other:
+        handshake.introduce(other, secret.encode())
+        other.sendall(hello(script) + b'{"PairResult":{"faults":[]}}\n')
+        said = b""
+        while b'"Assignment"' not in said:
+            said += other.recv(65536)
+        run.process.terminate()
+        while b'"StopRequest"' not in said:
+            said += (more := other.recv(65536))
+            assert more, said
+        other.sendall(f"{messages.write(NodeEnd((), 1, [143]))}\n".encode())
+        while other.recv(65536):
+            pass
+    assert "stopped  by SIGTERM: ranks 0-1 ended by SIGTERM (code 143)" in run.finish()
+
+
+def hello(script: Path, nproc: int = 1) -> bytes:
     """Return a node's first message, with the versions and hashes that node rank 0 expects."""
     files = {"the list of arguments": "", **must_match.hash_files([str(script)], Path())}
-    report = NodeReport(1, 2, 1, "stolen", "", versions(), files)
+    report = NodeReport(1, 2, nproc, "stolen", "", versions(), files)
     return f"{messages.write(report)}\n".encode()

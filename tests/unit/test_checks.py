@@ -627,6 +627,29 @@ def test_the_limit_on_locked_memory(
 
 
 @pytest.mark.parametrize(
+    ("most", "node_rank", "num_nodes", "is_refused"),
+    [
+        (1024, 0, 106, False),
+        (1024, 0, 107, True),
+        (1024, 1, 1000, False),
+        (-1, 0, 1000, False),
+    ],
+)
+def test_the_agent_of_node_rank_0_may_open_enough_files(
+    monkeypatch: pytest.MonkeyPatch, most: int, node_rank: int, num_nodes: int, is_refused: bool
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
+    machine = {"num_nodes": num_nodes, "node_rank": node_rank, "nproc": 8}
+    found = find(checks.check_limits, only="low-nofile", **machine)
+    assert (found is not None) == is_refused
+    if found:
+        assert (
+            found.cause == "the hard limit on open files is 1024, and this run's agent needs 1027"
+        )
+        assert not found.warns
+
+
+@pytest.mark.parametrize(
     ("chosen", "left"),
     [
         ("mlx5", "abc"),

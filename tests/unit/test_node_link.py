@@ -33,7 +33,7 @@ from launcher.wire.messages import (
 from launcher.wire.node_link import Link, Pulse
 
 FAR_S = 60.0  # only ends a test that hangs
-FAILURE = Failure("rank-error", "ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks=[])
+FAILURE = Failure("rank-error", "ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks={"a": [1]})
 NEXT = Assignment("r1", 0, 8, ["node1"], 0, 1, members=[], spares=[])
 EXAMPLES = [  # with every type that a field can have
     NodeBeat(RankState(3, (120, 2), True, False, 61.5)),

@@ -295,11 +295,15 @@ TOLD = Outcome(9, failed(5), 1, 2)
             Facts(
                 codes={0: 137},
                 failures=[
-                    replace(failed(0), stacks=["rank 0: a"]),
-                    replace(victim(1), stacks=["rank 1: b"]),
+                    replace(failed(0), stacks={"a": [0, 3], "a remark": []}),
+                    replace(victim(1), stacks={"b": [1], "a": [2], "a remark": []}),
                 ],
             ),
-            outcome(1, replace(failed(0), stacks=["rank 0: a", "rank 1: b"]), lost_peer=1),
+            outcome(
+                1,
+                replace(failed(0), stacks={"a": [0, 2, 3], "b": [1], "a remark": []}),
+                lost_peer=1,
+            ),
         ),
         (Facts(codes={0: 143}, failures=[failed(0)], verdict=Verdict(TOLD)), TOLD),
     ],
@@ -308,8 +312,6 @@ def test_the_verdict(facts: Facts, expected: Outcome) -> None:
     told = facts.reach_verdict(40, 0).outcome
     assert told.has_saved != (facts.verdict is not None)
     told = replace(told, has_saved=False)
-    if told.failure and not told.failure.stacks:
-        told = replace(told, failure=replace(told.failure, stacks=()))
     assert told == expected
 
 
@@ -493,6 +495,23 @@ def printed(end: Outcome) -> str:
 def test_the_block_that_ends_a_log_is_found(log: str, is_end: bool, tmp_path: Path) -> None:
     (tmp_path / "job.out").write_bytes(log.encode())
     assert find_end(tmp_path / "job.out") == (printed(END).rstrip("\n") if is_end else "")
+
+
+def test_the_block_of_a_hang_on_many_nodes_is_short_and_found_again(tmp_path: Path) -> None:
+    """Each node reports its own ranks; 37 of 1,024 nodes have a rank elsewhere."""
+    failures = []
+    for node in range(1024):
+        odd = [8 * node] if node < 37 else []
+        others = [*range(8 * node + len(odd), 8 * node + 8)]
+        stacks = {"train.py:9 in step": others, **{f"train.py:{one} in load": odd for one in odd}}
+        failures.append(replace(failed(node), stacks=stacks))
+    block = printed(end_attempt(failures, [NodeEnd()], []))
+    rows = [row for row in block.splitlines() if row.startswith("stacks")]
+    assert len(rows) == 20
+    assert rows[0].endswith(": train.py:9 in step") and rows[10] == "stacks   ... 19 more"
+    assert rows[-1] == "stacks   rank 288: train.py:288 in load"
+    (tmp_path / "job.out").write_text(f"{PLANNED}step 1\n{block}")
+    assert find_end(tmp_path / "job.out") == block.rstrip("\n")
 
 
 def test_the_resume_row_holds_nothing_but_the_command() -> None:

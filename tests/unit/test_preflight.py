@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import io
 import os
 import shutil
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +31,7 @@ from launcher.handshake import Acceptor, Access
 from launcher.master_port import open_port
 from launcher.preflight import between_nodes, compare
 from launcher.preflight.check_node import MARK, check_node, read_reports
-from launcher.preflight.compare import judge
+from launcher.preflight.compare import Finding, judge
 from launcher.preflight.must_match import ARGUMENTS, describe_program
 from launcher.typed_json import encode
 from launcher.wire import meeting
@@ -241,6 +243,29 @@ def visit_at(port: int, within_s: float = 5.0) -> list[Fault]:
     return between_nodes.visit_master("127.0.0.1", port, me, SECRET, wait)[0]
 
 
+def test_in_a_large_run_each_node_tries_its_neighbours() -> None:
+    members = [replace(FIRST, node_id=number) for number in range(1024)]
+    tried = [[one.node_id for one in meeting.neighbours(members, me)] for me in range(1024)]
+    assert tried[3] == [*range(4, 68)] and tried[1000] == [*range(1001, 1024), *range(41)]
+    assert set(Counter(number for few in tried for number in few).values()) == {64}
+    near = [one.node_id for one in meeting.neighbours(members[:4], 2)]
+    assert near == [3, 0, 1]
+    assert [one.node_id for one in meeting.neighbours(members[:1], 2)] == [0]
+
+
+def test_a_warning_of_many_nodes_is_one_line() -> None:
+    shared, own = Fault("small-shm", "it is small", "raise it", True), Fault("disk-low", "c", "d")
+    findings = [Finding(f"node{number:04}", shared) for number in range(1, 1025)]
+    findings.insert(1, Finding("node0001", own))
+    out = io.StringIO()
+    told = compare.Preflight(1, findings, 1024, 0.1)
+    assert compare.print_findings(told, "x.sh", is_strict=False, out=out)
+    assert out.getvalue().splitlines() == [
+        "x.sh: warning: node[0001-1024]: it is small; raise it [small-shm]",
+        "x.sh: node0001: c; d [disk-low]",
+    ]
+
+
 def visit(test: PairTest) -> list[Fault]:
     with serving(f'{{"PairTest":{encode(test)}}}\n'.encode()) as port:
         return visit_at(port)
@@ -303,7 +328,7 @@ def test_a_port_that_is_closed(listener: int) -> None:
     closed = [free_port() for _ in range(5)]
     ports = [listener, *closed]
     members = [Member(at, f"n{at}", 1, "127.0.0.1", port) for at, port in enumerate(ports)]
-    (fault,) = meeting.try_members(members, 4, 5)
+    (fault,) = meeting.try_members(meeting.neighbours(members, 4), 4, 5)
     assert fault.name == "port-blocked"
     first = f"cannot reach n5 (127.0.0.1:{closed[4]}), n1 (127.0.0.1:{closed[0]}), n2 ("
     assert fault.cause.startswith(first)

@@ -23,6 +23,7 @@ from launcher.agent.diagnosis.stuck import STOPPED, RankState, find_odd, find_st
 from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.query import Query
 from launcher.agent.rank.optimizer_steps import CountedHeart, StepCounter
+from launcher.text import name_groups
 from launcher.typed_json import MessageError, encode
 from launcher.wire import messages
 from launcher.wire.messages import NodeStacks
@@ -437,7 +438,7 @@ def test_a_stack_of_python_alone_is_shown_with_what_another_thread_does(tmp_path
 
 def test_ranks_with_the_same_stack_share_a_line() -> None:
     by_rank = {0: ["a.py:1 in f", "a.py:9 in g"], 1: [], 2: ["a.py:1 in f", "a.py:9 in g"]}
-    assert stuck.group_stacks(by_rank) == [
+    assert name_groups(stuck.group_stacks(by_rank)) == [
         "ranks 0, 2: a.py:1 in f < a.py:9 in g",
         "rank 1: no Python stack",
     ]

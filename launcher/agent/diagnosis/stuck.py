@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.failure import user_frames
-from launcher.text import name_ranks
 from launcher.wire import limits
 
 STOPPED = "its process is stopped (SIGSTOP)"
@@ -96,13 +95,12 @@ def read_stack(file: Path) -> list[str]:
     return shown or [*own[:2], *(f"another thread: {frame}" for frame in others[:1])]
 
 
-def group_stacks(stacks: Mapping[int, Sequence[str]]) -> list[str]:
-    """Return one line for each stack, with the ranks that have it; the rarest stack is last."""
+def group_stacks(stacks: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
+    """Return each stack as one line, with the ranks that have it."""
     ranks: dict[str, list[int]] = {}
     for rank, frames in sorted(stacks.items()):
         ranks.setdefault(" < ".join(frames) or "no Python stack", []).append(rank)
-    by_size = sorted(ranks.items(), key=lambda group: -len(group[1]))
-    return [f"{name_ranks(numbers)}: {place}" for place, numbers in by_size]
+    return ranks
 
 
 def find_odd(straggler: RankState, stacks: Mapping[int, Sequence[str]]) -> int | None:

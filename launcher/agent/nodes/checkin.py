@@ -15,7 +15,7 @@ from launcher.agent.output.stream import say
 from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, connect
 from launcher.master_port import open_port
 from launcher.preflight.must_match import ARGUMENTS, mismatches
-from launcher.text import count
+from launcher.text import MANY, count, fold_names, name_numbers
 from launcher.wire import limits, meeting
 from launcher.wire.meeting import CURES, Wait, find_loss, shorten
 from launcher.wire.messages import (
@@ -137,11 +137,14 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Li
         here = meeting.gather(acceptor, awaited, wait, admit)
         if missing := awaited - here.keys():
             came = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
+            if len(nodes) > MANY:
+                hosts = [node.host for _, node in sorted(nodes.items())]
+                came = f"{name_numbers(sorted(nodes))}, {', '.join(fold_names(hosts))}"
             if number := acceptor.unauthenticated:
                 came += f"; dropped {count(number, 'connection')} without the run's secret"
             raise Refused(
                 "node-missing",
-                f"node rank {', '.join(map(str, sorted(missing)))} did not check in within "
+                f"node rank {name_numbers(sorted(missing))} did not check in within "
                 f"{wait.timeout_s:g} s (here: {came}); start it, or look at its terminal",
             )
     except Refused as refused:

@@ -1,0 +1,35 @@
+"""Open files: wait for several of them, and the limit on how many this process may have."""
+
+from __future__ import annotations
+
+import resource
+import select
+from collections.abc import Iterable
+
+_MOST = 1 << 16  # enough for 7,000 nodes with 8 ranks; some containers have a limit of 2^30
+_given = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def wait_for_input(fds: Iterable[int], seconds: float | None = None) -> list[int]:
+    """Return those that can be read or have been closed at the other end; None waits for one.
+
+    Unlike select(), this accepts numbers above 1,023, which a process of a large run has.
+    """
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(None if seconds is None else max(0.0, seconds) * 1000)]
+
+
+def raise_limit(needed: int = _MOST) -> int:
+    """Let this process open `needed` files, as far as its hard limit allows; return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
+
+
+def give_back_limit() -> None:
+    """Restore the limit with which this process, or the one that it was forked from, started."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, _given)
