@@ -14,7 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from launcher import handshake
@@ -61,19 +62,16 @@ class Nodes:
         """Connect all nodes at once, and answer node rank 0 from now on."""
         files = must_match.hash_files([str(self.script)], Path())
         files = {"the list of arguments": "", **files}
+        report = NodeReport(1, self.number, NPROC, "", "", versions(), files)
         with ThreadPoolExecutor(64) as pool:
-            for node, link in enumerate(pool.map(self._connect, range(1, self.number)), 1):
-                self._links[node] = link
-                self._ranks[link.fileno()] = node
-        known = versions()
-        for node in self._links:
-            report = NodeReport(node, self.number, NPROC, f"node{node}", "", known, files)
-            self.send(node, report)
+            list(pool.map(partial(self._connect, report), range(1, self.number)))
         for act in (self._listen, self._beat):
             threading.Thread(target=act, daemon=True).start()
 
-    def _connect(self, _node: int) -> socket.socket:
-        return handshake.connect("127.0.0.1", self.port, self.secret.encode(), _CONNECT_S)
+    def _connect(self, report: NodeReport, node: int) -> None:
+        link = handshake.connect("127.0.0.1", self.port, self.secret.encode(), _CONNECT_S)
+        self._links[node], self._ranks[link.fileno()] = link, node
+        self.send(node, replace(report, node_rank=node, host=f"node{node}"))
 
     def send(self, node: int, *said: object) -> None:
         with contextlib.suppress(OSError):  # node rank 0 has ended
