@@ -101,7 +101,7 @@ class Agent:
     @property
     def cpu_s(self) -> float:
         """The processor time of the agent, or what it last was if it has ended."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
             self._cpu_s = (int(fields[11]) + int(fields[12])) / TICKS
         return self._cpu_s
