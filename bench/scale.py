@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,13 +83,25 @@ class Agent:
     def measure(self, act: Callable[[], object]) -> Cost:
         """Return what the agent spends until `act` returns."""
         sent, before = self.nodes.received.total(), self.cpu_s
-        act()
+        over = threading.Event()
+        reader = threading.Thread(target=self._read_until, args=(over,))
+        reader.start()
+        try:
+            act()
+        finally:
+            over.set()
+            reader.join()
         return Cost(self.cpu_s - before, self.nodes.received.total() - sent)
+
+    def _read_until(self, over: threading.Event) -> None:
+        """Read the processor time again and again: the agent may end at any moment."""
+        while not over.wait(0.01):
+            _ = self.cpu_s
 
     @property
     def cpu_s(self) -> float:
         """The processor time of the agent, or what it last was if it has ended."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
             self._cpu_s = (int(fields[11]) + int(fields[12])) / TICKS
         return self._cpu_s
@@ -123,7 +136,7 @@ def started(number: int) -> Iterator[Agent]:
 def all_judged(agent: Agent) -> None:
     """Wait until every node has the verdict, or the agent has ended."""
     everyone = agent.nodes.number - 1
-    wait_until(lambda: agent.cpu_s and len(agent.nodes.judged) == everyone)
+    wait_until(lambda: len(agent.nodes.judged) == everyone)
 
 
 def fail_one(agent: Agent) -> None:

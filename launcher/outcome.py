@@ -137,7 +137,8 @@ def end_attempt(
     stacks: dict[str, list[int]] = {}
     for each in failures:
         for text, ranks in each.stacks.items():
-            stacks[text] = sorted([*stacks.get(text, ()), *ranks])
+            stacks.setdefault(text, []).extend(ranks)
+    stacks = {text: sorted(ranks) for text, ranks in stacks.items()}
     first = replace(first, stacks=stacks, saved_step=max(nodes[0].saved_step, first.saved_step))
     return replace(chosen, failure=first, lost_peer=len(lost), stopped=len(stopped))
 

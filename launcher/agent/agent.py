@@ -85,6 +85,14 @@ def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: Supervi
     os._exit(code)  # skip torch's cleanup, which takes 0.6 s and is not needed
 
 
+def note_signals() -> list[int]:
+    """Return a list that gets the stop signals until the ranks have started and others know."""
+    came: list[int] = []
+    for signum in handled_signals():
+        signal.signal(signum, lambda received, _: came.append(received))
+    return came
+
+
 class NodeAgent:
     """What this node does in a run, once all nodes have checked in."""
 
@@ -93,9 +101,7 @@ class NodeAgent:
     ) -> None:
         """Raise Refused if the run's folder is not writable, or belongs to a live process."""
         self.args, self.typed, self.supervisor = args, typed, supervisor
-        self.signals: list[int] = []  # received from outside this run
-        for signum in handled_signals():  # the other nodes are told once the ranks have started
-            signal.signal(signum, lambda received, _: self.signals.append(received))
+        self.signals = note_signals()  # received from outside this run
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
         self.snapshots = Snapshots(args.nproc)
