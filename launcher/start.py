@@ -18,6 +18,7 @@ from distributed.environment import LauncherError
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
 from launcher.cli.arguments import Call, parse
+from launcher.outer_job import leave_outer_job
 from launcher.outer_run import leave_outer_run
 from launcher.plan import pbs, resume, submit_with_config
 from launcher.plan.check_config import check_config
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
     """Run the command that was typed. Returns the exit code."""
     mend_streams()
     leave_outer_run(environ)
+    leave_outer_job(environ)
     size = len(Call._fields)
     return start(Call(*arguments[:size]), arguments[size:], environ)
 

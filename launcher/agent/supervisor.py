@@ -40,6 +40,7 @@ from launcher.agent.control import (
 )
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.outcome import Outcome
+from launcher.outer_job import leave_outer_job
 from launcher.outer_run import leave_outer_run
 from launcher.own_time import Deadline
 from launcher.processes import KILLED
@@ -85,6 +86,7 @@ def main() -> int:
     environ = os.environ
     mend_streams()
     leave_outer_run(environ)
+    leave_outer_job(environ)
     started_by, control = environ.pop("LAUNCH_START", ""), None
     if started_by == "step":
         control = Control(None, f"{environ['LAUNCH_TOKEN']}.{environ['SLURM_NODEID']}")

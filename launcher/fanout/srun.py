@@ -229,6 +229,7 @@ def node_step(plan: Plan, options: Sequence[str], command: Sequence[str]) -> lis
     name applies to the step: stop_step() finds the step by it.
     """
     shares = "GPUS_PER_TASK NTASKS_PER_GPU CPUS_PER_GPU TRES_PER_TASK GPU_BIND TRES_BIND CPU_BIND"
+    shares += " MEM_PER_CPU MEM_PER_GPU MEM_PER_NODE"  # without them, a step has all memory
     step = ["env", *(f"--unset=SLURM_{name}" for name in shares.split())]
     step += ["srun", f"--nodes={plan.num_agents}"]
     if plan.left_out:

@@ -630,6 +630,56 @@ is_not_running() { # <job>
   eventually node_state_is node2 idle
 }
 
+# Writes submit.sh, which submits jobs of two nodes with one rank each: our batch script, two of the
+# user's own, one task per rank, and a launch under salloc. The output of each is in inner-<job>.out.
+make_inner_jobs() {
+  cat >ordinary.py <<'PY'
+from torch_launch_kit.distributed import torch as helper
+print(f"all {helper.init_distributed().world_size}", flush=True)
+PY
+  printf '#!/bin/bash\nexec scripts/launch.sh --hosts job ordinary.py\n' >own.sbatch
+  printf '#!/bin/bash\nTRAIN_SCRIPT=ordinary.py scripts/run_ddp.sh -c -\n' >ddp.sbatch
+  cat >submit.sh <<'SH'
+size=(--nodes=2 --gpus-per-node=1)
+options=(--nodes=2 --mem=50 --output=inner-%j.out)
+sbatch "${size[@]}" "${options[@]}" own.sbatch
+sbatch "${size[@]}" "${options[@]}" ddp.sbatch
+sbatch --gpus-per-node=1 "${options[@]}" scripts/slurm/slurm_train.sh -
+LAUNCHER=srun sbatch --gpus-per-node=1 "${options[@]}" scripts/slurm/slurm_train.sh -
+salloc -Q "${size[@]}" bash -c 'exec scripts/launch.sh --hosts job ordinary.py &>inner-$SLURM_JOB_ID.out'
+touch submitted
+SH
+  export TRAIN_SCRIPT=ordinary.py
+}
+
+have_trained_alone() { # <jobs>
+  local file job files
+  eventually test -e submitted
+  files=(inner-*.out)
+  ((${#files[@]} == $1)) || return
+  for file in "${files[@]}"; do
+    job=${file//[!0-9]/}
+    eventually has_ended "$job"
+    cat "$file"
+    grep -q '^all 2$' "$file" && run ! grep -q '^all [^2]' "$file" && grep -q "^run        $job$" "$file" || return
+  done
+}
+
+# bats test_tags=prove
+@test "a job submitted in the shell of a step trains on its own nodes, as its own run" {
+  make_inner_jobs
+  on login srun --nodes=1 --ntasks=1 --gpus-per-node=1 --mem-per-cpu=10 bash submit.sh
+  have_trained_alone 5
+}
+
+# bats test_tags=prove,long
+@test "a job submitted by a task of an array has its own ranks, run and GPUs" {
+  make_inner_jobs
+  sed -i 's/^size=.*/size=(--nodes=2)/' submit.sh
+  on login sbatch --array=3 --ntasks-per-node=4 --gpus-per-node=2 --cpus-per-task=2 --output=outer.out --wrap "bash submit.sh"
+  have_trained_alone 5
+}
+
 @test "submitted from any folder, by its path, with spaces in both" {
   mkdir "a b" "else where"
   ln -s -- "$ROOT/scripts" "a b"

@@ -38,7 +38,9 @@ def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan
     command = srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
     step, agent = command.index("srun"), command.index("env", 1)
     sizes = ("GPUS_PER_TASK", "NTASKS_PER_GPU", "CPUS_PER_GPU", "TRES_PER_TASK")
-    unset = [f"--unset=SLURM_{name}" for name in (*sizes, "GPU_BIND", "TRES_BIND", "CPU_BIND")]
+    binds = ("GPU_BIND", "TRES_BIND", "CPU_BIND")
+    memory = ("MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE")
+    unset = [f"--unset=SLURM_{name}" for name in (*sizes, *binds, *memory)]
     assert command[:step] == ["env", *unset]
     assert command[step + 1 : agent] == [
         *("--nodes=3", f"--chdir={plan.directory}", "--ntasks=3", "--ntasks-per-node=1"),
