@@ -10,9 +10,10 @@ from . import limits
 
 ADDED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # the variable of torchrun's --signals-to-handle
 NEVER_ADDED = {"SIGKILL", "SIGSTOP", "SIGCHLD"}
-NOTICE = signal.SIGUSR1  # schedulers send it minutes before they end a job
+# Schedulers send one of them minutes before they end a job; submitit asks for SIGUSR2.
+NOTICES = signal.SIGUSR1, signal.SIGUSR2
 QUERY = signal.SIGQUIT  # Ctrl-\\ shows where each rank is; the run continues
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, NOTICE)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *NOTICES)
 
 
 def stop_signals() -> list[signal.Signals]:

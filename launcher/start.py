@@ -26,6 +26,7 @@ from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import end_chain
+from launcher.processes import outlive_others
 from launcher.record import detach, run_json, runs
 from launcher.text import OwnEnviron, PlanError, mend_streams, short_host_name, warn
 
@@ -33,6 +34,7 @@ from launcher.text import OwnEnviron, PlanError, mend_streams, short_host_name, 
 def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
     """Run the command that was typed. Returns the exit code."""
     mend_streams()
+    outlive_others()
     leave_outer_run(environ)
     leave_outer_job(environ)
     size = len(Call._fields)

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distributed.stop_signals import ADDED, NOTICE, QUERY, STOP_SIGNALS, handled_signals
+from distributed.stop_signals import ADDED, NOTICES, QUERY, STOP_SIGNALS, handled_signals
 from launcher import importable, own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch, read_grace
 from launcher.agent.control import (
@@ -85,6 +85,7 @@ def main() -> int:
     """Run the agent as a child, and return its exit code. A rank raises SystemExit instead."""
     environ = os.environ
     mend_streams()
+    processes.outlive_others()
     leave_outer_run(environ)
     leave_outer_job(environ)
     started_by, control = environ.pop("LAUNCH_START", ""), None
@@ -264,7 +265,7 @@ def _await_end(agent: Agent) -> int:
             agent.ask()
         elif came is not None:
             agent.send(came)
-            if came != NOTICE:
+            if came not in NOTICES:
                 kill.set_within(agent.grace_s + limits.STOP_AGENT_S)
         elif kill.take():  # the agent is stopped (SIGSTOP), or hangs
             agent.kill()

@@ -20,7 +20,7 @@ from dataclasses import replace
 from distributed import hostlist
 from distributed.errors import STOPPED
 from distributed.job import job_id
-from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
+from distributed.stop_signals import NOTICES, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
 from launcher.failure import Failure
 from launcher.failure_block import print_outcome, print_resume
@@ -131,10 +131,12 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, *processes.WAKING})
-    asked: list[int] = [NOTICE] if signal.sigtimedwait({NOTICE}, 0) else []
+    came = signal.sigtimedwait(NOTICES, 0)
+    asked: list[int] = [came.si_signo] if came else []
     if asked and plan.checkpoint_dir is not None and requeue(plan):
         return STOPPED
-    (plan.folder / NOTICED).unlink(missing_ok=True)  # of an earlier start
+    for name in NOTICED.values():
+        (plan.folder / name).unlink(missing_ok=True)  # of an earlier start
     srun = start(plan, command, None if plan.engine else subprocess.PIPE)
     output = None if plan.engine else Output(srun, plan.environ["LAUNCH_TOKEN"])
     started = time.time()
@@ -148,8 +150,8 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         code = outcome.code
         asked.append(outcome.signum)  # scancel may have sent the signal directly to the ranks
     # 128 + SIGUSR1: the notice came before there was anything to save.
-    has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
-    comes_back = NOTICE in asked and has_saved
+    has_saved = code == STOPPED or (code - 128 in NOTICES and plan.checkpoint_dir is not None)
+    comes_back = has_saved and not {*asked}.isdisjoint(NOTICES)
     if outcome is not None:  # before the requeue, which ends this job
         shown = replace(outcome, command="") if comes_back else outcome
         print_outcome(shown, sys.stderr, plan.folder)
@@ -227,21 +229,21 @@ def pass_on(signum: int, plan: Plan, srun: Srun) -> None:
     SLURM signals all processes of a task, and a notice would kill ranks that do not handle it. So
     the agents, which know these ranks, get it through a file.
     """
-    if signum != NOTICE:
+    if signum not in NOTICES:
         threading.Thread(target=stop_step, args=(plan, srun), daemon=True).start()
         return
     if not plan.engine:
         with contextlib.suppress(OSError):  # a full disk
-            (plan.folder / NOTICED).touch()
+            (plan.folder / NOTICED[signum]).touch()
             return
-    srun.send_signal(NOTICE)  # srun forwards the notice to the tasks that it knows have started
+    srun.send_signal(signum)  # srun forwards the notice to the tasks that it knows have started
 
 
 def stop_step(plan: Plan, srun: Srun) -> None:
     """Send SIGTERM to every task of our step, so that ranks can save; srun does not forward it."""
     listed = ask_squeue("--steps", f"--job={plan.job}", "--format=%i %j")
     if listed is None:
-        srun.send_signal(NOTICE)  # works without SLURM's controller
+        srun.send_signal(NOTICES[0])  # works without SLURM's controller
         return
     steps = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [plan.run_id]]
     if steps:

@@ -434,6 +434,19 @@ is_pending() { # <job>
   [[ $(field "$JOB" ExitCode) == ExitCode=75:0 ]]
 }
 
+# bats test_tags=prove
+@test "USR2, which submitit asks for, saves and requeues too, sent to the step or to the batch script" {
+  start_long --nodes=2 --gpus-per-node=1 --signal=USR2@120
+  on login scancel --signal=USR2 "$JOB"
+  eventually has_resumed 1
+  grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR2)$' job.out
+  on login scancel --signal=USR2 --batch "$JOB"
+  eventually has_resumed 2
+  [[ $(field "$JOB" Restarts) == Restarts=2 && $(<job.out) != *FAILED* ]]
+  on login scancel "$JOB"
+  eventually has_ended "$JOB"
+}
+
 save_and_stop() { # <signal>
   RUN_ID=$1 on login salloc -Q --nodes=2 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}" >"$1.out" 2>&1 3>&- &
   eventually grep -q '^step ' "$1.out"
