@@ -26,6 +26,7 @@ from launcher.failure import Failure
 from launcher.failure_block import print_outcome, print_resume
 from launcher.outcome import LaunchEnd, NodePart, Outcome
 from launcher.own_time import Deadline
+from launcher.plan import slurm
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import ask_squeue, in_batch_script, is_at_time_limit
 from launcher.processes import KILLED
@@ -152,10 +153,13 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     # 128 + SIGUSR1: the notice came before there was anything to save.
     has_saved = code == STOPPED or (code - 128 in NOTICES and plan.checkpoint_dir is not None)
     comes_back = has_saved and not {*asked}.isdisjoint(NOTICES)
+    is_stopped = code in (STOPPED, 128 + signal.SIGTERM) and not (outcome and outcome.failure)
+    is_preempted = is_stopped and in_batch_script(plan.environ) and slurm.is_preempted(plan.environ)
     if outcome is not None:  # before the requeue, which ends this job
-        shown = replace(outcome, command="") if comes_back else outcome
+        shown = replace(outcome, command="") if comes_back or is_preempted else outcome
         print_outcome(shown, sys.stderr, plan.folder)
-    if comes_back and not requeue(plan) and outcome is not None:
+    is_back = requeue(plan, has_limit=not is_preempted) if comes_back or is_preempted else True
+    if not is_back and outcome is not None:
         print_resume(outcome, sys.stderr)
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(plan.environ):
         signal.sigtimedwait(handled, limits.REQUEUE_S)
@@ -252,15 +256,15 @@ def stop_step(plan: Plan, srun: Srun) -> None:
         srun.terminate()  # the step has not started yet
 
 
-def requeue(plan: Plan) -> bool:
+def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
     """Put the job back into the queue; SLURM starts it again under the same id.
 
-    After three restarts in a row without a new checkpoint, the job ends instead. Returns False if
-    SLURM rejects the request. In a chain of jobs, the next job resumes the run instead.
+    With a limit, the job ends instead after three restarts in a row without a new checkpoint.
+    Returns False if SLURM rejects the request. In a chain of jobs, the next one resumes instead.
     """
     if plan.environ.get("CHAIN"):
         return True
-    if plan.checkpoint_dir is not None:
+    if has_limit and plan.checkpoint_dir is not None:
         latest = plan.directory / plan.checkpoint_dir / plan.run_id / "latest"
         record = plan.folder / "requeues"
         record.parent.mkdir(parents=True, exist_ok=True)

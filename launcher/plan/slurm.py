@@ -201,12 +201,33 @@ def is_at_time_limit(environ: Environ) -> bool:
     return (ask_squeue(f"--job={job_id(environ)}", "--format=%r") or "").strip() == "TimeLimit"
 
 
+def is_preempted(environ: Environ) -> bool:
+    """Return whether SLURM would requeue this job when the grace time of its preemption ends.
+
+    If the job exits in that time, SLURM calls it failed. It has ended if the user cancelled it.
+    """
+    job = show("job", job_id(environ))
+    if job.get("JobState") != "RUNNING" or job.get("PreemptTime", "None") == "None":
+        return False
+    return show("partition", job["Partition"]).get("PreemptMode") == "REQUEUE"
+
+
+def show(*what: str) -> dict[str, str]:
+    """Return the fields of the record of a job or of a partition; none if SLURM does not answer."""
+    return dict(re.findall(r"(\w+)=(\S*)", ask_scheduler("scontrol", "show", "-o", *what) or ""))
+
+
 def ask_squeue(*options: str) -> str | None:
     """Return what squeue prints; None if SLURM does not answer."""
     return ask_scheduler("squeue", "--noheader", *options)
 
 
 def has_ended(job: str) -> bool:
-    """Return whether a job of this user has ended or is ending; False if SLURM does not answer."""
+    """Return whether a job of this user has ended or is ending; False if SLURM does not answer.
+
+    A site's squeue may answer from a cache that does not have the job yet; its record counts.
+    """
     jobs = ask_squeue(f"--user={os.getuid()}", "--format=%A %T")
-    return jobs is not None and not re.search(rf"^{job} (?!COMPLETING)", jobs, re.MULTILINE)
+    if jobs is None or re.search(rf"^{job} (?!COMPLETING)", jobs, re.MULTILINE):
+        return False
+    return show("job", job).get("JobState") not in ("RUNNING", "SUSPENDED", "CONFIGURING")

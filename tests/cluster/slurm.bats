@@ -781,6 +781,55 @@ have_trained_alone() { # <jobs>
   run ! grep -q '^FAILED ' job.out
 }
 
+# Runs a job that takes two nodes of a long job with a grace time, until the file over exists.
+preempt() { # <long job's sbatch options...>
+  rm -f over
+  start_long --nodes=2 --nodelist=node[1-2] --gpus-per-node=1 "$@"
+  on login sbatch --partition=urgent --nodes=2 --nodelist=node[1-2] --exclusive --output=/dev/null \
+    --wrap "until test -e over; do sleep 0.1; done"
+}
+
+# bats test_tags=prove
+@test "preempted with a grace time, a job saves and is requeued at once, as is a task of an array" {
+  local options
+  for options in --array=3 --signal=B:USR1@120; do
+    preempt --partition=low "$options"
+    eventually grep -q "^requeued job $JOB.*; it resumes when SLURM starts it again$" job.out
+    grep -q '^stopped  by SIGTERM after saving a checkpoint ' job.out
+    touch over
+    eventually has_resumed 1
+    [[ $(field "$JOB" Restarts) == Restarts=1 ]]
+    on login scancel "$JOB"
+    eventually has_ended "$JOB"
+    [[ $(field "$JOB" JobState) == JobState=CANCELLED && $(field "$JOB" Restarts) == Restarts=1 ]]
+    rm job.out
+  done
+}
+
+# bats test_tags=prove,long
+@test "preempted with a grace time and PreemptMode=CANCEL, a job saves and ends with its resume line" {
+  preempt --partition=cheap
+  eventually has_ended "$JOB"
+  touch over
+  [[ $(field "$JOB" ExitCode) == ExitCode=75:0 && $(<job.out) != *requeued* ]]
+  tail -n 1 job.out | grep -q "^resume   RUN_ID=$JOB "
+}
+
+# bats test_tags=prove,long
+@test "preempted while it saves for longer than the grace time, a job is requeued by SLURM" {
+  printf '%s\n' 'import signal, time' 'signal.signal(signal.SIGTERM, lambda *_: print("saving", flush=True))' \
+    'print("step 1", flush=True)' 'while True: time.sleep(1)' >slow.py
+  JOB=$(GRACE=600 TRAIN_SCRIPT=slow.py on login sbatch --parsable --output=job.out --partition=low --nodes=2 \
+    --nodelist=node[1-2] --gpus-per-node=1 scripts/slurm/slurm_train.sh -)
+  eventually grep -q '^step 1' job.out
+  on login sbatch --partition=urgent --nodes=2 --nodelist=node[1-2] --exclusive --output=/dev/null --wrap "sleep 1"
+  eventually has_restarts 1
+  grep -q '^saving' job.out
+  run ! grep -q '^requeued job' job.out
+  on login scancel "$JOB"
+  eventually has_ended "$JOB"
+}
+
 # bats test_tags=prove,long
 @test "a nested srun --overlap looks at the job's nodes, or starts a separate run; the job's run continues" {
   local looked

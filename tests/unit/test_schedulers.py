@@ -632,3 +632,27 @@ def test_what_qsub_v_has_set(qstat: Path, name: str, names: list[str]) -> None:
     be_in_job("1.head")
     tell(qstat, told(name))
     assert pbs.note_job(os.environ) == names
+
+
+@pytest.mark.parametrize(
+    ("job", "partition", "is_preempted"),
+    [
+        ("JobState=RUNNING PreemptTime=2026-11-29T01:00:09", "PreemptMode=REQUEUE", True),
+        ("JobState=RUNNING PreemptTime=2026-11-29T01:00:09", "PreemptMode=CANCEL", False),
+        ("JobState=RUNNING PreemptTime=2026-11-29T01:00:09", "PreemptMode=GANG,SUSPEND", False),
+        ("JobState=CANCELLED PreemptTime=2026-11-29T01:00:09", "PreemptMode=REQUEUE", False),
+        ("JobState=RUNNING PreemptTime=None", "PreemptMode=REQUEUE", False),
+        ("", "", False),  # SLURM does not answer
+    ],
+)
+def test_a_job_is_preempted_if_slurm_would_requeue_it(
+    job: str, partition: str, is_preempted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tool(
+        tmp_path / "scontrol",
+        f'case $* in "show -o job 5_2") echo "JobId=7 Partition=low {job}" ;; '
+        f'"show -o partition low") echo "PartitionName=low {partition}" ;; *) exit 1 ;; esac',
+    )
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    environ = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
+    assert slurm.is_preempted(environ) == is_preempted
