@@ -18,9 +18,16 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *NOTICES)
 
 def stop_signals() -> list[signal.Signals]:
     """Return STOP_SIGNALS, and those that --signals-to-handle adds."""
-    added = {*os.environ.get(ADDED, "").replace(" ", "").split(",")} - NEVER_ADDED
-    more = [one for one in signal.Signals if one.name in added and one not in STOP_SIGNALS]
-    return [*STOP_SIGNALS, *more]
+    return [one for one in signal.Signals if one in STOP_SIGNALS or one.name in _added()]
+
+
+def notices() -> list[signal.Signals]:
+    """Return NOTICES without those that --signals-to-handle names: it makes them stop the run."""
+    return [one for one in NOTICES if one.name not in _added()]
+
+
+def _added() -> set[str]:
+    return {*os.environ.get(ADDED, "").replace(" ", "").split(",")} - NEVER_ADDED
 
 
 def handled_signals() -> list[signal.Signals]:

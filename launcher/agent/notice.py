@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 
-from distributed.stop_signals import NOTICES
+from distributed.stop_signals import notices
 from launcher import own_time, processes
 from launcher.agent.facts import Facts
 from launcher.agent.node_ranks import NodeRanks
@@ -31,7 +31,7 @@ class Notice:
 
     def look(self) -> None:
         """Send the notice to ranks that handle it by now; warn after NOTICE_WARN_S if none does."""
-        came = next((one for one in NOTICES if one in self._facts.signals), None)
+        came = next((one for one in notices() if one in self._facts.signals), None)
         if came is None:
             return
         for each in self._ranks.living():

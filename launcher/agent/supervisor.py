@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distributed.stop_signals import ADDED, NOTICES, QUERY, STOP_SIGNALS, handled_signals
+from distributed.stop_signals import ADDED, QUERY, STOP_SIGNALS, handled_signals, notices
 from launcher import importable, own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch, read_grace
 from launcher.agent.control import (
@@ -265,7 +265,7 @@ def _await_end(agent: Agent) -> int:
             agent.ask()
         elif came is not None:
             agent.send(came)
-            if came not in NOTICES:
+            if came not in notices():
                 kill.set_within(agent.grace_s + limits.STOP_AGENT_S)
         elif kill.take():  # the agent is stopped (SIGSTOP), or hangs
             agent.kill()
