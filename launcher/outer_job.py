@@ -25,6 +25,7 @@ def leave_outer_job(environ: OwnEnviron) -> None:
 
     What SLURM sets only for some jobs, such as an array's tasks, is checked with the job's record.
     """
+    _remove("S(QUEUE|INFO)_", environ)  # the user's filters and formats; we give our own
     job = environ.get("SLURM_JOB_ID", "")
     owner, step = _read_owner(environ.get("SLURM_TASK_PID", ""))
     if owner not in ("", job) and "SLURM_HET_SIZE" not in environ:

@@ -213,7 +213,7 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
         step = ["env", "--unset=SLURM_CPUS_PER_GPU", *step]
     if environ.get("SLURM_CPU_BIND_LIST"):  # of an srun shell; users set only SLURM_CPU_BIND
         step = ["env", "--unset=SLURM_CPU_BIND", *step]
-    step += plan.step_options()
+    step += more_options(plan)
     variables = [f"MASTER_ADDR={plan.master_addr}"] if plan.has_named_master else []
     variables.append(f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}")
     variables.append(f"PYTHONPATH={importable.search_path(environ)}")
@@ -240,4 +240,9 @@ def node_step(plan: Plan, options: Sequence[str], command: Sequence[str]) -> lis
     step.append(f"--job-name={plan.run_id}")
     if gpus := plan.environ.get("SLURM_GPUS_ON_NODE"):
         step.append(f"--gpus-per-node={gpus}")
-    return [*step, *plan.step_options(), *options, *command]
+    return [*step, *more_options(plan), *options, *command]
+
+
+def more_options(plan: Plan) -> list[str]:
+    """Return the srun options for the run's container, and the user's or site's own."""
+    return [*plan.step_options(), *plan.environ.get("SRUN_OPTS", "").split()]

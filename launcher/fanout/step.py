@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -282,4 +283,9 @@ def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
     is_back = subprocess.run(["scontrol", "requeue", job]).returncode == 0
     if is_back:
         warn(f"requeued job {job}; it resumes when SLURM starts it again")
+        limit = slurm.show("job", job).get("TimeLimit", "")
+        if has_limit and re.match("00:0[0-3]:", limit):  # a notice may come 60 s early
+            cause = f"the notice comes at once, or nearly so, if the time limit is {limit}"
+            cure = "ask for more --time, or for a later notice: --signal=B:USR1@30"
+            warn(f"{plan.program}: warning: {cause}; {cure} [time-limit]")
     return is_back

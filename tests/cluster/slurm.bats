@@ -540,6 +540,19 @@ PY
   grep -q "^resume   RUN_ID=$JOB .*sbatch --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config" job.out
 }
 
+# bats test_tags=prove,long
+@test "a time limit that is shorter than the notice: each requeue says so; filters of squeue change nothing" {
+  export SQUEUE_STATES=PENDING SQUEUE_PARTITION=urgent SINFO_PARTITION=none SRUN_OPTS=--comment=site
+  JOB=$(on login sbatch --parsable --output=job.out --nodes=2 --gpus-per-node=1 --time=2 \
+    scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
+  eventually has_resumed 1
+  unset "${!SQUEUE@}"
+  on login scancel "$JOB"
+  grep -q '^slurm_train.sh: warning: the notice comes at once, .* 00:02:00; ask for more --time, .*\[time-limit\]$' job.out
+  eventually grep -q "^resume   .* SRUN_OPTS=--comment=site " job.out
+  eventually has_ended "$JOB"
+}
+
 @test "a notice that comes before srun has started the ranks reaches them" {
   cat >prolog <<'SH'
 #!/bin/bash

@@ -635,6 +635,25 @@ def test_what_qsub_v_has_set(qstat: Path, name: str, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("jobs", "state", "has_ended"),
+    [  # what squeue lists, and the state in the job's record
+        ("7 RUNNING", "", False),
+        ("70 RUNNING", "COMPLETED", True),
+        ("7 COMPLETING", "CANCELLED", True),
+        ("", "RUNNING", False),  # squeue answers from a cache
+        ("", "", True),
+    ],
+)
+def test_a_job_has_ended_if_squeue_and_its_record_say_so(
+    jobs: str, state: str, has_ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tool(tmp_path / "squeue", f'echo "{jobs}"')
+    make_tool(tmp_path / "scontrol", f'echo "JobId=7 JobState={state}"')
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert slurm.has_ended("7") == has_ended
+
+
+@pytest.mark.parametrize(
     ("job", "partition", "is_preempted"),
     [
         ("JobState=RUNNING PreemptTime=2026-11-29T01:00:09", "PreemptMode=REQUEUE", True),

@@ -37,6 +37,14 @@ def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan
     environ = captured("batch-step", **own)
     command = srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
     step, agent = command.index("srun"), command.index("env", 1)
+    environ["SRUN_OPTS"] = "--network=x --auto-resume=1"
+    command = srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
+    assert command[step + 1 : agent + 2][-3:] == [
+        *("--network=x", "--auto-resume=1", "--kill-on-bad-exit=1")
+    ]
+    command = srun.step_command(
+        replace(plan, environ=captured("batch-step", **own)), nproc=2, port=1234
+    )
     sizes = ("GPUS_PER_TASK", "NTASKS_PER_GPU", "CPUS_PER_GPU", "TRES_PER_TASK")
     binds = ("GPU_BIND", "TRES_BIND", "CPU_BIND")
     memory = ("MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE")
@@ -375,6 +383,20 @@ def test_a_requeue_that_slurm_refuses_is_not_announced(
     make_tool(tools / "scontrol", "exit 1")
     assert not step.requeue(replace(plan, environ=captured("salloc-command")))
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("limit", "is_short"), [("00:02:00", True), ("00:30:00", False)])
+def test_a_limit_that_is_shorter_than_the_notice_is_named(
+    limit: str, is_short: bool, plan: Plan, tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tool(
+        tools / "scontrol", f'[[ $* != "show -o job 7" ]] || echo "JobId=7 TimeLimit={limit}"'
+    )
+    assert step.requeue(replace(plan, environ={"SLURM_JOB_ID": "7"}, checkpoint_dir=None))
+    told = capsys.readouterr().err
+    assert told.startswith("requeued job 7; ")
+    cause = f"the notice comes at once, or nearly so, if the time limit is {limit}; "
+    assert (f"x.sh: warning: {cause}" in told, told.count("[time-limit]")) == (is_short, is_short)
 
 
 # --- signals ------------------------------------------------------------------------------------
