@@ -16,6 +16,15 @@ from launcher.plan.plan import World, read_nproc, read_number
 from launcher.slurm_node import slurm_node
 from launcher.text import Environ, PlanError, warn
 
+_REPEATED = {  # sbatch's options that a resumed job needs, and where its record has their values
+    "mem": "MinMemoryNode",
+    "mem-per-cpu": "MinMemoryCPU",
+    "mem-per-gpu": "MemPerTres",
+    "cpus-per-gpu": "CpusPerTres",
+    "exclude": "ExcNodeList",
+}
+_NOT_REPEATED = ("0", "(null)", "gres:gpu:4")  # unset, or what our scripts ask for themselves
+
 
 def in_batch_script(environ: Environ) -> bool:
     """Return whether this runs in a job's batch script, as opposed to salloc's shell."""
@@ -162,6 +171,11 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
         words.append(f"--ntasks-per-node={tasks}")
     if gpus := environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE"):
         words.append(f"--gpus-per-node={gpus}")
+    record = show("job", job_id(environ))
+    for option, field in _REPEATED.items():
+        if (value := record.get(field, "0")) not in _NOT_REPEATED:
+            words.append(f"--{option}={value.removeprefix('gres:gpu:')}")
+    words += ["--exclusive"] if record.get("OverSubscribe") == "NO" else []
     job, task = f"--job={job_id(environ)}", environ.get("SLURM_ARRAY_TASK_ID")
     if task:
         words.append(f"--array={task}")
@@ -169,7 +183,7 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
         again = [script, *typed[1:]] if script else (ask_squeue(job, "--format=%o") or "").split()
         return again and ["sbatch", *words, *again]
     if not gpus:  # salloc sets no variable for --gres
-        asked = (ask_squeue(job, "--format=%b") or "").strip()
+        asked = record.get("TresPerNode", "")
         words += [f"--gres={asked[5:]}"] if asked.startswith("gres:") else []
     return ["salloc", *words, *typed]
 
@@ -198,7 +212,7 @@ def end_chain(code: int, environ: Environ) -> None:
 
 def is_at_time_limit(environ: Environ) -> bool:
     """Return whether SLURM is ending this job at its time limit; False if it does not answer."""
-    return (ask_squeue(f"--job={job_id(environ)}", "--format=%r") or "").strip() == "TimeLimit"
+    return show("job", job_id(environ)).get("Reason") == "TimeLimit"
 
 
 def is_preempted(environ: Environ) -> bool:

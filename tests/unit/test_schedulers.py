@@ -175,6 +175,31 @@ def test_slurm_command(environ: dict[str, str], is_ours: bool, expected: str) ->
     assert shlex.join(command) == f"{expected} c.yaml 'a b'"
 
 
+@pytest.mark.parametrize(
+    ("record", "options"),
+    [
+        (
+            "MinMemoryNode=500M CpusPerTres=gres:gpu:6 ExcNodeList=n[1-2] OverSubscribe=NO",
+            " --mem=500M --cpus-per-gpu=6 '--exclude=n[1-2]' --exclusive",
+        ),
+        ("MinMemoryCPU=4G ExcNodeList=(null) OverSubscribe=OK", " --mem-per-cpu=4G"),
+        ("MinMemoryNode=0 MemPerTres=gres:gpu:60", " --mem-per-gpu=60"),
+        ("MinMemoryNode=0 CpusPerTres=gres:gpu:4", ""),  # of our script itself
+    ],
+)
+def test_the_resume_line_asks_for_what_the_job_had(record: str, options: str, tools: Path) -> None:
+    make_tool(tools / "scontrol", f'[[ $* == "show -o job 7" ]] && echo "JobId=7 {record}"')
+    environ = captured("salloc-gpus-command", SLURM_JOB_ID="7")
+    command = slurm.job_command(environ, "S", ["typed.sh", "c.yaml"])
+    size = "salloc --nodes=2 --gpus-per-node=2"
+    assert shlex.join(command) == f"{size}{options} typed.sh c.yaml"
+
+
+def test_the_options_of_our_batch_scripts_are_not_repeated() -> None:
+    for name in ("slurm_train.sh", "slurm_train_single_node.sh"):
+        assert "\n#SBATCH --cpus-per-gpu=4\n" in (ROOT / "scripts/slurm" / name).read_text()
+
+
 @pytest.mark.parametrize("file", ["/home/me/job.sh 5", ""])
 def test_the_batch_file_of_a_users_own_is_submitted_again(tools: Path, file: str) -> None:
     make_tool(tools / "squeue", f'[ "$2" = --job=9_1 ] && echo "{file}"')
@@ -218,7 +243,7 @@ def test_the_rest_of_a_chain_is_cancelled_unless_it_is_needed(
     tmp_path: Path, tools: Path, code: int, reason: str, is_cancelled: bool
 ) -> None:
     make_tool(tools / "scancel", f'echo "$@" >{tmp_path}/told')
-    make_tool(tools / "squeue", f"echo {reason}")
+    make_tool(tools / "scontrol", f"echo JobId=7 Reason={reason} Dependency=x")
     slurm.end_chain(code, {**captured("batch-step"), "CHAIN": "linked"})
     told = tmp_path / "told"
     assert (told.read_text() if told.exists() else "") == (

@@ -323,7 +323,7 @@ def test_without_a_word_of_the_agents_sruns_code_counts(tmp_path: Path, tools: P
 
 @pytest.mark.parametrize(
     ("reason", "code", "signum", "environment", "expected"),
-    [  # squeue's reason, the reported code and signal, the resulting fault and code
+    [  # the reason in the job's record, the reported code and signal, the resulting fault and code
         ("TimeLimit", 143, signal.SIGTERM, "requeued-batch-step", ("time-limit", 143)),
         ("TimeLimit", 1, signal.SIGTERM, "requeued-batch-step", ("time-limit", 143)),
         ("TimeLimit", 138, signal.SIGUSR1, "requeued-batch-step", ("time-limit", 143)),
@@ -345,7 +345,7 @@ def test_an_end_at_the_time_limit_has_its_name(
     tools: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    make_tool(tools / "squeue", f"echo {reason}")
+    make_tool(tools / "scontrol", f"echo JobId=7 Reason={reason} Dependency=x")
     told = Outcome(code, ends="by a signal", signum=signum)
     end = step.as_slurm_ended(told, replace(plan, environ=captured(environment)))
     assert (end.failure and end.failure.fault, end.code) == expected
