@@ -20,12 +20,11 @@ from distributed.hostlist import HostlistError
 from launcher.cli.arguments import Call, parse
 from launcher.outer_job import leave_outer_job
 from launcher.outer_run import leave_outer_run
-from launcher.plan import pbs, resume, submit_with_config
+from launcher.plan import pbs, resume, slurm, submit_with_config
 from launcher.plan.check_config import check_config
 from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan
-from launcher.plan.slurm import end_chain
 from launcher.processes import outlive_others
 from launcher.record import detach, run_json, runs
 from launcher.text import OwnEnviron, PlanError, mend_streams, short_host_name, warn
@@ -59,7 +58,9 @@ def start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
         code = int(leave.code or 0)
         raise
     finally:
-        end_chain(code, environ)
+        slurm.end_chain(code, environ)
+    if code in (BAD_INPUT, REFUSED):
+        slurm.end_step(environ)
     return code
 
 

@@ -210,6 +210,20 @@ def end_chain(code: int, environ: Environ) -> None:
         subprocess.run(["scancel", "--state=PENDING", f"--name={name}"])
 
 
+def end_step(environ: Environ) -> None:
+    """End the step of which this process is a task: the tasks on other nodes would wait for it.
+
+    If all refuse, the first two do this: an argument that only one node can have is wrong on one of
+    them. The script that srun started has become this process, or more may follow in the task.
+    """
+    is_first = environ.get("SLURM_NODEID") in ("0", "1") and in_slurm_step(environ)
+    is_task = environ.get("SLURM_TASK_PID") == str(os.getpid())
+    if is_first and is_task and environ["SLURM_STEP_NUM_NODES"] != "1":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process exits with its own code
+        step = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
+        subprocess.run(["scancel", "--quiet", "--signal=TERM", step])
+
+
 def is_at_time_limit(environ: Environ) -> bool:
     """Return whether SLURM is ending this job at its time limit; False if it does not answer."""
     return show("job", job_id(environ)).get("Reason") == "TimeLimit"

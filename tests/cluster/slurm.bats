@@ -914,6 +914,19 @@ SH
   run ! grep -q '(was ' job.out
 }
 
+# bats test_tags=prove
+@test "a node that refuses a launch under srun ends the step, and the others do not wait for it" {
+  local rank code began=$SECONDS
+  for rank in 0 1; do
+    code=0
+    on login srun --nodes=2 --ntasks=2 scripts/cluster_train.sh config/local3.yaml 2 "$rank" node1 &>refused.out || code=$?
+    cat refused.out
+    ((code > 0 && SECONDS - began < 240)) # node rank 0 would wait for 300 s
+    grep -q "the argument NODE_RANK is '$rank' but srun's SLURM_NODEID is $((1 - rank)); .*\[wrong-world\]$" refused.out
+  done
+  on login srun --nodes=2 --ntasks=2 scripts/cluster_train.sh config/local3.yaml --dry-run
+}
+
 # bats test_tags=prove,long
 @test "cluster_train.sh under srun checks each node separately, even if port 29500 is in use" {
   "$CLUSTER" run node1 "$PYTHON" -c 'import socket, time; s = socket.create_server(("", 29500)); time.sleep(60)' 3>&- &

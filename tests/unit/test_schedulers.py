@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
@@ -700,3 +701,29 @@ def test_a_job_is_preempted_if_slurm_would_requeue_it(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     environ = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
     assert slurm.is_preempted(environ) == is_preempted
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_ended"),
+    [
+        ({}, True),
+        ({"SLURM_NODEID": "2"}, False),  # one of the first two has ended it
+        ({"SLURM_TASK_PID": "1"}, False),  # the script is only a part of the task
+        ({"SLURM_STEP_NUM_NODES": "1"}, False),
+        ({"SLURM_STEP_ID": ""}, False),
+    ],
+)
+def test_a_task_that_refuses_ends_its_step(
+    changes: dict[str, str], is_ended: bool, tmp_path: Path, tools: Path
+) -> None:
+    make_tool(tools / "scancel", f'echo "$@" >{tmp_path}/told')
+    step = captured("one-per-node-step", SLURM_TASK_PID=str(os.getpid()), SLURM_JOB_ID="7")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        slurm.end_step({**step, "SLURM_STEP_ID": "3", "SLURM_NODEID": "1", **changes})
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    told = tmp_path / "told"
+    assert (told.read_text() if told.exists() else "") == (
+        "--quiet --signal=TERM 7.3\n" if is_ended else ""
+    )
