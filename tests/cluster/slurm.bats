@@ -1184,6 +1184,18 @@ with_torchrun() { # <script>
   grep -q '"world_size": 2' logs/again/run.json
 }
 
+# bats test_tags=prove,long
+@test "the resume line of a run under plain srun starts it with as many ranks" {
+  local line
+  PATH=${PYTHON%/*}:$PATH
+  RUN_ID=plain on login srun --nodes=2 --ntasks=2 python "$ROOT/train.py" --config config/local3.yaml "${SMALL[@]}" &>first.out
+  line=$(sed -n 's/^resume  *//p' first.out)
+  [[ $line == "RUN_ID=plain srun --nodes=2 --ntasks=2 python $ROOT/train.py --config "* ]]
+  on login bash -c "$line train.max_steps=8" &>second.out
+  grep -q '^resumed    after step 6$' second.out
+  grep -q '^model .* on 2 x cpu$' second.out
+}
+
 # This test must be the last, because it replaces the cluster, and with it the jobs of the others.
 # bats test_tags=prove,long
 @test "a job with the id of an earlier job is refused, and does not touch that job's run" {
