@@ -17,11 +17,11 @@ from launcher.slurm_node import slurm_node
 from launcher.text import Environ, PlanError, warn
 
 _REPEATED = {  # sbatch's options that a resumed job needs, and where its record has their values
-    "mem": "MinMemoryNode",
-    "mem-per-cpu": "MinMemoryCPU",
-    "mem-per-gpu": "MemPerTres",
-    "cpus-per-gpu": "CpusPerTres",
-    "exclude": "ExcNodeList",
+    "--mem": "MinMemoryNode",
+    "--mem-per-cpu": "MinMemoryCPU",
+    "--mem-per-gpu": "MemPerTres",
+    "--cpus-per-gpu": "CpusPerTres",
+    "--exclude": "ExcNodeList",
 }
 _NOT_REPEATED = ("0", "(null)", "gres:gpu:4")  # unset, or what our scripts ask for themselves
 
@@ -174,7 +174,7 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
     record = show("job", job_id(environ))
     for option, field in _REPEATED.items():
         if (value := record.get(field, "0")) not in _NOT_REPEATED:
-            words.append(f"--{option}={value.removeprefix('gres:gpu:')}")
+            words.append(f"{option}={value.removeprefix('gres:gpu:')}")
     words += ["--exclusive"] if record.get("OverSubscribe") == "NO" else []
     job, task = f"--job={job_id(environ)}", environ.get("SLURM_ARRAY_TASK_ID")
     if task:
