@@ -35,7 +35,6 @@ def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
     mend_streams()
     outlive_others()
     leave_outer_run(environ)
-    leave_outer_job(environ)
     size = len(Call._fields)
     return start(Call(*arguments[:size]), arguments[size:], environ)
 
@@ -65,6 +64,7 @@ def start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
 
 
 def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
+    leave_outer_job(environ)
     typed = parse(call, words, environ)
     if typed.fanout in ("help", "version"):  # bash prints these, because that needs no Python
         os.execvp("bash", ["bash", call.file, f"--{typed.fanout}"])

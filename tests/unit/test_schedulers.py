@@ -660,6 +660,14 @@ def test_what_qsub_v_has_set(qstat: Path, name: str, names: list[str]) -> None:
     assert pbs.note_job(os.environ) == names
 
 
+def test_a_damaged_variable_of_the_job_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    call = Call("slurm_train", "x.sh", "", "/", "", "", "", "x.sh")
+    environ = captured("batch-step", SLURM_TASKS_PER_NODE="many")
+    assert start.start(call, [], environ) == 2
+    told = capsys.readouterr().err
+    assert told == "x.sh: SLURM_TASKS_PER_NODE=many cannot be read; use srun [wrong-world]\n"
+
+
 @pytest.mark.parametrize(
     ("jobs", "state", "has_ended"),
     [  # what squeue lists, and the state in the job's record
