@@ -8,8 +8,9 @@
     torchrun --nproc-per-node 2 train.py --config config/local3.yaml    # the same with torchrun
 
 It trains a task, the built-in one or yours: see training/tasks/__init__.py. A run with the RUN_ID
-of an earlier one resumes from that run's newest checkpoint. On SIGTERM, SIGINT, SIGHUP or SIGUSR1,
-after train.max_seconds, or if its log folder holds a file `stop`, it saves and exits with code 75.
+of an earlier one resumes from that run's newest checkpoint. On SIGTERM, SIGINT, SIGHUP, SIGUSR1 or
+SIGUSR2, after train.max_seconds, or if its log folder holds a file `stop`, it saves and exits with
+code 75.
 """
 
 from __future__ import annotations

@@ -10,16 +10,24 @@ from . import limits
 
 ADDED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # the variable of torchrun's --signals-to-handle
 NEVER_ADDED = {"SIGKILL", "SIGSTOP", "SIGCHLD"}
-NOTICE = signal.SIGUSR1  # schedulers send it minutes before they end a job
+# Schedulers send one of them minutes before they end a job; submitit asks for SIGUSR2.
+NOTICES = signal.SIGUSR1, signal.SIGUSR2
 QUERY = signal.SIGQUIT  # Ctrl-\\ shows where each rank is; the run continues
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, NOTICE)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *NOTICES)
 
 
 def stop_signals() -> list[signal.Signals]:
     """Return STOP_SIGNALS, and those that --signals-to-handle adds."""
-    added = {*os.environ.get(ADDED, "").replace(" ", "").split(",")} - NEVER_ADDED
-    more = [one for one in signal.Signals if one.name in added and one not in STOP_SIGNALS]
-    return [*STOP_SIGNALS, *more]
+    return [one for one in signal.Signals if one in STOP_SIGNALS or one.name in _added()]
+
+
+def notices() -> list[signal.Signals]:
+    """Return NOTICES without those that --signals-to-handle names: it makes them stop the run."""
+    return [one for one in NOTICES if one.name not in _added()]
+
+
+def _added() -> set[str]:
+    return {*os.environ.get(ADDED, "").replace(" ", "").split(",")} - NEVER_ADDED
 
 
 def handled_signals() -> list[signal.Signals]:

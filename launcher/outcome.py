@@ -17,7 +17,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from distributed.errors import BAD_INPUT, CANNOT_START, REFUSED, STOPPED
-from distributed.stop_signals import NOTICE, stop_signals
+from distributed.stop_signals import notices, stop_signals
 from launcher.failure import Failure, signal_name
 from launcher.processes import KILLED
 from launcher.text import name_ranks, short_host_name
@@ -180,7 +180,7 @@ def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
         return STOPPED
     if codes or any(node.stopped for node in nodes):
         return 128 + (signals[0] if signals else signal.SIGKILL)
-    wanted = [] if has_saved(nodes) else [signum for signum in signals if signum != NOTICE]
+    wanted = [] if has_saved(nodes) else [signum for signum in signals if signum not in notices()]
     return 128 + wanted[0] if wanted else 0
 
 

@@ -25,6 +25,11 @@ from launcher.wire import limits
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 WAKING = signal.SIGCHLD, signal.SIGALRM  # end a wait in await_signal()
+# Those that a scheduler or a person may send to all processes of a job, which are not about a stop.
+OTHERS = (
+    *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGXCPU, signal.SIGPOLL),
+    *(signal.SIGPWR, *range(signal.SIGRTMIN, signal.SIGRTMAX + 1)),
+)
 KILLED = 128 + signal.SIGKILL  # the exit code of a killed process, as a shell shows it
 
 
@@ -156,6 +161,13 @@ def await_signal(signals: Iterable[int], limit_s: float) -> int | None:
     came = signal.sigwaitinfo({*signals, *WAKING}).si_signo
     signal.setitimer(signal.ITIMER_REAL, 0)
     return None if came in WAKING else came
+
+
+def outlive_others() -> None:
+    """Keep OTHERS from ending this process; programs that it executes get no such handler."""
+    for signum in OTHERS:
+        if signal.getsignal(signum) == signal.SIG_DFL:
+            signal.signal(signum, lambda *_: None)
 
 
 def send(pids: Iterable[int], signum: int) -> None:

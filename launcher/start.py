@@ -18,14 +18,15 @@ from distributed.environment import LauncherError
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
 from launcher.cli.arguments import Call, parse
+from launcher.outer_job import leave_outer_job
 from launcher.outer_run import leave_outer_run
-from launcher.plan import pbs, resume, submit_with_config
+from launcher.plan import pbs, resume, slurm, submit_with_config
 from launcher.plan.check_config import check_config
 from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan
 from launcher.plan.script import check_script, show_help
-from launcher.plan.slurm import end_chain
+from launcher.processes import outlive_others
 from launcher.record import detach, run_json, runs
 from launcher.text import OwnEnviron, PlanError, mend_streams, short_host_name, warn
 
@@ -33,6 +34,7 @@ from launcher.text import OwnEnviron, PlanError, mend_streams, short_host_name, 
 def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
     """Run the command that was typed. Returns the exit code."""
     mend_streams()
+    outlive_others()
     leave_outer_run(environ)
     size = len(Call._fields)
     return start(Call(*arguments[:size]), arguments[size:], environ)
@@ -55,11 +57,14 @@ def start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     except SystemExit as leave:  # a wrong config, or a stop before the start
         code = int(leave.code or 0)
     finally:
-        end_chain(code, environ)
+        slurm.end_chain(code, environ)
+    if code in (BAD_INPUT, REFUSED):
+        slurm.end_step(environ)
     return code
 
 
 def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
+    leave_outer_job(environ)
     typed = parse(call, words, environ)
     if typed.fanout in ("help", "version"):  # bash prints these, because that needs no Python
         os.execvp("bash", ["bash", call.file, f"--{typed.fanout}"])

@@ -111,10 +111,24 @@ def write_config(settings: Settings, folder: Path) -> None:
 def resume_line(environment: Environment, command: str | None) -> str:
     """Return the command that resumes this run, with its label.
 
-    `command` is the launcher's: None without a launcher, and "" if no command resumes the run.
+    `command` is the launcher's: None without ours, and "" if no command resumes the run.
     """
     if command is None:
         dropped = "--local-rank", "--local_rank", "resume=never"
         words = [word for word in sys.argv if not word.startswith(dropped)]
-        command = shlex.join(["python", *words])
+        command = shlex.join([*_start(environment), *words])
     return command and f"resume     RUN_ID={shlex.quote(environment.run_id)} {command}"
+
+
+def _start(environment: Environment) -> list[str]:
+    """Return the words before the script that start as many ranks, on each node or once for all."""
+    nodes, ranks = environment.num_nodes, environment.world_size
+    if environment.launcher == "slurm":
+        return ["srun", f"--nodes={nodes}", f"--ntasks={ranks}", "python"]
+    if environment.launcher != "torchrun":
+        return ["python"]
+    words = ["torchrun", f"--nproc-per-node={environment.local_world_size}"]
+    if nodes > 1:
+        words += [f"--nnodes={nodes}", f"--node-rank={environment.node_rank}"]
+        words += [f"--master-addr={environment.master_addr}"]
+    return words

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from distributed.stop_signals import NOTICE, QUERY, Interrupts, handled_signals, stop_signals
+from distributed.stop_signals import QUERY, Interrupts, handled_signals, notices, stop_signals
 from launcher import own_time, processes
 from launcher.agent.diagnosis.stuck import RankState, find_straggler
 from launcher.agent.facts import Facts
@@ -242,7 +242,7 @@ class Attempt:
 
     def _pass_on(self, signum: int, source: Link | None = None) -> None:
         self.send_all(StopRequest(signum), but=source)
-        if signum != NOTICE:  # after a notice, the ranks still have minutes
+        if signum not in notices():  # after a notice, the ranks still have minutes
             self.kill.set_within(self.grace_s)
             self.ranks.send(signum)
         self.notice.look()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distributed.errors import STOPPED
-from distributed.stop_signals import NOTICE, stop_signals
+from distributed.stop_signals import notices, stop_signals
 from launcher.failure import Failure
 from launcher.outcome import NodeEnd, end_attempt
 from launcher.wire.messages import Verdict
@@ -33,8 +33,8 @@ class Facts:
     @property
     def asked(self) -> list[int]:
         """The stop signals sent to ranks here, by this agent or by SLURM itself."""
-        is_known = self.noticed or 128 + NOTICE in self.codes.values()
-        return [signum for signum in self.signals if signum != NOTICE or is_known]
+        is_known = self.noticed or any(128 + one in self.codes.values() for one in notices())
+        return [signum for signum in self.signals if signum not in notices() or is_known]
 
     @property
     def is_ending(self) -> bool:

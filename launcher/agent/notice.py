@@ -1,4 +1,4 @@
-"""A notice (SIGUSR1): which ranks get it, and the warning if none of them handles it."""
+"""A notice (SIGUSR1 or SIGUSR2): which ranks get it, and the warning if none of them handles it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 import os
 from collections.abc import Callable
 
-from distributed.stop_signals import NOTICE
+from distributed.stop_signals import notices
 from launcher import own_time, processes
 from launcher.agent.facts import Facts
 from launcher.agent.node_ranks import NodeRanks
 from launcher.wire import limits
 
 UNHANDLED = (
-    "warning: the script does not handle SIGUSR1, which announces the time limit; "
+    "warning: the script does not handle {}, which announces the time limit; "
     "it continues without saving until the job ends at the limit [time-limit]"
 )
 
@@ -31,16 +31,17 @@ class Notice:
 
     def look(self) -> None:
         """Send the notice to ranks that handle it by now; warn after NOTICE_WARN_S if none does."""
-        if NOTICE not in self._facts.signals:
+        came = next((one for one in notices() if one in self._facts.signals), None)
+        if came is None:
             return
         for each in self._ranks.living():
             # A newly forked rank still has the agent's handlers and session.
-            is_ready = os.getsid(each.pid) == each.pid and processes.handles(each.pid, NOTICE)
+            is_ready = os.getsid(each.pid) == each.pid and processes.handles(each.pid, came)
             if is_ready and each.rank not in self._facts.noticed:
-                processes.send([each.pid], NOTICE)
+                processes.send([each.pid], came)
                 self._facts.noticed.add(each.rank)
         self._warn_at = self._warn_at or own_time.now() + limits.NOTICE_WARN_S
         if own_time.now() >= self._warn_at:
             self._warn_at = math.inf
             if not self._facts.noticed and self._ranks.node_rank == 0:
-                self._show(UNHANDLED)
+                self._show(UNHANDLED.format(came.name))

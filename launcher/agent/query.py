@@ -2,7 +2,7 @@
 
 Each agent has its ranks write their stacks and sends them to node rank 0's agent, which shows them.
 The file ASKED in the run's folder also requests them, and everything shown is appended to SHOWN
-there. A third file, NOTICED, passes on SLURM's notice of a time limit.
+there. The files NOTICED pass on SLURM's notices of a time limit.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from distributed.environment import printable
-from distributed.stop_signals import NOTICE
 from launcher.agent.diagnosis import stuck
 from launcher.agent.diagnosis.collectives import find_mismatches
 from launcher.agent.diagnosis.stuck import RankState
@@ -80,10 +78,10 @@ class Query:
         if self._look.take():
             self._look.set_within(limits.ASKED_LOOK_S)
             assert self.folder is not None
-            for name, act in (ASKED, self.ask), (NOTICED, partial(signal.raise_signal, NOTICE)):
+            for signum, name in {0: ASKED, **NOTICED}.items():
                 with contextlib.suppress(OSError):  # no file means no request
                     (self.folder / name).unlink()
-                    act()
+                    signal.raise_signal(signum) if signum else self.ask()
         if self._start.take() and not self._told:  # otherwise a request is in progress
             self._send(StackRequest())
             if self.ranks.node_rank == 0:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distributed.stop_signals import ADDED, NOTICE, QUERY, STOP_SIGNALS, handled_signals
+from distributed.stop_signals import ADDED, QUERY, STOP_SIGNALS, handled_signals, notices
 from launcher import descriptors, importable, own_time, processes, typed_json
 from launcher.agent.command_line import find_option, read_for_torch, read_grace
 from launcher.agent.control import (
@@ -43,6 +43,7 @@ from launcher.explain.rules import find_rule
 from launcher.failure import Failure, count_memory_kills, explain, signal_name
 from launcher.interrupt import code_for_shell
 from launcher.outcome import Outcome
+from launcher.outer_job import leave_outer_job
 from launcher.outer_run import leave_outer_run
 from launcher.own_time import Deadline
 from launcher.processes import KILLED
@@ -87,7 +88,9 @@ def main() -> int:
     """Run the agent as a child, and return its exit code. A rank raises SystemExit instead."""
     environ = os.environ
     mend_streams()
+    processes.outlive_others()
     leave_outer_run(environ)
+    leave_outer_job(environ)
     started_by, control = environ.pop("LAUNCH_START", ""), None
     if started_by == "step":
         control = Control(None, f"{environ['LAUNCH_TOKEN']}.{environ['SLURM_NODEID']}")
@@ -267,7 +270,7 @@ def _await_end(agent: Agent) -> int:
             agent.ask()
         elif came is not None:
             agent.send(came)
-            if came != NOTICE:
+            if came not in notices():
                 kill.set_within(agent.grace_s + limits.STOP_AGENT_S)
         elif kill.take():  # the agent is stopped (SIGSTOP), or hangs
             agent.kill()

@@ -18,7 +18,7 @@ from distributed import hostlist
 from distributed.environment import tasks_per_node
 from distributed.errors import REFUSED, Refused
 from distributed.job import job_id
-from distributed.stop_signals import NOTICE, handled_signals
+from distributed.stop_signals import NOTICES, handled_signals
 from launcher import handshake, importable, processes
 from launcher.fanout.step import Srun, run_step, start
 from launcher.fanout.swap import find_ill, leave_out
@@ -39,8 +39,8 @@ _CANNOT_START = (REFUSED, *range(125, 128))  # the exit codes of a broken Python
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     """Start the run on all nodes of the job. Returns the run's exit code."""
     if not plan.is_dry_run:  # a notice that arrives during the preflight stays pending
-        signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
-        for signum in {*handled_signals()} - {NOTICE}:
+        signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
+        for signum in {*handled_signals()} - {*NOTICES}:
             signal.signal(signum, _leave)
     if has_ended(plan.job):
         cause = f"SLURM_JOB_ID is {plan.job}, a job that has ended"
@@ -213,7 +213,7 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
         step = ["env", "--unset=SLURM_CPUS_PER_GPU", *step]
     if environ.get("SLURM_CPU_BIND_LIST"):  # of an srun shell; users set only SLURM_CPU_BIND
         step = ["env", "--unset=SLURM_CPU_BIND", *step]
-    step += plan.step_options()
+    step += more_options(plan)
     variables = [f"MASTER_ADDR={plan.master_addr}"] if plan.has_named_master else []
     variables.append(f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}")
     variables.append(f"PYTHONPATH={importable.search_path(environ)}")
@@ -229,6 +229,7 @@ def node_step(plan: Plan, options: Sequence[str], command: Sequence[str]) -> lis
     name applies to the step: stop_step() finds the step by it.
     """
     shares = "GPUS_PER_TASK NTASKS_PER_GPU CPUS_PER_GPU TRES_PER_TASK GPU_BIND TRES_BIND CPU_BIND"
+    shares += " MEM_PER_CPU MEM_PER_GPU MEM_PER_NODE"  # without them, a step has all memory
     step = ["env", *(f"--unset=SLURM_{name}" for name in shares.split())]
     step += ["srun", f"--nodes={plan.num_agents}"]
     if plan.left_out:
@@ -239,4 +240,9 @@ def node_step(plan: Plan, options: Sequence[str], command: Sequence[str]) -> lis
     step.append(f"--job-name={plan.run_id}")
     if gpus := plan.environ.get("SLURM_GPUS_ON_NODE"):
         step.append(f"--gpus-per-node={gpus}")
-    return [*step, *plan.step_options(), *options, *command]
+    return [*step, *more_options(plan), *options, *command]
+
+
+def more_options(plan: Plan) -> list[str]:
+    """Return the srun options for the run's container, and the user's or site's own."""
+    return [*plan.step_options(), *plan.environ.get("SRUN_OPTS", "").split()]

@@ -14,10 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from signal import SIGUSR1, Signals
+from signal import Signals
 
 from distributed.errors import REFUSED, Refused
-from distributed.stop_signals import QUERY, stop_signals
+from distributed.stop_signals import NOTICES, QUERY, stop_signals
 from launcher import handshake
 from launcher.failure_block import print_outcome
 from launcher.fanout.connection import AT_ONCE, Connection, forwarded_names, greet, write_opening
@@ -231,7 +231,7 @@ class Fanout:
         if self.started is None and not is_query:
             self.say(f"stopped by {signum.name}; nothing was started")
             raise SystemExit(128 + signum)
-        if signum != SIGUSR1 and not is_query:
+        if signum not in NOTICES and not is_query:
             self.stopped_by = signum
             self.close_within(self.plan.grace_s + limits.STOP_CLOSE_S)
         for node in self.nodes.current[:1] if is_query else self.connections:

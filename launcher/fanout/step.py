@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,13 +21,14 @@ from dataclasses import replace
 from distributed import hostlist
 from distributed.errors import STOPPED
 from distributed.job import job_id
-from distributed.stop_signals import NOTICE, QUERY, STOP_SIGNALS, Interrupts, handled_signals
+from distributed.stop_signals import NOTICES, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
 from launcher.failure import Failure
 from launcher.failure_block import print_outcome, print_resume
 from launcher.interrupt import code_for_shell
 from launcher.outcome import LaunchEnd, NodePart, Outcome
 from launcher.own_time import Deadline
+from launcher.plan import slurm
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import ask_squeue, in_batch_script, is_at_time_limit
 from launcher.processes import KILLED
@@ -132,10 +134,12 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, *processes.WAKING})
-    asked: list[int] = [NOTICE] if signal.sigtimedwait({NOTICE}, 0) else []
+    came = signal.sigtimedwait(NOTICES, 0)
+    asked: list[int] = [came.si_signo] if came else []
     if asked and plan.checkpoint_dir is not None and requeue(plan):
         return STOPPED
-    (plan.folder / NOTICED).unlink(missing_ok=True)  # of an earlier start
+    for name in NOTICED.values():
+        (plan.folder / name).unlink(missing_ok=True)  # of an earlier start
     srun = start(plan, command, None if plan.engine else subprocess.PIPE)
     output = None if plan.engine else Output(srun, plan.environ["LAUNCH_TOKEN"])
     started = time.time()
@@ -149,12 +153,15 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         code = outcome.code
         asked.append(outcome.signum)  # scancel may have sent the signal directly to the ranks
     # 128 + SIGUSR1: the notice came before there was anything to save.
-    has_saved = code == STOPPED or (code == 128 + NOTICE and plan.checkpoint_dir is not None)
-    comes_back = NOTICE in asked and has_saved
+    has_saved = code == STOPPED or (code - 128 in NOTICES and plan.checkpoint_dir is not None)
+    comes_back = has_saved and not {*asked}.isdisjoint(NOTICES)
+    is_stopped = code in (STOPPED, 128 + signal.SIGTERM) and not (outcome and outcome.failure)
+    is_preempted = is_stopped and in_batch_script(plan.environ) and slurm.is_preempted(plan.environ)
     if outcome is not None:  # before the requeue, which ends this job
-        shown = replace(outcome, command="") if comes_back else outcome
+        shown = replace(outcome, command="") if comes_back or is_preempted else outcome
         print_outcome(shown, sys.stderr, plan.folder)
-    if comes_back and not requeue(plan) and outcome is not None:
+    is_back = requeue(plan, has_limit=not is_preempted) if comes_back or is_preempted else True
+    if not is_back and outcome is not None:
         print_resume(outcome, sys.stderr)
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(plan.environ):
         signal.sigtimedwait(handled, limits.REQUEUE_S)
@@ -228,21 +235,21 @@ def pass_on(signum: int, plan: Plan, srun: Srun) -> None:
     SLURM signals all processes of a task, and a notice would kill ranks that do not handle it. So
     the agents, which know these ranks, get it through a file.
     """
-    if signum != NOTICE:
+    if signum not in NOTICES:
         threading.Thread(target=stop_step, args=(plan, srun), daemon=True).start()
         return
     if not plan.engine:
         with contextlib.suppress(OSError):  # a full disk
-            (plan.folder / NOTICED).touch()
+            (plan.folder / NOTICED[signum]).touch()
             return
-    srun.send_signal(NOTICE)  # srun forwards the notice to the tasks that it knows have started
+    srun.send_signal(signum)  # srun forwards the notice to the tasks that it knows have started
 
 
 def stop_step(plan: Plan, srun: Srun) -> None:
     """Send SIGTERM to every task of our step, so that ranks can save; srun does not forward it."""
     listed = ask_squeue("--steps", f"--job={plan.job}", "--format=%i %j")
     if listed is None:
-        srun.send_signal(NOTICE)  # works without SLURM's controller
+        srun.send_signal(NOTICES[0])  # works without SLURM's controller
         return
     steps = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [plan.run_id]]
     if steps:
@@ -251,15 +258,15 @@ def stop_step(plan: Plan, srun: Srun) -> None:
         srun.terminate()  # the step has not started yet
 
 
-def requeue(plan: Plan) -> bool:
+def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
     """Put the job back into the queue; SLURM starts it again under the same id.
 
-    After three restarts in a row without a new checkpoint, the job ends instead. Returns False if
-    SLURM rejects the request. In a chain of jobs, the next job resumes the run instead.
+    With a limit, the job ends instead after three restarts in a row without a new checkpoint.
+    Returns False if SLURM rejects the request. In a chain of jobs, the next one resumes instead.
     """
     if plan.environ.get("CHAIN"):
         return True
-    if plan.checkpoint_dir is not None:
+    if has_limit and plan.checkpoint_dir is not None:
         latest = plan.directory / plan.checkpoint_dir / plan.run_id / "latest"
         record = plan.folder / "requeues"
         record.parent.mkdir(parents=True, exist_ok=True)
@@ -277,4 +284,9 @@ def requeue(plan: Plan) -> bool:
     is_back = subprocess.run(["scontrol", "requeue", job]).returncode == 0
     if is_back:
         warn(f"requeued job {job}; it resumes when SLURM starts it again")
+        limit = slurm.show("job", job).get("TimeLimit", "")
+        if has_limit and re.match("00:0[0-3]:", limit):  # a notice may come 60 s early
+            cause = f"the notice comes at once, or nearly so, if the time limit is {limit}"
+            cure = "ask for more --time, or for a later notice: --signal=B:USR1@30"
+            warn(f"{plan.program}: warning: {cause}; {cure} [time-limit]")
     return is_back

@@ -16,6 +16,15 @@ from launcher.plan.plan import World, read_nproc, read_number
 from launcher.slurm_node import slurm_node
 from launcher.text import Environ, PlanError, warn
 
+_REPEATED = {  # sbatch's options that a resumed job needs, and where its record has their values
+    "--mem": "MinMemoryNode",
+    "--mem-per-cpu": "MinMemoryCPU",
+    "--mem-per-gpu": "MemPerTres",
+    "--cpus-per-gpu": "CpusPerTres",
+    "--exclude": "ExcNodeList",
+}
+_NOT_REPEATED = ("0", "(null)", "gres:gpu:4")  # unset, or what our scripts ask for themselves
+
 
 def in_batch_script(environ: Environ) -> bool:
     """Return whether this runs in a job's batch script, as opposed to salloc's shell."""
@@ -162,6 +171,11 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
         words.append(f"--ntasks-per-node={tasks}")
     if gpus := environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE"):
         words.append(f"--gpus-per-node={gpus}")
+    record = show("job", job_id(environ))
+    for option, field in _REPEATED.items():
+        if (value := record.get(field, "0")) not in _NOT_REPEATED:
+            words.append(f"{option}={value.removeprefix('gres:gpu:')}")
+    words += ["--exclusive"] if record.get("OverSubscribe") == "NO" else []
     job, task = f"--job={job_id(environ)}", environ.get("SLURM_ARRAY_TASK_ID")
     if task:
         words.append(f"--array={task}")
@@ -169,7 +183,7 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
         again = [script, *typed[1:]] if script else (ask_squeue(job, "--format=%o") or "").split()
         return again and ["sbatch", *words, *again]
     if not gpus:  # salloc sets no variable for --gres
-        asked = (ask_squeue(job, "--format=%b") or "").strip()
+        asked = record.get("TresPerNode", "")
         words += [f"--gres={asked[5:]}"] if asked.startswith("gres:") else []
     return ["salloc", *words, *typed]
 
@@ -196,9 +210,39 @@ def end_chain(code: int, environ: Environ) -> None:
         subprocess.run(["scancel", "--state=PENDING", f"--name={name}"])
 
 
+def end_step(environ: Environ) -> None:
+    """End the step of which this process is a task: the tasks on other nodes would wait for it.
+
+    If all refuse, the first two do this: an argument that only one node can have is wrong on one of
+    them. The script that srun started has become this process, or more may follow in the task.
+    """
+    is_first = environ.get("SLURM_NODEID") in ("0", "1") and in_slurm_step(environ)
+    is_task = environ.get("SLURM_TASK_PID") == str(os.getpid())
+    if is_first and is_task and environ["SLURM_STEP_NUM_NODES"] != "1":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process exits with its own code
+        step = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
+        subprocess.run(["scancel", "--quiet", "--signal=TERM", step])
+
+
 def is_at_time_limit(environ: Environ) -> bool:
     """Return whether SLURM is ending this job at its time limit; False if it does not answer."""
-    return (ask_squeue(f"--job={job_id(environ)}", "--format=%r") or "").strip() == "TimeLimit"
+    return show("job", job_id(environ)).get("Reason") == "TimeLimit"
+
+
+def is_preempted(environ: Environ) -> bool:
+    """Return whether SLURM would requeue this job when the grace time of its preemption ends.
+
+    If the job exits in that time, SLURM calls it failed. It has ended if the user cancelled it.
+    """
+    job = show("job", job_id(environ))
+    if job.get("JobState") != "RUNNING" or job.get("PreemptTime", "None") == "None":
+        return False
+    return show("partition", job["Partition"]).get("PreemptMode") == "REQUEUE"
+
+
+def show(*what: str) -> dict[str, str]:
+    """Return the fields of the record of a job or of a partition; none if SLURM does not answer."""
+    return dict(re.findall(r"(\w+)=(\S*)", ask_scheduler("scontrol", "show", "-o", *what) or ""))
 
 
 def ask_squeue(*options: str) -> str | None:
@@ -207,6 +251,11 @@ def ask_squeue(*options: str) -> str | None:
 
 
 def has_ended(job: str) -> bool:
-    """Return whether a job of this user has ended or is ending; False if SLURM does not answer."""
+    """Return whether a job of this user has ended or is ending; False if SLURM does not answer.
+
+    A site's squeue may answer from a cache that does not have the job yet; its record counts.
+    """
     jobs = ask_squeue(f"--user={os.getuid()}", "--format=%A %T")
-    return jobs is not None and not re.search(rf"^{job} (?!COMPLETING)", jobs, re.MULTILINE)
+    if jobs is None or re.search(rf"^{job} (?!COMPLETING)", jobs, re.MULTILINE):
+        return False
+    return show("job", job).get("JobState") not in ("RUNNING", "SUSPENDED", "CONFIGURING")

@@ -18,6 +18,7 @@ from typing import Any, final
 from distributed.errors import REFUSED, Refused
 from distributed.job import job_id, this_job
 from distributed.lock import RunLock, is_locked, locked_by, refuse_holder, this_process, update_link
+from distributed.stop_signals import NOTICES
 from launcher.processes import start_ticks
 from launcher.record.restart import Restart
 from launcher.text import Environ, unwritable_fault, warn
@@ -25,7 +26,9 @@ from launcher.typed_json import decode
 from launcher.wire import limits
 
 ASKED, SHOWN = "stacks", "stacks.txt"  # the request for all stacks, and the answers
-NOTICED = "notice"  # a file that passes on SLURM's notice of a time limit
+NOTICED: dict[int, str] = dict(
+    zip(NOTICES, ("notice", "notice2"), strict=True)
+)  # files that pass these on
 KEPT = "failure.txt"  # the last output of a run that failed or was stopped
 
 

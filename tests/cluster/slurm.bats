@@ -434,6 +434,19 @@ is_pending() { # <job>
   [[ $(field "$JOB" ExitCode) == ExitCode=75:0 ]]
 }
 
+# bats test_tags=prove
+@test "USR2, which submitit asks for, saves and requeues too, sent to the step or to the batch script" {
+  start_long --nodes=2 --gpus-per-node=1 --signal=USR2@120
+  on login scancel --signal=USR2 "$JOB"
+  eventually has_resumed 1
+  grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR2)$' job.out
+  on login scancel --signal=USR2 --batch "$JOB"
+  eventually has_resumed 2
+  [[ $(field "$JOB" Restarts) == Restarts=2 && $(<job.out) != *FAILED* ]]
+  on login scancel "$JOB"
+  eventually has_ended "$JOB"
+}
+
 save_and_stop() { # <signal>
   RUN_ID=$1 on login salloc -Q --nodes=2 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}" >"$1.out" 2>&1 3>&- &
   eventually grep -q '^step ' "$1.out"
@@ -525,6 +538,19 @@ PY
   eventually has_ended "$JOB"
   tail job.out
   grep -q "^resume   RUN_ID=$JOB .*sbatch --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config" job.out
+}
+
+# bats test_tags=prove,long
+@test "a time limit that is shorter than the notice: each requeue says so; filters of squeue change nothing" {
+  export SQUEUE_STATES=PENDING SQUEUE_PARTITION=urgent SINFO_PARTITION=none SRUN_OPTS=--comment=site
+  JOB=$(on login sbatch --parsable --output=job.out --nodes=2 --gpus-per-node=1 --time=2 \
+    scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
+  eventually has_resumed 1
+  unset "${!SQUEUE@}"
+  on login scancel "$JOB"
+  grep -q '^slurm_train.sh: warning: the notice comes at once, .* 00:02:00; ask for more --time, .*\[time-limit\]$' job.out
+  eventually grep -q "^resume   .* SRUN_OPTS=--comment=site " job.out
+  eventually has_ended "$JOB"
 }
 
 @test "a notice that comes before srun has started the ranks reaches them" {
@@ -630,6 +656,56 @@ is_not_running() { # <job>
   eventually node_state_is node2 idle
 }
 
+# Writes submit.sh, which submits jobs of two nodes with one rank each: our batch script, two of the
+# user's own, one task per rank, and a launch under salloc. The output of each is in inner-<job>.out.
+make_inner_jobs() {
+  cat >ordinary.py <<'PY'
+from torch_launch_kit.distributed import torch as helper
+print(f"all {helper.init_distributed().world_size}", flush=True)
+PY
+  printf '#!/bin/bash\nexec scripts/launch.sh --hosts job ordinary.py\n' >own.sbatch
+  printf '#!/bin/bash\nTRAIN_SCRIPT=ordinary.py scripts/run_ddp.sh -c -\n' >ddp.sbatch
+  cat >submit.sh <<'SH'
+size=(--nodes=2 --gpus-per-node=1)
+options=(--nodes=2 --mem=50 --output=inner-%j.out)
+sbatch "${size[@]}" "${options[@]}" own.sbatch
+sbatch "${size[@]}" "${options[@]}" ddp.sbatch
+sbatch --gpus-per-node=1 "${options[@]}" scripts/slurm/slurm_train.sh -
+LAUNCHER=srun sbatch --gpus-per-node=1 "${options[@]}" scripts/slurm/slurm_train.sh -
+salloc -Q "${size[@]}" bash -c 'exec scripts/launch.sh --hosts job ordinary.py &>inner-$SLURM_JOB_ID.out'
+touch submitted
+SH
+  export TRAIN_SCRIPT=ordinary.py
+}
+
+have_trained_alone() { # <jobs>
+  local file job files
+  eventually test -e submitted
+  files=(inner-*.out)
+  ((${#files[@]} == $1)) || return
+  for file in "${files[@]}"; do
+    job=${file//[!0-9]/}
+    eventually has_ended "$job"
+    cat "$file"
+    grep -q '^all 2$' "$file" && run ! grep -q '^all [^2]' "$file" && grep -q "^run        $job$" "$file" || return
+  done
+}
+
+# bats test_tags=prove
+@test "a job submitted in the shell of a step trains on its own nodes, as its own run" {
+  make_inner_jobs
+  on login srun --nodes=1 --ntasks=1 --gpus-per-node=1 --mem-per-cpu=10 bash submit.sh
+  have_trained_alone 5
+}
+
+# bats test_tags=prove,long
+@test "a job submitted by a task of an array has its own ranks, run and GPUs" {
+  make_inner_jobs
+  sed -i 's/^size=.*/size=(--nodes=2)/' submit.sh
+  on login sbatch --array=3 --ntasks-per-node=4 --gpus-per-node=2 --cpus-per-task=2 --output=outer.out --wrap "bash submit.sh"
+  have_trained_alone 5
+}
+
 @test "submitted from any folder, by its path, with spaces in both" {
   mkdir "a b" "else where"
   ln -s -- "$ROOT/scripts" "a b"
@@ -718,6 +794,55 @@ is_not_running() { # <job>
   run ! grep -q '^FAILED ' job.out
 }
 
+# Runs a job that takes two nodes of a long job with a grace time, until the file over exists.
+preempt() { # <long job's sbatch options...>
+  rm -f over
+  start_long --nodes=2 --nodelist=node[1-2] --gpus-per-node=1 "$@"
+  on login sbatch --partition=urgent --nodes=2 --nodelist=node[1-2] --exclusive --output=/dev/null \
+    --wrap "until test -e over; do sleep 0.1; done"
+}
+
+# bats test_tags=prove
+@test "preempted with a grace time, a job saves and is requeued at once, as is a task of an array" {
+  local options
+  for options in --array=3 --signal=B:USR1@120; do
+    preempt --partition=low "$options"
+    eventually grep -q "^requeued job $JOB.*; it resumes when SLURM starts it again$" job.out
+    grep -q '^stopped  by SIGTERM after saving a checkpoint ' job.out
+    touch over
+    eventually has_resumed 1
+    [[ $(field "$JOB" Restarts) == Restarts=1 ]]
+    on login scancel "$JOB"
+    eventually has_ended "$JOB"
+    [[ $(field "$JOB" JobState) == JobState=CANCELLED && $(field "$JOB" Restarts) == Restarts=1 ]]
+    rm job.out
+  done
+}
+
+# bats test_tags=prove,long
+@test "preempted with a grace time and PreemptMode=CANCEL, a job saves and ends with its resume line" {
+  preempt --partition=cheap
+  eventually has_ended "$JOB"
+  touch over
+  [[ $(field "$JOB" ExitCode) == ExitCode=75:0 && $(<job.out) != *requeued* ]]
+  tail -n 1 job.out | grep -q "^resume   RUN_ID=$JOB "
+}
+
+# bats test_tags=prove,long
+@test "preempted while it saves for longer than the grace time, a job is requeued by SLURM" {
+  printf '%s\n' 'import signal, time' 'signal.signal(signal.SIGTERM, lambda *_: print("saving", flush=True))' \
+    'print("step 1", flush=True)' 'while True: time.sleep(1)' >slow.py
+  JOB=$(GRACE=600 TRAIN_SCRIPT=slow.py on login sbatch --parsable --output=job.out --partition=low --nodes=2 \
+    --nodelist=node[1-2] --gpus-per-node=1 scripts/slurm/slurm_train.sh -)
+  eventually grep -q '^step 1' job.out
+  on login sbatch --partition=urgent --nodes=2 --nodelist=node[1-2] --exclusive --output=/dev/null --wrap "sleep 1"
+  eventually has_restarts 1
+  grep -q '^saving' job.out
+  run ! grep -q '^requeued job' job.out
+  on login scancel "$JOB"
+  eventually has_ended "$JOB"
+}
+
 # bats test_tags=prove,long
 @test "a nested srun --overlap looks at the job's nodes, or starts a separate run; the job's run continues" {
   local looked
@@ -787,6 +912,19 @@ SH
   cat job.out
   [[ $(grep -c '^resumed    after step 6$' job.out) == 3 ]]
   run ! grep -q '(was ' job.out
+}
+
+# bats test_tags=prove
+@test "a node that refuses a launch under srun ends the step, and the others do not wait for it" {
+  local rank code began=$SECONDS
+  for rank in 0 1; do
+    code=0
+    on login srun --nodes=2 --ntasks=2 scripts/cluster_train.sh config/local3.yaml 2 "$rank" node1 &>refused.out || code=$?
+    cat refused.out
+    ((code > 0 && SECONDS - began < 240)) # node rank 0 would wait for 300 s
+    grep -q "the argument NODE_RANK is '$rank' but srun's SLURM_NODEID is $((1 - rank)); .*\[wrong-world\]$" refused.out
+  done
+  on login srun --nodes=2 --ntasks=2 scripts/cluster_train.sh config/local3.yaml --dry-run
 }
 
 # bats test_tags=prove,long
@@ -1044,6 +1182,18 @@ with_torchrun() { # <script>
   on login bash -c "$line train.max_steps=8" &>second.out
   grep -q '^resumed    after step 6$' second.out
   grep -q '"world_size": 2' logs/again/run.json
+}
+
+# bats test_tags=prove,long
+@test "the resume line of a run under plain srun starts it with as many ranks" {
+  local line
+  PATH=${PYTHON%/*}:$PATH
+  RUN_ID=plain on login srun --nodes=2 --ntasks=2 python "$ROOT/train.py" --config config/local3.yaml "${SMALL[@]}" &>first.out
+  line=$(sed -n 's/^resume  *//p' first.out)
+  [[ $line == "RUN_ID=plain srun --nodes=2 --ntasks=2 python $ROOT/train.py --config "* ]]
+  on login bash -c "$line train.max_steps=8" &>second.out
+  grep -q '^resumed    after step 6$' second.out
+  grep -q '^model .* on 2 x cpu$' second.out
 }
 
 # This test must be the last, because it replaces the cluster, and with it the jobs of the others.

@@ -119,6 +119,47 @@ def test_a_notice_that_the_script_does_not_handle_ends_nothing(start: Start) -> 
     assert "FAILED" not in err
 
 
+HANDLES_ALL = """
+import os, signal, sys, time
+came = []
+for name in ("SIGUSR2", "SIGALRM", "SIGXCPU", "SIGPROF", "SIGPWR", "SIGRTMIN"):
+    signal.signal(getattr(signal, name), lambda signum, _: came.append(signum))
+print("ready", flush=True)
+while len({*came}) < 6:
+    time.sleep(0.01)
+sys.path.append(os.environ["KIT"])
+from distributed.heartbeat import beat
+beat(saved=1)
+print("all came", flush=True)
+sys.exit(75)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_processes_as_slurm_sends_it_ends_none_of_ours(tmp_path: Path) -> None:
+    run = Run(["--nproc-per-node", "1", str(written(tmp_path / "handles.py", HANDLES_ALL))])
+    run.wait_for("ready")
+    others = (signal.SIGALRM, signal.SIGXCPU, signal.SIGPROF, signal.SIGPWR, signal.SIGRTMIN)
+    for signum in (*others, signal.SIGUSR2):
+        for pid in (run.process.pid, run.agent_pid(), *run.rank_pids()):
+            os.kill(pid, signum)
+    err = run.finish()
+    run.assert_gone()
+    assert (run.process.returncode, "all came" in run.output) == (75, True)
+    assert "stopped  by SIGUSR2" in err or "(SIGUSR2)" in err
+
+
+@pytest.mark.slow
+def test_a_rank_dies_of_a_signal_that_it_does_not_handle(start: Start) -> None:
+    run = start("sleep")
+    run.wait_for("asleep 0", "asleep 1")
+    os.kill(run.rank_pids()[1], signal.SIGXCPU)
+    err = run.finish()
+    run.assert_gone()
+    assert run.process.returncode == 128 + signal.SIGXCPU
+    assert "FAILED   rank 1 " in err and "SIGXCPU" in err
+
+
 @pytest.mark.slow
 def test_a_neighbour_run_never_notices(start: Start) -> None:
     neighbour, run = start("sleep"), start("sleep")

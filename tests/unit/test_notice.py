@@ -107,6 +107,7 @@ def test_a_rank_that_has_the_handlers_of_its_agent_is_left_alone() -> None:
     ("signals", "noticed", "node_rank", "is_said"),
     [
         ([signal.SIGUSR1], set(), 0, True),
+        ([signal.SIGUSR2], set(), 0, True),
         ([signal.SIGUSR1], {1}, 0, False),
         ([signal.SIGUSR1], set(), 1, False),  # node rank 0 reports it
         ([signal.SIGTERM], set(), 0, False),
@@ -127,22 +128,23 @@ def test_that_nobody_handles_it_is_said_once_and_not_at_once(
     for _ in range(3):
         clock[0] += limits.NOTICE_WARN_S
         told.look()
-    assert said == [UNHANDLED] * is_said
+    assert said == [UNHANDLED.format(signal.Signals(signals[0]).name)] * is_said
 
 
-@pytest.mark.parametrize(("node_rank", "comes"), [(0, [signal.SIGUSR1]), (1, [])])
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(("node_rank", "comes"), [(0, 1), (1, 0)])
 def test_a_file_is_a_notice_to_node_rank_0(
-    node_rank: int, comes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node_rank: int, comes: int, signum: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "ASKED_LOOK_S", 0.0)
     came = list[int]()
-    previous = signal.signal(signal.SIGUSR1, lambda signum, _: came.append(signum))
+    previous = signal.signal(signum, lambda signum, _: came.append(signum))
     try:
-        (tmp_path / NOTICED).touch()
+        (tmp_path / NOTICED[signum]).touch()
         ranks = NodeRanks([], Heartbeats(1), node_rank, "here")
         query = Query(ranks, ["here"], {}, print, tmp_path)
         for _ in range(2):
             query.on_time()
     finally:
-        signal.signal(signal.SIGUSR1, previous)
-    assert came == comes
+        signal.signal(signum, previous)
+    assert came == [signum] * comes

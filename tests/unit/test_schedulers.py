@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,31 @@ def test_slurm_command(environ: dict[str, str], is_ours: bool, expected: str) ->
     assert shlex.join(command) == f"{expected} c.yaml 'a b'"
 
 
+@pytest.mark.parametrize(
+    ("record", "options"),
+    [
+        (
+            "MinMemoryNode=500M CpusPerTres=gres:gpu:6 ExcNodeList=n[1-2] OverSubscribe=NO",
+            " --mem=500M --cpus-per-gpu=6 '--exclude=n[1-2]' --exclusive",
+        ),
+        ("MinMemoryCPU=4G ExcNodeList=(null) OverSubscribe=OK", " --mem-per-cpu=4G"),
+        ("MinMemoryNode=0 MemPerTres=gres:gpu:60", " --mem-per-gpu=60"),
+        ("MinMemoryNode=0 CpusPerTres=gres:gpu:4", ""),  # of our script itself
+    ],
+)
+def test_the_resume_line_asks_for_what_the_job_had(record: str, options: str, tools: Path) -> None:
+    make_tool(tools / "scontrol", f'[[ $* == "show -o job 7" ]] && echo "JobId=7 {record}"')
+    environ = captured("salloc-gpus-command", SLURM_JOB_ID="7")
+    command = slurm.job_command(environ, "S", ["typed.sh", "c.yaml"])
+    size = "salloc --nodes=2 --gpus-per-node=2"
+    assert shlex.join(command) == f"{size}{options} typed.sh c.yaml"
+
+
+def test_the_options_of_our_batch_scripts_are_not_repeated() -> None:
+    for name in ("slurm_train.sh", "slurm_train_single_node.sh"):
+        assert "\n#SBATCH --cpus-per-gpu=4\n" in (ROOT / "scripts/slurm" / name).read_text()
+
+
 @pytest.mark.parametrize("file", ["/home/me/job.sh 5", ""])
 def test_the_batch_file_of_a_users_own_is_submitted_again(tools: Path, file: str) -> None:
     make_tool(tools / "squeue", f'[ "$2" = --job=9_1 ] && echo "{file}"')
@@ -218,7 +244,7 @@ def test_the_rest_of_a_chain_is_cancelled_unless_it_is_needed(
     tmp_path: Path, tools: Path, code: int, reason: str, is_cancelled: bool
 ) -> None:
     make_tool(tools / "scancel", f'echo "$@" >{tmp_path}/told')
-    make_tool(tools / "squeue", f"echo {reason}")
+    make_tool(tools / "scontrol", f"echo JobId=7 Reason={reason} Dependency=x")
     slurm.end_chain(code, {**captured("batch-step"), "CHAIN": "linked"})
     told = tmp_path / "told"
     assert (told.read_text() if told.exists() else "") == (
@@ -632,3 +658,80 @@ def test_what_qsub_v_has_set(qstat: Path, name: str, names: list[str]) -> None:
     be_in_job("1.head")
     tell(qstat, told(name))
     assert pbs.note_job(os.environ) == names
+
+
+def test_a_damaged_variable_of_the_job_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    call = Call("slurm_train", "x.sh", "", "/", "", "", "", "x.sh")
+    environ = captured("batch-step", SLURM_TASKS_PER_NODE="many")
+    assert start.start(call, [], environ) == 2
+    told = capsys.readouterr().err
+    assert told == "x.sh: SLURM_TASKS_PER_NODE=many cannot be read; use srun [wrong-world]\n"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "state", "has_ended"),
+    [  # what squeue lists, and the state in the job's record
+        ("7 RUNNING", "", False),
+        ("70 RUNNING", "COMPLETED", True),
+        ("7 COMPLETING", "CANCELLED", True),
+        ("", "RUNNING", False),  # squeue answers from a cache
+        ("", "", True),
+    ],
+)
+def test_a_job_has_ended_if_squeue_and_its_record_say_so(
+    jobs: str, state: str, has_ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tool(tmp_path / "squeue", f'echo "{jobs}"')
+    make_tool(tmp_path / "scontrol", f'echo "JobId=7 JobState={state}"')
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert slurm.has_ended("7") == has_ended
+
+
+@pytest.mark.parametrize(
+    ("job", "partition", "is_preempted"),
+    [
+        ("JobState=RUNNING PreemptTime=2026-11-29T01:00:09", "PreemptMode=REQUEUE", True),
+        ("JobState=RUNNING PreemptTime=2026-11-29T01:00:09", "PreemptMode=CANCEL", False),
+        ("JobState=RUNNING PreemptTime=2026-11-29T01:00:09", "PreemptMode=GANG,SUSPEND", False),
+        ("JobState=CANCELLED PreemptTime=2026-11-29T01:00:09", "PreemptMode=REQUEUE", False),
+        ("JobState=RUNNING PreemptTime=None", "PreemptMode=REQUEUE", False),
+        ("", "", False),  # SLURM does not answer
+    ],
+)
+def test_a_job_is_preempted_if_slurm_would_requeue_it(
+    job: str, partition: str, is_preempted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tool(
+        tmp_path / "scontrol",
+        f'case $* in "show -o job 5_2") echo "JobId=7 Partition=low {job}" ;; '
+        f'"show -o partition low") echo "PartitionName=low {partition}" ;; *) exit 1 ;; esac',
+    )
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    environ = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
+    assert slurm.is_preempted(environ) == is_preempted
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_ended"),
+    [
+        ({}, True),
+        ({"SLURM_NODEID": "2"}, False),  # one of the first two has ended it
+        ({"SLURM_TASK_PID": "1"}, False),  # the script is only a part of the task
+        ({"SLURM_STEP_NUM_NODES": "1"}, False),
+        ({"SLURM_STEP_ID": ""}, False),
+    ],
+)
+def test_a_task_that_refuses_ends_its_step(
+    changes: dict[str, str], is_ended: bool, tmp_path: Path, tools: Path
+) -> None:
+    make_tool(tools / "scancel", f'echo "$@" >{tmp_path}/told')
+    step = captured("one-per-node-step", SLURM_TASK_PID=str(os.getpid()), SLURM_JOB_ID="7")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        slurm.end_step({**step, "SLURM_STEP_ID": "3", "SLURM_NODEID": "1", **changes})
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    told = tmp_path / "told"
+    assert (told.read_text() if told.exists() else "") == (
+        "--quiet --signal=TERM 7.3\n" if is_ended else ""
+    )

@@ -37,8 +37,18 @@ def test_agents_get_all_that_the_job_has_and_the_variables_of_the_run(plan: Plan
     environ = captured("batch-step", **own)
     command = srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
     step, agent = command.index("srun"), command.index("env", 1)
+    environ["SRUN_OPTS"] = "--network=x --auto-resume=1"
+    command = srun.step_command(replace(plan, environ=environ), nproc=2, port=1234)
+    assert command[step + 1 : agent + 2][-3:] == [
+        *("--network=x", "--auto-resume=1", "--kill-on-bad-exit=1")
+    ]
+    command = srun.step_command(
+        replace(plan, environ=captured("batch-step", **own)), nproc=2, port=1234
+    )
     sizes = ("GPUS_PER_TASK", "NTASKS_PER_GPU", "CPUS_PER_GPU", "TRES_PER_TASK")
-    unset = [f"--unset=SLURM_{name}" for name in (*sizes, "GPU_BIND", "TRES_BIND", "CPU_BIND")]
+    binds = ("GPU_BIND", "TRES_BIND", "CPU_BIND")
+    memory = ("MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE")
+    unset = [f"--unset=SLURM_{name}" for name in (*sizes, *binds, *memory)]
     assert command[:step] == ["env", *unset]
     assert command[step + 1 : agent] == [
         *("--nodes=3", f"--chdir={plan.directory}", "--ntasks=3", "--ntasks-per-node=1"),
@@ -313,7 +323,7 @@ def test_without_a_word_of_the_agents_sruns_code_counts(tmp_path: Path, tools: P
 
 @pytest.mark.parametrize(
     ("reason", "code", "signum", "environment", "expected"),
-    [  # squeue's reason, the reported code and signal, the resulting fault and code
+    [  # the reason in the job's record, the reported code and signal, the resulting fault and code
         ("TimeLimit", 143, signal.SIGTERM, "requeued-batch-step", ("time-limit", 143)),
         ("TimeLimit", 1, signal.SIGTERM, "requeued-batch-step", ("time-limit", 143)),
         ("TimeLimit", 138, signal.SIGUSR1, "requeued-batch-step", ("time-limit", 143)),
@@ -335,7 +345,7 @@ def test_an_end_at_the_time_limit_has_its_name(
     tools: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    make_tool(tools / "squeue", f"echo {reason}")
+    make_tool(tools / "scontrol", f"echo JobId=7 Reason={reason} Dependency=x")
     told = Outcome(code, ends="by a signal", signum=signum)
     end = step.as_slurm_ended(told, replace(plan, environ=captured(environment)))
     assert (end.failure and end.failure.fault, end.code) == expected
@@ -351,7 +361,7 @@ def test_three_restarts_without_a_new_step_end_the_job(
     plan: Plan, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queued = plan.directory / "queued"
-    make_tool(tools / "scontrol", f'echo "$*" >>"{queued}"')
+    make_tool(tools / "scontrol", f'[[ $1 == show ]] || echo "$*" >>"{queued}"')
     latest = plan.directory / "checkpoints/mine/latest"
     latest.parent.mkdir(parents=True)
     job, task = captured("requeued-batch-step"), captured("array-batch-step")
@@ -373,6 +383,20 @@ def test_a_requeue_that_slurm_refuses_is_not_announced(
     make_tool(tools / "scontrol", "exit 1")
     assert not step.requeue(replace(plan, environ=captured("salloc-command")))
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("limit", "is_short"), [("00:02:00", True), ("00:30:00", False)])
+def test_a_limit_that_is_shorter_than_the_notice_is_named(
+    limit: str, is_short: bool, plan: Plan, tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tool(
+        tools / "scontrol", f'[[ $* != "show -o job 7" ]] || echo "JobId=7 TimeLimit={limit}"'
+    )
+    assert step.requeue(replace(plan, environ={"SLURM_JOB_ID": "7"}, checkpoint_dir=None))
+    told = capsys.readouterr().err
+    assert told.startswith("requeued job 7; ")
+    cause = f"the notice comes at once, or nearly so, if the time limit is {limit}; "
+    assert (f"x.sh: warning: {cause}" in told, told.count("[time-limit]")) == (is_short, is_short)
 
 
 # --- signals ------------------------------------------------------------------------------------

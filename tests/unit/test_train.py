@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from agents import AGENT, PATIENCE_S, ROOT, execute, rarely, run_agent, run_program
+from captured import captured
 from launched import Work, hash_of, state_of
 from ports import free_port
 from torch import nn
@@ -336,6 +337,35 @@ def test_the_resume_line_without_a_launcher_or_its_command(monkeypatch: pytest.M
     environment = detect({"RUN_ID": "r1"})
     assert resume_line(environment, None) == "resume     RUN_ID=r1 python train.py a=1"
     assert resume_line(environment, "") == ""  # the launcher knows no correct command
+
+
+TORCHRUN = {
+    **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+    **{"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
+}
+ONE_NODE = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "start"),
+    [
+        (captured("one-per-node-step"), "srun --nodes=2 --ntasks=2 python"),
+        (TORCHRUN, "torchrun --nproc-per-node=4 --nnodes=2 --node-rank=1 --master-addr=n1"),
+        (TORCHRUN | ONE_NODE, "torchrun --nproc-per-node=4"),
+    ],
+)
+def test_the_resume_line_starts_as_many_ranks_as_the_launcher_did(
+    environ: dict[str, str], start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "a=1"])
+    line = resume_line(detect({**environ, "RUN_ID": "r1"}), None)
+    assert line == f"resume     RUN_ID=r1 {start} train.py a=1"
 
 
 def test_resume_never_and_resume_from_a_path(trained: Path, text: Path) -> None:

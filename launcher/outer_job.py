@@ -1,0 +1,69 @@
+"""A launch in a SLURM job that was submitted in another job's shell: it inherits nothing of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from distributed.environment import tasks_per_node
+from distributed.job import ask_scheduler
+from launcher.processes import read_stat
+from launcher.text import OwnEnviron
+
+_OF_A_STEP = "SLURM_(STEP|SRUN|PTY|LAUNCH|DISTRIBUTION)"
+_OF_A_TASK = f"{_OF_A_STEP}|SLURM_(PROCID|NODEID|LOCALID|TASK_PID|GPUS_ON_NODE)"
+_RECORDED = {  # what the record of a job contains if these variables are its own
+    "SLURM_ARRAY": r"\bArrayTaskId=",
+    "SLURM_HET": r"\bHetJobId=",
+    "SLURM_RESTART": r"\bRestarts=[1-9]",
+    "SLURM_GPUS_PER_NODE": r"\bTres\w+=\S*gpu",
+}
+
+
+def leave_outer_job(environ: OwnEnviron) -> None:
+    """Remove the variables of the outer job: sbatch and salloc pass on those of their shell.
+
+    What SLURM sets only for some jobs, such as an array's tasks, is checked with the job's record.
+    """
+    _remove("S(QUEUE|INFO)_", environ)  # the user's filters and formats; we give our own
+    job = environ.get("SLURM_JOB_ID", "")
+    owner, step = _read_owner(environ.get("SLURM_TASK_PID", ""))
+    if owner not in ("", job) and "SLURM_HET_SIZE" not in environ:
+        _remove(_OF_A_TASK, environ)
+    elif step == "batch":
+        _remove(_OF_A_STEP, environ)
+    if "SLURM_STEP_ID" in environ:
+        return
+
+    tasks = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "1"), "SLURM_TASKS_PER_NODE")
+    if environ.get("SLURM_NTASKS") not in (None, str(sum(tasks))):
+        _remove("SLURM_N(TASKS|PROCS)", environ)
+    if environ.get("SLURM_CPUS_PER_TASK") == "1":  # what SLURM makes of the outer job's
+        _remove("SLURM_CPUS_PER_TASK", environ)
+    signs = dict(_RECORDED)
+    if environ.get("SLURM_GPUS_ON_NODE"):  # a job without GPUs does not have it
+        del signs["SLURM_GPUS_PER_NODE"]
+    if any(name.startswith((*signs,)) for name in environ):
+        record = ask_scheduler("scontrol", "show", "job", "-o", job)
+        for pattern, sign in signs.items():
+            if record and not re.search(sign, record):
+                _remove(pattern, environ)
+
+
+def _remove(pattern: str, environ: OwnEnviron) -> None:
+    for name in filter(re.compile(pattern).match, [*environ]):
+        del environ[name]
+
+
+def _read_owner(process: str) -> tuple[str, str]:
+    """Return the job and the step of a job's script or of a task; empty if unknown.
+
+    Its parent, slurmstepd, shows them in its title: [12.batch] or [12.0].
+    """
+    stat = read_stat(int(process)) if process.isdecimal() else []
+    try:
+        title = Path(f"/proc/{int(stat[1])}/cmdline").read_text(errors="replace")
+    except (OSError, IndexError):
+        title = ""
+    found = re.search(r"\[(\d+)\.(\w+)", title)
+    return (found[1], found[2]) if found else ("", "")
