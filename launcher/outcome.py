@@ -21,7 +21,6 @@ from distributed.stop_signals import NOTICE, stop_signals
 from launcher.failure import Failure, signal_name
 from launcher.processes import KILLED
 from launcher.text import name_ranks, short_host_name
-from launcher.wire import limits
 
 if TYPE_CHECKING:
     from launcher.plan.plan import Plan
@@ -226,7 +225,7 @@ class LaunchEnd:
         is_well = {part.code for part in self.parts} <= {0, STOPPED}
         if self.still_s and not (self.stopped_by or is_well):
             cause = f"the launcher was suspended for {self.still_s:.0f} s (SIGSTOP, Ctrl-Z, sleep)"
-            cause += f"; nodes end a run after {limits.SILENCE_S:g} s without a heartbeat"
+            cause += f"; nodes end a run after {self.plan.silence_s:g} s without a heartbeat"
             yield Basis.SILENCE, self._blame(-1, "launcher-killed", cause)
             return
         lost = [node for node, part in enumerate(self.parts) if part.lost or part.code is None]
@@ -236,7 +235,7 @@ class LaunchEnd:
             return
         basis = Basis.SILENCE if has_ended else Basis.LOST_NODE
         if len(self.parts) > 1 and len(silent) == len(self.parts):
-            cause = f"no heartbeat from any node for {limits.SILENCE_S:g} s (network down?)"
+            cause = f"no heartbeat from any node for {self.plan.silence_s:g} s (network down?)"
             yield basis, self._blame(-1, "link-lost", cause)
             return
         is_link = silent or not all(part.is_reachable for part in self.parts)

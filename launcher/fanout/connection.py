@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from launcher import processes
 from launcher.fanout.loop import Child, Loop, Show, given_options, ssh_command
+from launcher.own_time import SilenceNews
 from launcher.plan.own import asked_names
 from launcher.plan.plan import Plan
 from launcher.plan.resume import FORWARDED
@@ -57,6 +58,7 @@ class Connection(Child):
         self.is_left = False  # the run continues without it
         self.heard = time.monotonic()
         self.gap = 0.0, 0.0  # end and length of the last silence that could have ended the run
+        self.silence_news = SilenceNews()
         self._fault = "ssh-refused"  # why there was no connection, once ssh has ended
         self._probe: threading.Thread | None = None
         self._show = show
@@ -92,7 +94,7 @@ class Connection(Child):
 
     def _take(self, data: bytes, is_error: bool) -> None:
         now = time.monotonic()
-        if self.is_started and now - self.heard > limits.SILENCE_S / 2:
+        if self.is_started and now - self.heard > limits.GAP_S:
             self.gap = now, now - self.heard
         self.heard = now
         output = data

@@ -23,11 +23,11 @@ from launcher.wire import limits
 
 Show = Callable[[bytes, bool], None]  # gets output (empty at the end), and whether it is stderr
 _CHUNK = 65536
-# ssh options that the user's ~/.ssh/config must not override. The keep-alives are late enough that
-# the launcher is the first to notice a silent node.
+# ssh options that the user's ~/.ssh/config must not override. The keep-alives end ssh only after an
+# hour, because the launcher must be the first to notice a silent node.
 FIXED = (
     *("BatchMode=yes", "RemoteCommand=none"),
-    *(f"ServerAliveInterval={limits.SILENCE_S:.0f}", "ServerAliveCountMax=2"),
+    *(f"ServerAliveInterval={limits.SILENCE_S:.0f}", "ServerAliveCountMax=60"),
 )
 
 

@@ -55,7 +55,7 @@ class Fanout:
         self.secret = handshake.new_secret()
         self.slack_s = len(plan.nodes) // 10  # each key exchange takes time here
         self.connections: list[Connection] = []
-        self.silence = Silence(self.connections)
+        self.silence = Silence(self.connections, plan.silence_s)
         self.nodes = Nodes(self.connections, self.connect, can_change=plan.min_nodes > 0)
         self.started: float | None = None  # seconds since the epoch
         self.stopped_by: Signals | None = None
@@ -188,9 +188,7 @@ class Fanout:
             self.beat_at = now + limits.BEAT_S
             for node in self.connections:
                 node.send(b"\n")
-        until = min(until, self.beat_at)
-        if self.is_open:
-            until = min([until, *(node.heard + limits.SILENCE_S for node in self.silence.awaited)])
+        until = min(until, self.beat_at, self.silence.due() if self.is_open else math.inf)
         if self.terminals.is_waiting:
             until = min(until, now + limits.PARTIAL_S)
         for signum in self.loop.wait(until - now):
@@ -199,8 +197,10 @@ class Fanout:
         self.silence.note_turn(is_ending=self.close_at < math.inf)
         for node in self.connections:
             self.note(node)
+        for line in self.silence.news() if self.is_open else ():
+            self.say(line)
         for node in self.silence.find() if self.is_open else ():
-            self.lose(node, f"no heartbeat for {limits.SILENCE_S:g} s (network down?)")
+            self.lose(node, f"no heartbeat for {self.plan.silence_s:g} s (network down?)")
             node.terminate()
         for node in self.nodes.find_left_behind():
             self.say(f"continuing without {node.name}")
@@ -215,7 +215,7 @@ class Fanout:
         """
         if node.lost:
             return
-        node.lost, node.is_silent = why, time.monotonic() - node.heard > limits.SILENCE_S / 2
+        node.lost, node.is_silent = why, time.monotonic() - node.heard > limits.GAP_S
         self.say_lost(node)
         if not self.nodes.can_change:
             self.close_within(self.saving_s if node.is_silent else 0)

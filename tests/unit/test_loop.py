@@ -84,14 +84,14 @@ def connect(tools: Path) -> Iterator[Connect]:
 
 
 @pytest.mark.parametrize(
-    ("silent_s", "is_blamed"), [(limits.SILENCE_S * 0.8, True), (limits.SILENCE_S / 2 - 1, False)]
+    ("silent_s", "is_blamed"), [(limits.SILENCE_S * 0.8, True), (limits.GAP_S - 1, False)]
 )
 def test_a_node_that_is_silent_at_the_first_end_is_blamed(
     connect: Connect, silent_s: float, is_blamed: bool
 ) -> None:
     cut, other = connect("node1"), connect("node2")
     cut.heard -= silent_s  # TCP has yet to send its packets again
-    silence = Silence([cut, other])
+    silence = Silence([cut, other], limits.SILENCE_S)
     silence.recall()
     assert bool(cut.lost) == cut.is_silent == is_blamed
     cut.heard -= limits.SILENCE_S
@@ -107,7 +107,7 @@ def test_a_node_that_was_silent_just_before_is_blamed(
 ) -> None:
     cut = connect("node1")
     cut.gap = time.monotonic() - ago_s, 9.0
-    Silence([cut]).recall()
+    Silence([cut], limits.SILENCE_S).recall()
     assert cut.lost == ("no heartbeat for 9 s (network down?)" if is_blamed else "")
 
 

@@ -187,7 +187,7 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
             if isinstance(error, WrongSecret) and turned_away is None:
                 say(f"warning: {address}:{port} has a different RUN_SECRET, or none [stranger]")
             last, turned_away = error, turned_away or time.monotonic()
-            if own_time.since(turned_away) > limits.SILENCE_S:
+            if own_time.since(turned_away) > limits.CHECKIN_REJECTED_S:
                 break
         except OSError as error:
             last = error
@@ -217,7 +217,7 @@ def check_in(
     """Connect, and wait for the run to start. Raises OSError or Refused."""
     peer = Link(connect(address, port, secret, min(connect_s, wait.timeout_s)))
     failover = meeting.introduce(peer, replace(me, time=time.time()))  # `me` may be minutes old
-    if why := find_loss(peer.socket, limits.SILENCE_S):
+    if why := find_loss(peer.socket, limits.CHECKIN_PASS_S):
         peer.close()
         cause = f"{me.host}: cannot reach node rank 0 at {address}:{port} ({why})"
         lost = Refused("mtu-too-large", f"{cause}; {CURES['mtu-too-large']}")
