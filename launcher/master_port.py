@@ -73,3 +73,11 @@ def is_first(address: str, port: int) -> bool:
     This process, or a program that it executes, holds an abstract socket name until it ends.
     """
     return is_here(address, port) and processes.claim(str(port), is_inherited=True)
+
+
+def is_loopback_up() -> bool:
+    """Whether this machine has loopback. No interface is asked: sandboxes refuse that."""
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect(("127.0.0.1", 9))  # sends nothing; it needs a route
+        return True
+    return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator
 
 from launcher import shared_files
 from launcher.outer_run import OUTER_TOKEN
+from launcher.text import warn
 from launcher.wire import limits
 
 _PR_SET_PDEATHSIG = 1
@@ -29,14 +31,22 @@ KILLED = 128 + signal.SIGKILL  # the exit code of a killed process, as a shell s
 
 
 def _prctl(option: int, value: int) -> None:
+    """Call prctl. Where it fails, processes are only found by the run's token, and later."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+        _warn_of_prctl()
+
+
+@functools.cache
+def _warn_of_prctl() -> None:
+    lost = "if a process of the run is killed, the others may end seconds later"
+    warn(f"node agent: warning: this system refuses prctl(2); {lost}")
 
 
 def anonymous_file(name: str) -> int:
     """Return the descriptor of a new file in memory, which nobody else can open by name."""
-    if hasattr(os, "memfd_create"):  # not in Pythons built for old systems, such as conda's
+    # Missing in Pythons built for old systems, such as conda's; refused by old kernels, sandboxes.
+    with contextlib.suppress(AttributeError, OSError):
         return os.memfd_create(name)
     with tempfile.TemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
         return os.dup(file.fileno())

@@ -8,6 +8,7 @@ while child.code is None:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import selectors
@@ -37,10 +38,11 @@ class Loop:
     def __init__(self, environ: Environ, most_children: int) -> None:
         self.environ = environ  # the children's
         needed = 8 * most_children + 64  # open files
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if 0 <= soft < needed:  # raise the limit as far as allowed
-            needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        with contextlib.suppress(OSError, ValueError):
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if 0 <= soft < needed:  # raise the limit as far as allowed
+                needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
         self.selector = selectors.DefaultSelector()
         self.children: list[Child] = []
         self._signals: list[signal.Signals] = []

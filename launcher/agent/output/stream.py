@@ -281,16 +281,24 @@ def open_stream(
 
     If `terminal` is a real one, the rank gets a pseudo-terminal of the same size, otherwise a pipe.
     """
-    is_tty = terminal is not None and terminal.isatty()
-    if terminal is not None and is_tty:
-        reader, writer = pty.openpty()
-        with contextlib.suppress(OSError):
-            size = fcntl.ioctl(terminal.fd, termios.TIOCGWINSZ, b"\0" * 8)
-            fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
-        attributes = termios.tcgetattr(writer)
-        attributes[1] &= ~termios.OPOST  # the real terminal turns \n into \r\n, once
-        termios.tcsetattr(writer, termios.TCSANOW, attributes)
-    else:
+    is_tty = False
+    if terminal is not None and terminal.isatty():
+        with contextlib.suppress(OSError):  # a system without pseudo-terminals
+            reader, writer = _open_pty(terminal)
+            is_tty = True
+    if not is_tty:
         reader, writer = os.pipe()
     os.set_blocking(reader, False)
     return writer, Stream(rank, reader, log, is_tty=is_tty)
+
+
+def _open_pty(like: Terminal) -> tuple[int, int]:
+    """Open a pseudo-terminal of the same size. Returns both ends."""
+    reader, writer = pty.openpty()
+    with contextlib.suppress(OSError):
+        size = fcntl.ioctl(like.fd, termios.TIOCGWINSZ, b"\0" * 8)
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
+    attributes = termios.tcgetattr(writer)
+    attributes[1] &= ~termios.OPOST  # the real terminal turns \n into \r\n, once
+    termios.tcsetattr(writer, termios.TCSANOW, attributes)
+    return reader, writer
