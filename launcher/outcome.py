@@ -211,7 +211,10 @@ class LaunchEnd:
 
     def _told(self) -> Iterator[Account]:
         """Yield what the agents reported."""
-        for outcome in (part.told for part in self.parts if part.told):
+        for told in (part.told for part in self.parts if part.told):
+            # A node does not choose what the user pastes.
+            command = self._command if told.command else ""
+            outcome = replace(told, run_id=self.plan.run_id, command=command)
             failure = outcome.failure
             if failure is None:
                 yield Basis.STOP if outcome.code else Basis.DONE, outcome
@@ -281,7 +284,11 @@ class LaunchEnd:
 
     def _outcome(self, code: int, failure: Failure | None = None) -> Outcome:
         can_resume = self.plan.checkpoint_dir is not None  # unknown for other programs
-        command = self.plan.run_variables().get("LAUNCH_COMMAND", "") if can_resume else ""
+        command = self._command if can_resume else ""
         return Outcome(
             code, failure, started=self.started, run_id=self.plan.run_id, command=command
         )
+
+    @property
+    def _command(self) -> str:
+        return self.plan.run_variables().get("LAUNCH_COMMAND", "")

@@ -26,14 +26,14 @@ from launcher.wire import limits
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_libc_prctl = ctypes.CDLL(None).prctl  # found now, because a forked process must not look for it
 WAKING = signal.SIGCHLD, signal.SIGALRM  # end a wait in await_signal()
 KILLED = 128 + signal.SIGKILL  # the exit code of a killed process, as a shell shows it
 
 
 def _prctl(option: int, value: int) -> None:
     """Call prctl. Where it fails, processes are only found by the run's token, and later."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
+    if _libc_prctl(option, value, 0, 0, 0) != 0:
         _warn_of_prctl()
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 Environ = Mapping[str, str]  # this process's variables, or a test's
 OwnEnviron = MutableMapping[str, str]  # the same, to be changed for processes that it starts
@@ -40,6 +40,15 @@ def mend_streams() -> None:
         raw = _Stream(number, "wb", closefd=False)
         new = io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=True)
         setattr(sys, name, new)
+
+
+def open_own(path: Path, mode: str, **options: Any) -> IO[Any]:
+    """Open a file in a folder that others may write to: follow no link, wait for no pipe."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+    return open(path, mode, opener=opener, **options)
 
 
 def warn(text: str) -> None:

@@ -72,6 +72,11 @@ class Connection(Child):
     def send_line(self, line: str) -> None:
         self.send(os.fsencode(f"{line}\n"))
 
+    def beat(self) -> None:
+        """Send a sign of life, even if someone has stopped ssh."""
+        self.wake()
+        self.send(b"\n")
+
     def start(self, request: Start) -> None:
         """Start the node's agent."""
         self.is_started, self._words, self.heard = True, b"", time.monotonic()
@@ -93,17 +98,15 @@ class Connection(Child):
         return next((line for line in reversed(lines) if line), "")
 
     def _take(self, data: bytes, is_error: bool) -> None:
-        now = time.monotonic()
-        if self.is_started and now - self.heard > limits.GAP_S:
-            self.gap = now, now - self.heard
-        self.heard = now
-        output = data
+        output, told = data, list[Any]()
         if not is_error:
             output, told = self._messages.read(data)
             for _, message in told:
                 if isinstance(message, Membership):
                     self._answers[Membership] = message  # the newest
                 self._answers.setdefault(type(message), message)
+        if told or not self.is_started:  # the ranks' output says nothing about the far side
+            self._note_heard(time.monotonic())
         if is_error and not self.is_started:
             self._words = (self._words + data)[-4096:]
             return
@@ -111,6 +114,11 @@ class Connection(Child):
             self._show(output, is_error)
         if not data:
             self._show(b"", is_error)
+
+    def _note_heard(self, now: float) -> None:
+        if self.is_started and now - self.heard > limits.GAP_S:
+            self.gap = now, now - self.heard
+        self.heard = now
 
     # --- why there is no connection -----------------------------------------------------------
 

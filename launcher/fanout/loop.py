@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 
 from distributed.stop_signals import QUERY, handled_signals, stop_signals
+from launcher import processes
 from launcher.text import Environ
 from launcher.wire import limits
 
@@ -120,6 +121,7 @@ class Child:
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
+            preexec_fn=partial(processes.die_with_parent, os.getpid()),  # even if it is stopped
         )
         for fd in (stdin, stdout, stderr):
             os.close(fd)
@@ -145,8 +147,15 @@ class Child:
             self._stdin = -1
 
     def terminate(self) -> None:
+        """End the program; a stopped one first has to continue."""
         if self.code is None:
             self._process.terminate()
+            self.wake()
+
+    def wake(self) -> None:
+        """Continue the program if someone has stopped it."""
+        if self.code is None and processes.is_stopped(self._process.pid):
+            self._process.send_signal(signal.SIGCONT)
 
     def reap(self) -> None:
         """Record the program's end, after its last output."""

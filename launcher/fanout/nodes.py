@@ -14,7 +14,7 @@ from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Loop, Show
 from launcher.outcome import NodePart, Outcome
 from launcher.wire import limits
-from launcher.wire.messages import Exit, Membership, Sweep
+from launcher.wire.messages import Exit, Hello, Membership, Report, Sweep
 
 Connect = Callable[[str, str, Show], Connection]
 
@@ -76,6 +76,20 @@ class Nodes:
             has_failed = look is not None and look.code is not None and look.answer(Exit) is None
             if node.answer(Exit) is None and (look is None or (node.is_left and has_failed)):
                 self.sweep(node)
+        self._await_looks(loop, within_s)
+        return {
+            node: look.last_words for node, look in self._looks.items() if not look.answer(Exit)
+        }
+
+    def end_hung(self, loop: Loop) -> None:
+        """After a refusal, end what hangs, or was stopped, on nodes that did not report."""
+        for node in self.connections:
+            is_there = node.code is None and node.answer(Hello) is not None
+            if is_there and node.answer(Report) is None:
+                self.sweep(node)
+        self._await_looks(loop, limits.SSH_CONNECT_S + limits.SWEEP_S)
+
+    def _await_looks(self, loop: Loop, within_s: float) -> None:
         until = time.monotonic() + within_s
         looks = self._looks.values()
         while any(look.code is None for look in looks) and time.monotonic() < until:
@@ -83,9 +97,6 @@ class Nodes:
                 if look.answer(Exit) is not None:
                     look.close_input()
             loop.wait(until - time.monotonic())  # from here on, signals have no effect
-        return {
-            node: look.last_words for node, look in self._looks.items() if not look.answer(Exit)
-        }
 
     def parts(self, unreachable: Container[Connection]) -> list[NodePart]:
         """Return how each node's part of the run ended, by node rank."""

@@ -74,6 +74,7 @@ class Fanout:
             self.own.ask(self.plan, self.say)
             reports = self.check_nodes()
             if reports is None:
+                self.nodes.end_hung(self.loop)
                 return REFUSED
             be_ready()
             self.start_nodes(reports)
@@ -122,8 +123,7 @@ class Fanout:
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
         plan, out = self.plan, sys.stderr if plan.is_detached else self.err.text
         refuses = compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out)
-        ill = find_ill(plan, answers)
-        if swapped := swap(plan, ill):
+        if swapped := swap(plan, find_ill(plan, answers)):
             self.plan, changes = swapped
             self.say("; ".join(changes))
             for connection in self.connections:
@@ -187,7 +187,7 @@ class Fanout:
         if now >= self.beat_at:
             self.beat_at = now + limits.BEAT_S
             for node in self.connections:
-                node.send(b"\n")
+                node.beat()
         until = min(until, self.beat_at, self.silence.due() if self.is_open else math.inf)
         if self.terminals.is_waiting:
             until = min(until, now + limits.PARTIAL_S)

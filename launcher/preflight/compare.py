@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+from distributed.environment import printable
 from launcher.preflight.checks import CHECKS
 from launcher.preflight.must_match import mismatches
+from launcher.text import count
 from launcher.wire.messages import Fault, Report
 
+MOST_SHOWN, LONGEST = 200, 1000  # findings, and characters of each
 COMPARED = 2  # versions and files; the rest is compared at the master's port
 
 
@@ -66,9 +69,11 @@ def print_findings(preflight: Preflight, program: str, *, is_strict: bool, out: 
 
     With `is_strict`, every warning prevents it.
     """
-    refusing = [finding for finding in preflight.findings if is_strict or not finding.fault.warns]
-    for finding in preflight.findings:
-        fault, kind = finding.fault, "" if finding in refusing else "warning: "
-        line = f"{program}: {kind}{finding.host}: {fault.cause}; {fault.cure} [{fault.name}]"
-        print(line, file=out, flush=True)
-    return bool(refusing)
+    by_weight = sorted(preflight.findings, key=lambda finding: finding.fault.warns)
+    for host, fault in ((finding.host, finding.fault) for finding in by_weight[:MOST_SHOWN]):
+        kind = "warning: " if fault.warns and not is_strict else ""
+        line = f"{kind}{host}: {fault.cause}; {fault.cure} [{fault.name}]"
+        print(f"{program}: {printable(line, LONGEST)}", file=out, flush=True)
+    if more := by_weight[MOST_SHOWN:]:
+        print(f"{program}: {count(len(more), 'more finding')}", file=out, flush=True)
+    return any(is_strict or not finding.fault.warns for finding in preflight.findings)

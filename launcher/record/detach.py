@@ -81,7 +81,7 @@ def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
     Raises Refused if the log cannot be written.
     """
     with run_json.writing_to(log.parent):
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
     if plan.has_transcript:  # the log is the transcript
         file = transcript.new_file(plan)
         update_link(file, os.path.relpath(log, file.parent))

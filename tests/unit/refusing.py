@@ -23,7 +23,7 @@ NUMBERS = {
 }
 # The position of the argument that selects what the call does.
 OPERATION = {"ioctl": 1, "socket": 0, "setsockopt": 2, "getsockopt": 2, "fcntl": 1, "prctl": 0}
-OPERATION["clock_gettime"] = 0
+OPERATION |= {"clock_gettime": 0}
 
 # classic BPF (linux/filter.h): load a word, jump if equal, return
 LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06

@@ -337,6 +337,24 @@ def test_a_connection_that_a_bastion_drops_is_tried_again(nodes: Nodes) -> None:
     assert (nodes.nodes / "asked").read_text().split().count("n1") == 2
 
 
+# The far side is stopped once it has said hello; a second login finds an ordinary node.
+STOPPED = f"""
+[[ ! -e $0.tried ]] || exec bash -s
+touch "$0.tried"
+{LIE}
+export LAUNCH_TOKEN=$token
+exec bash -c 'echo $$ >"$FAKE_NODES/stopped"; kill -STOP $$'
+"""
+
+
+def test_a_far_side_that_is_stopped_during_the_preflight_is_ended(nodes: Nodes) -> None:
+    (nodes.nodes / "n1").write_text(STOPPED)
+    given = {"SKIP_PREFLIGHT": "0", "PREFLIGHT_SECONDS": "5", "BACKEND": "gloo"}
+    code, _, err = nodes.launch("-", "1", "n0", "n1", **given)
+    assert code == 3 and "n1: its checks exceed the preflight's time limit; " in err
+    assert not is_alive(nodes.process("stopped"))
+
+
 def test_a_node_that_takes_no_login_is_tried_a_few_times(nodes: Nodes) -> None:
     (nodes.nodes / "n1").write_text("exit 255")
     code, _, err = nodes.launch("-", "1", "n0", "n1")

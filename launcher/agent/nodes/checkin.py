@@ -198,8 +198,9 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
         raise Refused("stranger", f"{cause}, or none; set the same one on every node")
     if isinstance(last, NotAccepted):
         which = f"node rank {me.node_rank}" if me.node_rank >= 0 else "this node"
-        cause = f"{address}:{port} rejected {which}: the run has already started; check whether "
-        raise Refused("duplicate-node-rank", f"{cause}this node was also started elsewhere")
+        cause = f"{address}:{port} rejected {which}: the run has already started, or the port is "
+        cure = "check node rank 0's terminal, and whether this node was also started elsewhere"
+        raise Refused("duplicate-node-rank", f"{cause}another program's; {cure}")
     fault, cure = _explain(last)
     cause = f"node rank 0 at {address}:{port} did not answer within {wait.timeout_s:g} s"
     raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")

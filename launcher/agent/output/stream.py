@@ -19,13 +19,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any
 
 from launcher.agent.output import noise
 from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.screen import View
 from launcher.terminal import Terminal
-from launcher.text import short_host_name, warn
+from launcher.text import open_own, short_host_name, warn
 from launcher.wire import limits
 
 _NOWHERE = Path(os.devnull)
@@ -57,7 +57,7 @@ class NodeLog:
         if path is not None:
             with path.open("rb") as before:
                 self.lines = sum(line.endswith(b"\n") for line in before)
-        self._file = (path or _NOWHERE).open("ab", buffering=0)
+        self._file = open_own(path or _NOWHERE, "ab", buffering=0)
 
     def close(self) -> None:
         self._file.close()
@@ -126,7 +126,7 @@ class Stream:
     log: NodeLog
     view: RankView | None = None  # None if this rank is not shown
     is_tty: bool = False
-    copy: BinaryIO | None = None  # the stream's own file
+    copy: IO[Any] | None = None  # the stream's own file
     is_trickle: bool = False  # the last read returned little
     traceback_line: int = 0  # where the last traceback starts in the log; 0 if none
     last_line: int = 0
