@@ -19,10 +19,9 @@ from distributed.errors import STOPPED
 from launcher.failure import Failure, signal_name
 from launcher.outcome import Outcome
 from launcher.record.run_json import KEPT
-from launcher.text import count, has_colour, open_own
+from launcher.text import LONGEST_ROW, count, has_colour, open_own
 
 Opener = Callable[[Path, str], IO[Any]]
-LONGEST_ROW = 1 << 20  # characters: a command can be long
 TAIL_BYTES = 1 << 20  # read from the end of a log, to find its block
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
 FIRST_ROW = r"run {8}\S"  # of a plan, as print_row() prints it

@@ -11,6 +11,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Any, TextIO
 
+from distributed.environment import printable
+
+LONGEST_ROW = 1 << 20  # characters: a command can be long
 Environ = Mapping[str, str]  # this process's variables, or a test's
 OwnEnviron = MutableMapping[str, str]  # the same, to be changed for processes that it starts
 
@@ -64,7 +67,7 @@ def print_row(label: str, text: str, out: TextIO | None = None) -> None:
     """Print one of the rows that a user sees before and after a run."""
     out = out or sys.stderr
     start, end = ("\x1b[1m", "\x1b[0m") if has_colour(out) else ("", "")
-    print(f"{start}{label:<9}{end}  {text}", file=out, flush=True)
+    print(f"{start}{label:<9}{end}  {printable(text, LONGEST_ROW)}", file=out, flush=True)
 
 
 def count(number: int, noun: str, plural: str = "") -> str:

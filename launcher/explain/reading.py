@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from launcher.failure import user_frames
 from launcher.failure_block import FIRST_ROW
 
 LONGEST = 4096  # bytes of a line that are read
+LONGEST_ABOVE = 400  # bytes of a line above an exception
+MOST_SIGHTINGS = 5000
+_PIECE = 1 << 20  # bytes that are read at a time
 ABOVE = 200  # lines above an exception that may be its traceback
 # Every line that a rule matches contains one of these; a test checks that.
 HINT = re.compile(
@@ -97,24 +101,25 @@ def read(file: Path) -> list[Sighting]:
 
     Raises OSError.
     """
-    rows = _rows_of_last_start(file)
-    lines = [(row, line) for row, text in rows for line in text.split(b"\r")]  # progress bars
-    shapes: set[bytes] = set()
+    shapes: set[int] = set()
+    recent: deque[bytes] = deque(maxlen=ABOVE + 1)
     sightings: list[Sighting] = []
     first_seen = None
-    for index, (row, text) in enumerate(lines):
+    for row, text in _lines_of_last_start(file):
+        recent.append(text[:LONGEST_ABOVE])
         shape = text.translate(None, _DIGITS)
-        if shape in shapes:
+        if hash(shape) in shapes:
             continue
-        shapes.add(shape)
+        shapes.add(hash(shape))
         if not (shape.endswith(b"]") or HINT.search(shape)):
             continue
-        line = text[:LONGEST].decode(errors="replace")
+        line = text.decode(errors="replace")
         if (seen := look(line)) is not None:
-            before = b"\n".join(text for _, text in lines[max(0, index - ABOVE) : index])
-            above = before.decode(errors="replace")
+            above = b"\n".join([*recent][:-1]).decode(errors="replace")
             sightings.append(replace(seen, file=file, line=row, frames=_frames(above, line)))
             first_seen = first_seen or _FIRST.search(f"{above}\n{line}")
+        if len(sightings) == MOST_SIGHTINGS:
+            break
     return _with_first(sightings, first_seen) if first_seen else sightings
 
 
@@ -137,16 +142,33 @@ def look(line: str) -> Sighting | None:
 
 def find_refusals(file: Path) -> dict[str, str]:
     """Return the lines that refused a start, each with its fault. Raises OSError."""
-    rows = (row.rstrip() for _, row in _rows_of_last_start(file))
+    rows = (row.rstrip() for _, row in _lines_of_last_start(file))
     lines = (split(row.decode(errors="replace"))[1] for row in rows if row.endswith(b"]"))
     lines = (line for line in lines if _PROGRAM.match(line) and not _EXCEPTION.match(line))
     return {line: fault for line in lines if (fault := own_fault(line))}
 
 
-def _rows_of_last_start(file: Path) -> list[tuple[int, bytes]]:
-    """Return the lines of a log with their numbers, without those of earlier starts."""
-    rows = [*enumerate(file.read_bytes().split(b"\n"), 1)]
-    return rows[max((number for number, row in rows if _BEFORE.match(row)), default=0) :]
+def _lines_of_last_start(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a log with their numbers, without those of earlier starts."""
+    before = max((number for number, row in lines_of(file) if _BEFORE.match(row)), default=0)
+    return ((number, row) for number, row in lines_of(file) if number > before)
+
+
+def lines_of(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the beginning of each line with its number; a progress bar's states are lines too."""
+    number, begun = 1, b""
+    with file.open("rb") as opened:
+        while piece := opened.read(_PIECE):
+            *rows, last = piece.split(b"\n")
+            for row in rows:
+                for state in (begun + row).split(b"\r"):
+                    yield number, state[:LONGEST]
+                number, begun = number + 1, b""
+            *states, last = (begun + last).split(b"\r")
+            for state in states:
+                yield number, state[:LONGEST]
+            begun = last[:LONGEST]
+    yield number, begun
 
 
 def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
@@ -154,10 +176,10 @@ def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
     shape = shape_of(cause.text)
     ranks: set[int] = set()
     for file in files:
-        for line in re.split(b"[\r\n]", file.read_bytes()):
+        for _, line in lines_of(file):
             if shape.encode() not in line.translate(None, _DIGITS):
                 continue
-            prefix, text = split(line[:LONGEST].decode(errors="replace"))
+            prefix, text = split(line.decode(errors="replace"))
             if shape_of(text) == shape:
                 first = next(filter(None, map(prefix.get, _RANKS)), "")
                 for low, high in re.findall(r"(\d+)(?:-(\d+))?", first + prefix.get("more", "")):

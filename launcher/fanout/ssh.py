@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from signal import SIGUSR1, Signals
 
+from distributed.environment import printable
 from distributed.errors import REFUSED, Refused
 from distributed.stop_signals import QUERY, stop_signals
 from launcher import handshake
@@ -31,7 +32,7 @@ from launcher.preflight import compare
 from launcher.preflight.compare import Finding
 from launcher.screen import View, are_one_file
 from launcher.terminal import Terminal
-from launcher.text import count, print_row
+from launcher.text import LONGEST_ROW, count, print_row
 from launcher.wire import limits
 from launcher.wire.messages import Cut, Exit, Hello, Report, Start, StopRequest
 
@@ -89,7 +90,7 @@ class Fanout:
             raise Refused("env-missing", "ssh is not installed here; install OpenSSH's client")
 
     def say(self, text: str) -> None:
-        print(f"{self.plan.program}: {text}", file=self.err.text)
+        print(f"{self.plan.program}: {printable(text, LONGEST_ROW)}", file=self.err.text)
 
     # --- the preflight ------------------------------------------------------------------------
 

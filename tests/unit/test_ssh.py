@@ -37,7 +37,8 @@ echo "$host" >>"$FAKE_NODES/asked"
 export SSH_CONNECTION="10.0.0.1 1 127.0.0.1 22"
 cd /
 if [[ -e $FAKE_NODES/$host && $command == *"bash -s" ]]; then exec bash "$FAKE_NODES/$host"; fi
-exec bash -c "$command"
+bash -c "$command"  # in a process of its own: the launcher continues an ssh that is stopped
+exit
 """
 PYTHON = f"""case "$*" in
   *" launcher.fanout.far_side "*) [[ $* == *" --pdsh "* ]] || exec {sys.executable} "$0.py" "$@" ;;
@@ -343,7 +344,8 @@ STOPPED = f"""
 touch "$0.tried"
 {LIE}
 export LAUNCH_TOKEN=$token
-exec bash -c 'echo $$ >"$FAKE_NODES/stopped"; kill -STOP $$'
+bash -c 'echo $$ >"$FAKE_NODES/stopped"; kill -STOP $$'
+exit
 """
 
 

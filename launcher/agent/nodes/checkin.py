@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from distributed.environment import port_from_id
 from distributed.errors import Refused
 from launcher import own_time
 from launcher.agent.nodes.team import Team
@@ -74,7 +75,13 @@ def meet(
     wait = Wait(timeout_s, say)
     if me.node_rank != 0:
         return join(address, port, me, access.secret, wait)
-    listener = listen(address, port)
+    is_chosen = me.num_nodes > 1 or port != port_from_id(me.run_id)
+    try:
+        listener = listen(address, port)
+    except Refused:
+        if is_chosen:
+            raise
+        listener = listen(address, 0)  # another run with this id began at the same moment
     with contextlib.closing(Acceptor(listener, access, say)) as acceptor:
         here = gather(acceptor, me, wait)
     members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
