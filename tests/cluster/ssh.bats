@@ -726,6 +726,38 @@ processes_of() { # <run id> <host>
 }
 
 # bats test_tags=prove,long
+@test "a stopped ssh does no harm; a stopped far side of node rank 0 is named although rank 0 prints" {
+  local began
+  cat >prints.py <<'PY'
+import time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+while True:
+    print("met", flush=True)
+    time.sleep(0.1)
+PY
+  export TRAIN_SCRIPT=prints.py SILENCE_SECONDS=10
+  start stopped - 1 node1 node2 -- stopped
+  on login pkill -STOP -f "ssh .* node2 exec bash"
+  sleep 15 # a node that is not heard for 10 s would be lost
+  run ! grep -q 'no heartbeat' stopped.out
+  on login pkill -STOP -f "ssh .* node2 exec bash"
+  began=$SECONDS
+  on login kill -TERM "$(launcher_of stopped)"
+  end_of "$PID"
+  ((CODE == 143 && SECONDS - began < 15))
+  run ! on login pgrep -f "ssh .* exec bash"
+  start far - 1 node1 node2 -- far
+  on node1 kill -STOP "$(on node1 pgrep -o -f "far_side --rdzv-id far ")"
+  end_of "$PID"
+  grep -v ' met$' far.out
+  ((CODE == 137))
+  grep -q '^launch_torchrun_auto.sh: node1: warning: no heartbeat for ' far.out
+  grep -q '^FAILED   node agent 0 (node1) .*\[link-lost\]$' far.out
+  eventually is_gone far
+}
+
+# bats test_tags=prove,long
 @test "a node whose log's file system answers nothing for 20 s is not lost" {
   truncate --size 64M disk.img
   mkfs.ext4 -q -F disk.img

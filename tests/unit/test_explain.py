@@ -316,6 +316,7 @@ def test_wrong_words_for_checkpoint_sh_are_refused_in_one_line(
     assert line.endswith("; see checkpoint.sh --help")
 
 
+@pytest.mark.slow
 def test_a_log_of_one_endless_line_is_read_in_little_memory(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("w") as file:
@@ -331,6 +332,7 @@ def test_a_log_of_one_endless_line_is_read_in_little_memory(tmp_path: Path) -> N
     assert f"log      {log}:2\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_log_of_failures_only_is_read_in_linear_time(tmp_path: Path) -> None:
     took = []
     for number in (1_000, 10_000):
