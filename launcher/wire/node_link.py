@@ -36,7 +36,7 @@ class Link:
         self.socket = connection
         self.heard = time.monotonic()
         self.silence_s = limits.SILENCE_S  # a longer silence means that the other end is lost
-        self._news = own_time.SilenceNews()
+        self.news = own_time.SilenceNews()
         self._buffer = received
         self._sending = threading.RLock()  # a signal handler may send during a send
 
@@ -118,10 +118,6 @@ class Link:
         """Whether nothing has arrived for so long that the other end is lost."""
         return own_time.since(self.heard) > self.silence_s
 
-    def silence_news(self) -> str:
-        """Return what is to be said about the other end's silence now; mostly nothing."""
-        return self._news.look(own_time.since(self.heard), self.silence_s)
-
     def loss(self, node_rank: int, host: str) -> Failure:
         """Return the failure of the agent at the other end, which is gone or out of reach."""
         fault, cause = "agent-killed", "its node agent is gone"
@@ -138,7 +134,7 @@ def tell_silences(
 ) -> None:
     """Name the nodes that have become silent, and those that are heard again."""
     for node_rank, peer in peers.items():
-        if news := peer.silence_news():
+        if news := peer.news.look(own_time.since(peer.heard), peer.silence_s):
             say(f"{hosts[node_rank]}: {news}")
 
 

@@ -715,7 +715,8 @@ processes_of() { # <run id> <host>
   on login kill -STOP "$(launcher_of pauses)"
   sleep 23 # a job that is suspended
   pid=$PID
-  while pid=$(pgrep -o -P "$pid"); do kill -CONT "$pid"; done # nsenter stops when its child does
+  # nsenter stops when its child does.
+  while pid=$(pgrep -o -P "$pid"); do kill -CONT "$pid"; done
   sleep 10 # a launcher or node that had given up would have ended the run
   kill -0 "$PID"
   on login kill -TERM "$(launcher_of pauses)"
