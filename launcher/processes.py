@@ -45,9 +45,13 @@ def _warn_of_prctl() -> None:
 
 def anonymous_file(name: str) -> int:
     """Return the descriptor of a new file in memory, which nobody else can open by name."""
-    # Missing in Pythons built for old systems, such as conda's; refused by old kernels, sandboxes.
-    with contextlib.suppress(AttributeError, OSError):
+    try:
         return os.memfd_create(name)
+    except AttributeError:  # Pythons built for old systems, such as conda's
+        pass
+    except OSError as error:  # old kernels, sandboxes
+        if error.errno == errno.EMFILE:
+            raise
     with tempfile.TemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
         return os.dup(file.fileno())
 
