@@ -34,10 +34,11 @@ IN_RUNS: tuple[Fault | Elsewhere, ...] = (
     in_run("launcher-killed", "`kill -9` of the ssh connection to node3", "kill_connection"),
     in_run(
         "link-lost",
-        "node3's cable is unplugged",
+        "node3's cable is unplugged; `SILENCE_SECONDS=10`",
         '"$CLUSTER" cut node3',
         undo="restore node3",
         limit_s=15.0,
+        variables={"SILENCE_SECONDS": "10"},
         is_apart=False,
     ),
     in_run(

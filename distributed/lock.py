@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -25,8 +26,8 @@ _LIVE, _COMMIT = 0, 1  # bytes of the lock file
 # Locks of the open file: a process that copied the folder would lose ordinary locks (fcntl(2)).
 _SET, _SET_WAITING = 37, 38  # F_OFD_SETLK, F_OFD_SETLKW; missing from fcntl in some Pythons
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, process
-# Lustre mounted without flock, NFSv3 without lockd.
-_NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP
+# Lustre mounted without flock, NFSv3 without lockd, kernels before 3.15, sandboxes.
+UNSUPPORTED = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM
 _MOST = 1 << 16  # bytes that are read of a lock file
 _log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def _set_lock(fd: int, kind: int, byte: int, how: int = _SET) -> bool:
     try:
         fcntl.fcntl(fd, how, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in UNSUPPORTED:
             raise
         return False
     return True
@@ -210,15 +211,25 @@ def is_locked_here(folder: Path) -> bool:
     return is_locked(folder) and locked_by(folder) == (os.getpid(), socket.gethostname())
 
 
+@functools.cache
+def warn_once(text: str) -> None:
+    _log.warning(f"warning: {text}")
+
+
 def update_link(path: Path, target: str) -> None:
     """Point a symbolic link at `target` atomically; of several runs, the last one wins.
 
+    A file system without links causes only a warning: they are for people who look at the folder.
     A file that is not a link, or a link to another folder, belongs to the user and is kept.
     """
     is_ours = path.is_symlink() and path.readlink().parts[:1] not in ((), ("/",), ("..",))
     if os.path.lexists(path) and not is_ours:
         return
     new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    new.unlink(missing_ok=True)
-    new.symlink_to(target)
-    os.replace(new, path)
+    try:
+        new.unlink(missing_ok=True)
+        new.symlink_to(target)
+        os.replace(new, path)
+    except OSError as error:
+        why = f"{path.parent}: no symbolic links here ({error.strerror})"
+        warn_once(f"{why}: names such as latest are not updated")

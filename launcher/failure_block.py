@@ -12,17 +12,17 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 from distributed.environment import printable
 from distributed.errors import STOPPED
 from launcher.failure import Failure, signal_name
 from launcher.outcome import Outcome
 from launcher.record.run_json import KEPT
-from launcher.text import count, has_colour, name_groups
+from launcher.text import LONGEST_ROW, count, has_colour, name_groups, open_own
 
+Opener = Callable[[Path, str], IO[Any]]
 MOST_STACKS = 20  # rows
-LONGEST_ROW = 1 << 20  # characters: a command can be long
 TAIL_BYTES = 1 << 20  # read from the end of a log, to find its block
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
 FIRST_ROW = r"run {8}\S"  # of a plan, as print_row() prints it
@@ -53,32 +53,33 @@ def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:
     if folder is not None:
         with contextlib.suppress(OSError):
             new = folder / f".{KEPT}.{os.getpid()}"
-            new.write_text(kept.getvalue(), encoding="utf-8")
+            with open_own(new, "w", encoding="utf-8") as file:
+                file.write(kept.getvalue())
             new.replace(folder / KEPT)
 
 
-def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
+def find_end(log: Path, strip: Callable[[str], str] = str, opener: Opener = open) -> str:
     """Return the block or the stopped line that ends a log; "" if none does. Raises OSError.
 
     `strip` removes the prefix that another program has put before a line.
     """
-    text = read_tail(log, TAIL_BYTES).replace("\r\n", "\n")
+    text = read_tail(log, TAIL_BYTES, opener).replace("\r\n", "\n")
     rows = "\n".join(map(strip, COLOURS.sub("", text).split("\n")))
     ends = [match["end"] or "" for match in _ENDS.finditer(rows)]
     return "\n".join(printable(row, LONGEST_ROW) for row in (ends or [""])[-1].split("\n"))
 
 
-def read_tail(file: Path, size: int) -> str:
+def read_tail(file: Path, size: int, opener: Opener = open) -> str:
     """Return the last `size` bytes of a file as text. Raises OSError."""
-    with file.open("rb") as opened:
+    with opener(file, "rb") as opened:
         opened.seek(max(0, opened.seek(0, os.SEEK_END) - size))
-        return opened.read().decode(errors="replace")
+        return str(opened.read(), errors="replace")
 
 
 def find_kept(folder: Path) -> str:
     """Return the block or the stopped line in a run's folder; "" if there is none."""
     with contextlib.suppress(OSError):
-        return find_end(folder / KEPT)
+        return find_end(folder / KEPT, opener=open_own)
     return ""
 
 

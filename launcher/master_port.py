@@ -92,3 +92,9 @@ def find_holder(port: int) -> str:
                 command = (process / "cmdline").read_text(errors="replace").replace("\0", " ")
                 return f" by pid {process.name} ({' '.join(command.split())})"
     return ""
+
+
+def is_loopback_up() -> bool:
+    """Whether this machine has loopback. It asks no interface, because sandboxes refuse that."""
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        return probe.connect_ex(("127.0.0.1", 9)) == 0  # sends nothing; it needs a route

@@ -21,7 +21,6 @@ from distributed.stop_signals import notices, stop_signals
 from launcher.failure import Failure, signal_name
 from launcher.processes import KILLED
 from launcher.text import name_ranks, short_host_name
-from launcher.wire import limits
 
 if TYPE_CHECKING:
     from launcher.plan.plan import Plan
@@ -234,7 +233,10 @@ class LaunchEnd:
 
     def _told(self) -> Iterator[Account]:
         """Yield what the agents reported."""
-        for outcome in (part.told for part in self.parts if part.told):
+        for told in (part.told for part in self.parts if part.told):
+            # A node does not choose what the user pastes.
+            command = self._command if told.command else ""
+            outcome = replace(told, run_id=self.plan.run_id, command=command)
             failure = outcome.failure
             if failure is None:
                 yield Basis.STOP if outcome.code else Basis.DONE, outcome
@@ -248,7 +250,7 @@ class LaunchEnd:
         is_well = {part.code for part in self.parts} <= {0, STOPPED}
         if self.still_s and not (self.stopped_by or is_well):
             cause = f"the launcher was suspended for {self.still_s:.0f} s (SIGSTOP, Ctrl-Z, sleep)"
-            cause += f"; nodes end a run after {limits.SILENCE_S:g} s without a heartbeat"
+            cause += f"; nodes end a run after {self.plan.silence_s:g} s without a heartbeat"
             yield Basis.SILENCE, self._blame(-1, "launcher-killed", cause)
             return
         lost = [node for node, part in enumerate(self.parts) if part.lost or part.code is None]
@@ -258,7 +260,7 @@ class LaunchEnd:
             return
         basis = Basis.SILENCE if has_ended else Basis.LOST_NODE
         if len(self.parts) > 1 and len(silent) == len(self.parts):
-            cause = f"no heartbeat from any node for {limits.SILENCE_S:g} s (network down?)"
+            cause = f"no heartbeat from any node for {self.plan.silence_s:g} s (network down?)"
             yield basis, self._blame(-1, "link-lost", cause)
             return
         is_link = silent or not all(part.is_reachable for part in self.parts)
@@ -304,7 +306,11 @@ class LaunchEnd:
 
     def _outcome(self, code: int, failure: Failure | None = None) -> Outcome:
         can_resume = self.plan.checkpoint_dir is not None  # unknown for other programs
-        command = self.plan.run_variables().get("LAUNCH_COMMAND", "") if can_resume else ""
+        command = self._command if can_resume else ""
         return Outcome(
             code, failure, started=self.started, run_id=self.plan.run_id, command=command
         )
+
+    @property
+    def _command(self) -> str:
+        return self.plan.run_variables().get("LAUNCH_COMMAND", "")

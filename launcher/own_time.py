@@ -39,6 +39,24 @@ _OWN = OwnTime()  # of the main thread
 now, since = _OWN.now, _OWN.since
 
 
+class SilenceNews:
+    """What there is to say about the silences of one peer: a line at the start, one at the end."""
+
+    def __init__(self) -> None:
+        self._before_s = 0.0
+
+    def look(self, silence_s: float, limit_s: float) -> str:
+        """Return the line that is due; empty if none is. A peer is lost after `limit_s`."""
+        before_s, self._before_s = self._before_s, silence_s
+        quiet_s = min(limits.QUIET_S, limit_s / 2)
+        if before_s <= quiet_s < silence_s:
+            since = f"warning: no heartbeat for {silence_s:.0f} s"
+            return f"{since}; after {limit_s:g} s, this node is lost (SILENCE_SECONDS)"
+        if silence_s <= quiet_s < before_s:
+            return f"heartbeats again, after {before_s:.0f} s without any"
+        return ""
+
+
 class Deadline:
     """The time at which an event loop must act. It starts unset; once set, it only moves closer."""
 

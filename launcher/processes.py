@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import re
 import signal
@@ -20,10 +21,12 @@ from collections.abc import Iterable, Iterator
 
 from launcher import shared_files
 from launcher.outer_run import OUTER_TOKEN
+from launcher.text import warn
 from launcher.wire import limits
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_libc_prctl = ctypes.CDLL(None).prctl  # found now, because a forked process must not look for it
 WAKING = signal.SIGCHLD, signal.SIGALRM  # end a wait in await_signal()
 # Those that a scheduler or a person may send to all processes of a job, which are not about a stop.
 OTHERS = (
@@ -34,15 +37,26 @@ KILLED = 128 + signal.SIGKILL  # the exit code of a killed process, as a shell s
 
 
 def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+    """Call prctl. Where it fails, processes are only found by the run's token, and later."""
+    if _libc_prctl(option, value, 0, 0, 0) != 0:
+        _warn_of_prctl()
+
+
+@functools.cache
+def _warn_of_prctl() -> None:
+    lost = "if a process of the run is killed, the others may end seconds later"
+    warn(f"node agent: warning: this system refuses prctl(2); {lost}")
 
 
 def anonymous_file(name: str) -> int:
     """Return the descriptor of a new file in memory, which nobody else can open by name."""
-    if hasattr(os, "memfd_create"):  # not in Pythons built for old systems, such as conda's
+    try:
         return os.memfd_create(name)
+    except AttributeError:  # Pythons built for old systems, such as conda's
+        pass
+    except OSError as error:  # old kernels, sandboxes
+        if error.errno == errno.EMFILE:
+            raise
     with tempfile.TemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
         return os.dup(file.fileno())
 

@@ -14,8 +14,11 @@ from importlib.machinery import PathFinder
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
+from distributed.environment import printable
+
+LONGEST_ROW = 1 << 20  # characters: a command can be long
 MANY = 16  # names or numbers; more are folded
 Environ = Mapping[str, str]  # this process's variables, or a test's
 OwnEnviron = MutableMapping[str, str]  # the same, to be changed for processes that it starts
@@ -48,6 +51,19 @@ def mend_streams() -> None:
         setattr(sys, name, new)
 
 
+def open_own(path: Path, mode: str, **options: Any) -> IO[Any]:
+    """Open a file in a folder that others may write to: follow no link, wait for no pipe."""
+
+    def opener(name: str, flags: int) -> int:
+        flags |= os.O_NOFOLLOW
+        try:
+            return os.open(name, flags | os.O_NONBLOCK, 0o666)
+        except BlockingIOError:  # an NFS client has a delegation, which is withdrawn now
+            return os.open(name, flags, 0o666)
+
+    return open(path, mode, opener=opener, **options)
+
+
 def warn(text: str) -> None:
     """Print a line to stderr."""
     print(text, file=sys.stderr)
@@ -61,7 +77,7 @@ def print_row(label: str, text: str, out: TextIO | None = None) -> None:
     """Print one of the rows that a user sees before and after a run."""
     out = out or sys.stderr
     start, end = ("\x1b[1m", "\x1b[0m") if has_colour(out) else ("", "")
-    print(f"{start}{label:<9}{end}  {text}", file=out, flush=True)
+    print(f"{start}{label:<9}{end}  {printable(text, LONGEST_ROW)}", file=out, flush=True)
 
 
 def count(number: int, noun: str, plural: str = "") -> str:

@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from distributed.lock import UNSUPPORTED
 from training import plot
 from training.trackers import Trackers, is_installed
 
@@ -179,7 +180,11 @@ class Progress:
         """Flush metrics.jsonl to the disk: a checkpoint must not be ahead of it."""
         if self._file is not None:
             with may_be_lost(self._folder):
-                os.fsync(self._file.fileno())
+                try:
+                    os.fsync(self._file.fileno())
+                except OSError as error:
+                    if error.errno not in UNSUPPORTED:  # the checkpoint reports that
+                        raise
 
     def _remove_later(self, first_step: int) -> int:
         """Remove the lines after a step; returns the last step recorded, removed or not."""

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from ..lock import update_link
+from ..lock import UNSUPPORTED, update_link, warn_once
 from ..torch_internals import tree_map_only
 
 MANIFEST = "manifest.json"
@@ -198,6 +198,10 @@ def sync(path: Path) -> None:
         os.fsync(fd)
         if path.is_file():  # not read again soon: the page cache is for the training data
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        warn_once(f"files cannot be flushed ({error.strerror}); a power failure may damage them")
     finally:
         os.close(fd)
 

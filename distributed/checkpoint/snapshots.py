@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -191,7 +192,8 @@ class Snapshots:
 
     def _complete(self, taken: Buffer) -> None:
         if self._neighbours is None:  # no rank waits for this thread: training goes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         taken.seal()
         if self._neighbours is not None:
             self._neighbours.exchange(taken, self._copies)

@@ -50,6 +50,7 @@ from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
 from launcher.text import OwnEnviron
 from launcher.wire import limits
 from launcher.wire.messages import Assignment, Membership, Verdict
+from launcher.wire.node_link import tell_silences
 
 with contextlib.suppress(Exception):  # a rank that needs it shows the error
     load_dynamo()  # once here, not in each rank
@@ -206,6 +207,7 @@ class NodeAgent:
         for peer in meeting.everyone():
             # The peer was silent while it waited, and may first save the lost node's snapshot.
             peer.heard = time.monotonic() + (args.grace_s if meeting.took_over else 0)
+            peer.silence_s = args.silence_s
         return Attempt(
             here,
             peers=peers,
@@ -216,7 +218,7 @@ class NodeAgent:
             verdict_s=limits.VERDICT_S if self.is_last else limits.RANKS_END_S,
             query=Query(here, hosts, peers, self.outputs.say, self.folder and self.folder.path),
             snapshots=self.snapshots,
-            on_beat=self._on_beat,
+            on_beat=lambda: look_around(self),
         )
 
     def _variables(self, local_rank: int) -> dict[str, str]:
@@ -227,14 +229,6 @@ class NodeAgent:
             **(self.network.variables if local_rank == 0 else {}),  # empty except on node rank 0
             "HEARTBEAT_FILE": self.heartbeats.name(local_rank),
         }
-
-    def _on_beat(self) -> None:
-        if self.meeting.team is not None:
-            self.meeting.team.check_spares(self._on_lost_spare)
-        self.network.look(self.outputs.say)
-        self.restarts.look()
-        if shows_no_rank(self):
-            self.outputs.show_step(self.heartbeats.step())
 
     # --- after an attempt ---------------------------------------------------------------------
 
@@ -268,7 +262,7 @@ class NodeAgent:
         busy = team.peers.keys() - facts.nodes.keys()  # nodes whose ranks are still running
         for node_rank in busy if team.min_nodes else ():
             team.peers.pop(node_rank).close()
-        team.check_spares(self._on_lost_spare)
+        team.check_spares(self.on_lost_spare)
         why, held_step = team.why_not(are_all_quiet=not busy), self.snapshots.step()
         if not why and not team.lost:
             why = self.restarts.why_not(first, held_step)
@@ -295,7 +289,7 @@ class NodeAgent:
             self._tell_membership()
             self.restarts.write(hosts=self.own.hosts, world_size=self.own.world_size)
 
-    def _on_lost_spare(self, loss: Failure) -> None:
+    def on_lost_spare(self, loss: Failure) -> None:
         self.outputs.say(
             f"warning: spare {loss.host}: {loss.cause}; the run continues [{loss.fault}]"
         )
@@ -343,6 +337,19 @@ class NodeAgent:
         if folder and self.own.node_rank and (folder / "run.json").exists():
             folder = None  # on a shared disk, node rank 0 keeps it
         report_outcome(outcome, control, is_line_open=self.outputs.is_line_open, folder=folder)
+
+
+def look_around(agent: NodeAgent) -> None:
+    """Do what an agent does every BEAT_S seconds during an attempt."""
+    meeting, say = agent.meeting, agent.outputs.say
+    if meeting.team is not None:
+        meeting.team.check_spares(agent.on_lost_spare)
+    agent.network.look(say)
+    agent.restarts.look()
+    if agent.own.node_rank in (0, 1) or shows_no_rank(agent):  # not every node of a large run
+        tell_silences(meeting.peers, agent.own.hosts, say)
+    if shows_no_rank(agent):
+        agent.outputs.show_step(agent.heartbeats.step())
 
 
 def shows_no_rank(agent: NodeAgent) -> bool:

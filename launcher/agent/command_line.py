@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 from launcher.text import Environ
-from launcher.wire.limits import GRACE_S
+from launcher.wire.limits import GRACE_S, SILENCE_S
 
 _FLAGS = (  # options without a value
     *("-h", "--help", "-m", "--module", "--no-python", "--standalone", "--run-path"),
@@ -52,6 +52,12 @@ def read_grace(arguments: Sequence[str], environ: Environ) -> float:
         return max(0.0, float(given or GRACE_S))
     except ValueError:
         return GRACE_S  # torch's parser refuses what is no number
+
+
+def read_silence(environ: Environ) -> float:
+    """Return after how long without a heartbeat another node or the launcher is lost."""
+    given = environ.get("SILENCE_SECONDS", "")
+    return float(given) if given.isdecimal() and int(given) else SILENCE_S
 
 
 def read_for_torch(parse: Callable[[list[str]], Namespace], arguments: Sequence[str]) -> Namespace:

@@ -92,9 +92,9 @@ def end_after(wait: Callable[[int], None], which: int, kill_agent: Callable[[], 
     threading.Thread(target=follow, daemon=True).start()
 
 
-def follow_stream(fd: int) -> None:
+def follow_stream(fd: int, silence_s: float) -> None:
     """Send this process each signal that the launcher forwards, until the stream ends."""
-    while (request := launcher_link.read_request(fd)) is not None:
+    while (request := launcher_link.read_request(fd, silence_s)) is not None:
         if isinstance(request, StopRequest) and request.signum in (*stop_signals(), QUERY):
             os.kill(os.getpid(), request.signum)
 

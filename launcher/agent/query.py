@@ -22,7 +22,7 @@ from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.node_ranks import NodeRanks
 from launcher.own_time import Deadline
 from launcher.record.run_json import ASKED, NOTICED, SHOWN
-from launcher.text import name_groups
+from launcher.text import name_groups, open_own
 from launcher.wire import limits
 from launcher.wire.messages import NodeStacks, RankStack, StackRequest
 from launcher.wire.node_link import Link
@@ -131,6 +131,9 @@ class Query:
         text = "\n  ".join(printable(line, LONGEST) for line in lines)
         self.show(text)
         if self.folder is not None:
-            with contextlib.suppress(OSError), (self.folder / SHOWN).open("a") as log:
+            with (
+                contextlib.suppress(OSError),
+                open_own(self.folder / SHOWN, "a") as log,
+            ):
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         return None

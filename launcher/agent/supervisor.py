@@ -26,7 +26,7 @@ from pathlib import Path
 
 from distributed.stop_signals import ADDED, QUERY, STOP_SIGNALS, handled_signals, notices
 from launcher import descriptors, importable, own_time, processes, typed_json
-from launcher.agent.command_line import find_option, read_for_torch, read_grace
+from launcher.agent.command_line import find_option, read_for_torch, read_grace, read_silence
 from launcher.agent.control import (
     AgentNote,
     Control,
@@ -153,7 +153,8 @@ def fork_agent(
     grace_s = read_grace(arguments, environ)
     agent = Agent(pid, ours, words, note, control, grace_s, pausing, folder)
     if control is not None and control.fd is not None:
-        end_after(follow_stream, control.fd, agent.kill)
+        silence_s = read_silence(environ)
+        end_after(lambda fd: follow_stream(fd, silence_s), control.fd, agent.kill)
     if client:
         end_after(await_client, client, agent.kill)
     return agent

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing import Std, to_map
 
 from distributed.stop_signals import NEVER_ADDED
 from launcher import handshake
-from launcher.agent.command_line import RANGE_CURE, read_grace, split
+from launcher.agent.command_line import RANGE_CURE, read_grace, read_silence, split
 from launcher.agent.rank import fresh
 from launcher.agent.rank.program import Program
 from launcher.agent.torch_internals import rendezvous_settings
@@ -60,6 +60,7 @@ class Arguments:
     is_in_step: bool  # srun started it, and shares its terminal between all nodes
     join_timeout_s: float
     grace_s: float
+    silence_s: float  # after this long without a heartbeat, another node is lost
     num_spares: int  # agents beyond `num_nodes`, which wait to replace a lost node
     min_nodes: int  # the fewest nodes to continue with; 0 means never replace a node
     redirected: Mapping[int, Std]  # by local rank: streams written only to their own files
@@ -135,6 +136,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
         is_in_step=is_placed,
         join_timeout_s=float(rendezvous_settings(args.rdzv_conf).get("join_timeout", "300")),
         grace_s=read_grace(arguments, environ),
+        silence_s=read_silence(environ),
         num_spares=spares,
         min_nodes=min_nodes,
         virtual_gpus=_virtual_gpus(args, nproc, environ.get("CUDA_VISIBLE_DEVICES")),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +18,9 @@ from launcher.failure_block import FIRST_ROW
 
 LONGEST = 4096  # bytes of a line that are read
 TABLE = 8  # lines of torch's report on the first failure
+LONGEST_ABOVE = 400  # bytes of a line above an exception
+MOST_SIGHTINGS = 5000
+_PIECE = 1 << 20  # bytes that are read at a time
 ABOVE = 200  # lines above an exception that may be its traceback
 # Every line that a rule matches contains one of these; a test checks that.
 HINT = re.compile(
@@ -112,27 +117,28 @@ def read(file: Path) -> list[Sighting]:
 
     Raises OSError.
     """
-    rows = _rows_of_last_start(file)
-    lines = [(row, line) for row, text in rows for line in text.split(b"\r")]  # progress bars
-    shapes: set[bytes] = set()
+    shapes: set[int] = set()
+    recent: deque[bytes] = deque(maxlen=ABOVE + 1)
     sightings: list[Sighting] = []
     first_seen, tables = None, list[First]()
-    for index, (row, text) in enumerate(lines):
+    table: deque[bytes] = deque(maxlen=TABLE)
+    lines = chain(_lines_of_last_start(file), [(0, b"")] * TABLE)  # they complete the last table
+    for row, text in lines:
+        recent.append(text[:LONGEST_ABOVE])
+        table.append(text[:LONGEST_ABOVE])
         if b"Root Cause" in text:
             shapes.clear()  # how this rank ended may differ from the others only in a number
-            table = b"\n".join(line for _, line in lines[index : index + TABLE])
-            tables += filter(None, [_read_first(table.decode(errors="replace"))])
+        if b"Root Cause" in table[0]:
+            tables += filter(None, [_read_first(b"\n".join(table).decode(errors="replace"))])
         shape = text.translate(None, _DIGITS)
-        if shape in shapes:
+        if hash(shape) in shapes:
             continue
-        shapes.add(shape)
+        shapes.add(hash(shape))
         if not (shape.endswith(b"]") or HINT.search(shape)):
             continue
-        line = text[:LONGEST].decode(errors="replace")
-        seen = look(line)
-        if seen is not None:
-            before = b"\n".join(text for _, text in lines[max(0, index - ABOVE) : index])
-            above = before.decode(errors="replace")
+        line = text.decode(errors="replace")
+        if (seen := look(line)) is not None:
+            above = b"\n".join([*recent][:-1]).decode(errors="replace")
             mine = _lines_of_same(above, line)
             if _SOURCE.search("\n".join([*mine, split(line)[1]])):
                 continue
@@ -140,6 +146,8 @@ def read(file: Path) -> list[Sighting]:
             frames = _frames(mine)
             sightings.append(replace(seen, fault=fault, file=file, line=row, frames=frames))
             first_seen = first_seen or _read_first(f"{above}\n{line}")
+        if len(sightings) == MOST_SIGHTINGS:
+            break
     first = min(tables, default=first_seen)
     return _with_first(sightings, first) if first else sightings
 
@@ -171,17 +179,35 @@ def find_refusals(file: Path, *, has_stopped: bool = False) -> dict[str, str]:
 
     `has_stopped` means that a stopped line ends the log: the start before it is read.
     """
-    rows = (row.rstrip() for _, row in _rows_of_last_start(file, has_stopped=has_stopped))
+    rows = (row.rstrip() for _, row in _lines_of_last_start(file, has_stopped=has_stopped))
     lines = (split(row.decode(errors="replace"))[1] for row in rows if row.endswith(b"]"))
     lines = (line for line in lines if _PROGRAM.match(line) and not _EXCEPTION.match(line))
     return {line: fault for line in lines if (fault := own_fault(line))}
 
 
-def _rows_of_last_start(file: Path, *, has_stopped: bool = False) -> list[tuple[int, bytes]]:
-    """Return the lines of a log with their numbers, without those of earlier starts."""
-    rows = [*enumerate(file.read_bytes().split(b"\n"), 1)]
-    marks = [0, *(number for number, row in rows if _BEFORE.match(row))]
-    return rows[marks[-2] if has_stopped and len(marks) > 1 else marks[-1] :]
+def _lines_of_last_start(file: Path, *, has_stopped: bool = False) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a log with their numbers, without those of earlier starts."""
+    marks = deque([0], maxlen=2)
+    marks.extend(number for number, row in lines_of(file) if _BEFORE.match(row))
+    before = marks[0 if has_stopped else -1]
+    return ((number, row) for number, row in lines_of(file) if number > before)
+
+
+def lines_of(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the beginning of each line with its number; a progress bar's states are lines too."""
+    number, begun = 1, b""
+    with file.open("rb") as opened:
+        while piece := opened.read(_PIECE):
+            *rows, last = piece.split(b"\n")
+            for row in rows:
+                for state in (begun + row).split(b"\r"):
+                    yield number, state[:LONGEST]
+                number, begun = number + 1, b""
+            *states, last = (begun + last).split(b"\r")
+            for state in states:
+                yield number, state[:LONGEST]
+            begun = last[:LONGEST]
+    yield number, begun
 
 
 def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
@@ -189,10 +215,10 @@ def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
     shape = shape_of(cause.text)
     ranks: set[int] = set()
     for file in files:
-        for line in re.split(b"[\r\n]", file.read_bytes()):
+        for _, line in lines_of(file):
             if shape.encode() not in line.translate(None, _DIGITS):
                 continue
-            prefix, text = split(line[:LONGEST].decode(errors="replace"))
+            prefix, text = split(line.decode(errors="replace"))
             if shape_of(text) == shape:
                 named = _rank_in(prefix, text) + prefix.get("more", "")
                 for low, high in re.findall(r"(\d+)(?:-(\d+))?", named):

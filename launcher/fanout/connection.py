@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from launcher import processes
 from launcher.fanout.loop import Child, Loop, Show, given_options, ssh_command
+from launcher.own_time import SilenceNews
 from launcher.plan.own import asked_names
 from launcher.plan.plan import Plan
 from launcher.plan.resume import FORWARDED
@@ -57,6 +58,7 @@ class Connection(Child):
         self.is_left = False  # the run continues without it
         self.heard = time.monotonic()
         self.gap = 0.0, 0.0  # end and length of the last silence that could have ended the run
+        self.silence_news = SilenceNews()
         self._fault = "ssh-refused"  # why there was no connection, once ssh has ended
         self._probe: threading.Thread | None = None
         self._show = show
@@ -69,6 +71,11 @@ class Connection(Child):
 
     def send_line(self, line: str) -> None:
         self.send(os.fsencode(f"{line}\n"))
+
+    def beat(self) -> None:
+        """Send a sign of life, even if someone has stopped ssh."""
+        self.wake()
+        self.send(b"\n")
 
     def start(self, request: Start) -> None:
         """Start the node's agent."""
@@ -91,17 +98,15 @@ class Connection(Child):
         return next((line for line in reversed(lines) if line), "")
 
     def _take(self, data: bytes, is_error: bool) -> None:
-        now = time.monotonic()
-        if self.is_started and now - self.heard > limits.SILENCE_S / 2:
-            self.gap = now, now - self.heard
-        self.heard = now
-        output = data
+        output, told = data, list[Any]()
         if not is_error:
             output, told = self._messages.read(data)
             for _, message in told:
                 if isinstance(message, Membership):
                     self._answers[Membership] = message  # the newest
                 self._answers.setdefault(type(message), message)
+        if told or not self.is_started:  # the ranks' output says nothing about the far side
+            self._note_heard(time.monotonic())
         if is_error and not self.is_started:
             self._words = (self._words + data)[-4096:]
             return
@@ -109,6 +114,11 @@ class Connection(Child):
             self._show(output, is_error)
         if not data:
             self._show(b"", is_error)
+
+    def _note_heard(self, now: float) -> None:
+        if self.is_started and now - self.heard > limits.GAP_S:
+            self.gap = now, now - self.heard
+        self.heard = now
 
     # --- why there is no connection -----------------------------------------------------------
 

@@ -18,17 +18,17 @@ from functools import partial
 
 from distributed.errors import Refused
 from distributed.stop_signals import QUERY, handled_signals, stop_signals
-from launcher import descriptors
+from launcher import descriptors, processes
 from launcher.text import Environ
 from launcher.wire import limits
 
 Show = Callable[[bytes, bool], None]  # gets output (empty at the end), and whether it is stderr
 _CHUNK = 65536
-# ssh options that the user's ~/.ssh/config must not override. The keep-alives are late enough that
-# the launcher is the first to notice a silent node.
+# ssh options that the user's ~/.ssh/config must not override. The keep-alives end ssh only after an
+# hour, because the launcher must be the first to notice a silent node.
 FIXED = (
     *("BatchMode=yes", "RemoteCommand=none"),
-    *(f"ServerAliveInterval={limits.SILENCE_S:.0f}", "ServerAliveCountMax=2"),
+    *(f"ServerAliveInterval={limits.SILENCE_S:.0f}", "ServerAliveCountMax=60"),
 )
 
 
@@ -118,6 +118,7 @@ class Child:
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
+            preexec_fn=partial(processes.die_with_parent, os.getpid()),  # even if it is stopped
         )
         for fd in (stdin, stdout, stderr):
             os.close(fd)
@@ -143,8 +144,15 @@ class Child:
             self._stdin = -1
 
     def terminate(self) -> None:
+        """End the program; a stopped one first has to continue."""
         if self.code is None:
             self._process.terminate()
+            self.wake()
+
+    def wake(self) -> None:
+        """Continue the program if someone has stopped it."""
+        if self.code is None and processes.is_stopped(self._process.pid):
+            self._process.send_signal(signal.SIGCONT)
 
     def reap(self) -> None:
         """Record the program's end, after its last output."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Loop, Show
 from launcher.outcome import NodePart, Outcome
 from launcher.wire import limits
-from launcher.wire.messages import Exit, Membership, Sweep
+from launcher.wire.messages import Exit, Hello, Membership, Report, Sweep
 
 Connect = Callable[[str, str, Show], Connection]
 
@@ -76,6 +76,20 @@ class Nodes:
             has_failed = look is not None and look.code is not None and look.answer(Exit) is None
             if node.answer(Exit) is None and (look is None or (node.is_left and has_failed)):
                 self.sweep(node)
+        self._await_looks(loop, within_s)
+        return {
+            node: look.last_words for node, look in self._looks.items() if not look.answer(Exit)
+        }
+
+    def end_hung(self, loop: Loop) -> None:
+        """After a refusal, end what hangs, or was stopped, on nodes that did not report."""
+        for node in self.connections:
+            is_there = node.code is None and node.answer(Hello) is not None
+            if is_there and node.answer(Report) is None:
+                self.sweep(node)
+        self._await_looks(loop, limits.SSH_CONNECT_S + limits.SWEEP_S)
+
+    def _await_looks(self, loop: Loop, within_s: float) -> None:
         until = time.monotonic() + within_s
         looks = self._looks.values()
         while any(look.code is None for look in looks) and time.monotonic() < until:
@@ -83,9 +97,6 @@ class Nodes:
                 if look.answer(Exit) is not None:
                     look.close_input()
             loop.wait(until - time.monotonic())  # from here on, signals have no effect
-        return {
-            node: look.last_words for node, look in self._looks.items() if not look.answer(Exit)
-        }
 
     def parts(self, unreachable: Container[Connection]) -> list[NodePart]:
         """Return how each node's part of the run ended, by node rank."""
@@ -105,8 +116,9 @@ class Nodes:
 class Silence:
     """What the launcher knows about silences, including its own."""
 
-    def __init__(self, connections: Sequence[Connection]) -> None:
+    def __init__(self, connections: Sequence[Connection], limit_s: float) -> None:
         self.connections = connections
+        self.limit_s = limit_s
         self.still_s = 0.0  # how long this process was suspended just now
         self._turned_at = self._recall_until = 0.0  # since boot, including sleep
 
@@ -120,26 +132,36 @@ class Silence:
         """Detect that this process or the machine was suspended; that does not count as silence."""
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         slept_s, self._turned_at = now - (self._turned_at or now), now
-        if slept_s > limits.SILENCE_S / 2:
+        if slept_s > limits.GAP_S:
             self.still_s, self._recall_until = slept_s, now + limits.RECALL_S
             for node in self.connections:
                 node.heard, node.gap = time.monotonic(), (0.0, 0.0)
         elif now > self._recall_until and not is_ending:
             self.still_s = 0.0  # the run has survived it
 
+    def due(self) -> float:
+        """Return when the first node will have been silent for too long."""
+        return min((node.heard + self.limit_s for node in self.awaited), default=math.inf)
+
+    def news(self) -> Iterator[str]:
+        """Name the nodes that have become silent, and those that are heard again."""
+        for node in self.awaited:
+            if news := node.silence_news.look(time.monotonic() - node.heard, self.limit_s):
+                yield f"{node.name}: {news}"
+
     def find(self) -> list[Connection]:
         """Return the nodes to give up on: all silent ones, once one has been silent too long."""
-        now, awaited = time.monotonic(), self.awaited
-        if all(now - node.heard < limits.SILENCE_S for node in awaited):
+        now = time.monotonic()
+        if now < self.due():
             return []
-        return [node for node in awaited if now - node.heard > limits.SILENCE_S / 2]
+        return [node for node in self.awaited if now - node.heard > self.limit_s / 2]
 
     def recall(self) -> list[Connection]:
         """When the first node ends, return recently silent ones, which may have caused the end."""
         now, blamed = time.monotonic(), []
         for node in self.connections:
             lasts_s = now - node.heard
-            ended, seconds = (now, lasts_s) if lasts_s > limits.SILENCE_S / 2 else node.gap
+            ended, seconds = (now, lasts_s) if lasts_s > limits.GAP_S else node.gap
             if ended > now - limits.RECALL_S:
                 node.is_silent = True
                 node.lost = f"no heartbeat for {seconds:.0f} s (network down?)"

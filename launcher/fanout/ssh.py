@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from signal import Signals
 
+from distributed.environment import printable
 from distributed.errors import REFUSED, Refused
 from distributed.stop_signals import NOTICES, QUERY, stop_signals
 from launcher import handshake
@@ -32,7 +33,7 @@ from launcher.preflight import compare
 from launcher.preflight.compare import Finding
 from launcher.screen import View, are_one_file
 from launcher.terminal import Terminal
-from launcher.text import count, print_row
+from launcher.text import LONGEST_ROW, count, print_row
 from launcher.wire import limits
 from launcher.wire.messages import Cut, Exit, Hello, Report, Start, StopRequest
 
@@ -56,7 +57,7 @@ class Fanout:
         self.secret = handshake.new_secret()
         self.slack_s = len(plan.nodes) // 10  # each key exchange takes time here
         self.connections: list[Connection] = []
-        self.silence = Silence(self.connections)
+        self.silence = Silence(self.connections, plan.silence_s)
         self.nodes = Nodes(self.connections, self.connect, can_change=plan.min_nodes > 0)
         self.started: float | None = None  # seconds since the epoch
         self.stopped_by: Signals | None = None
@@ -75,6 +76,7 @@ class Fanout:
             self.own.ask(self.plan, self.say)
             reports = self.check_nodes()
             if reports is None:
+                self.nodes.end_hung(self.loop)
                 return REFUSED
             be_ready()
             self.start_nodes(reports)
@@ -89,7 +91,7 @@ class Fanout:
             raise Refused("env-missing", "ssh is not installed here; install OpenSSH's client")
 
     def say(self, text: str) -> None:
-        print(f"{self.plan.program}: {text}", file=self.err.text)
+        print(f"{self.plan.program}: {printable(text, LONGEST_ROW)}", file=self.err.text)
 
     # --- the preflight ------------------------------------------------------------------------
 
@@ -123,8 +125,7 @@ class Fanout:
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
         plan, out = self.plan, sys.stderr if plan.is_detached else self.err.text
         refuses = compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out)
-        ill = find_ill(plan, answers)
-        if swapped := swap(plan, ill):
+        if swapped := swap(plan, find_ill(plan, answers)):
             self.plan, changes = swapped
             self.say("; ".join(changes))
             for connection in self.connections:
@@ -188,10 +189,8 @@ class Fanout:
         if now >= self.beat_at:
             self.beat_at = now + limits.BEAT_S
             for node in self.connections:
-                node.send(b"\n")
-        until = min(until, self.beat_at)
-        if self.is_open:
-            until = min([until, *(node.heard + limits.SILENCE_S for node in self.silence.awaited)])
+                node.beat()
+        until = min(until, self.beat_at, self.silence.due() if self.is_open else math.inf)
         if self.terminals.is_waiting:
             until = min(until, now + limits.PARTIAL_S)
         for signum in self.loop.wait(until - now):
@@ -200,8 +199,10 @@ class Fanout:
         self.silence.note_turn(is_ending=self.close_at < math.inf)
         for node in self.connections:
             self.note(node)
+        for line in self.silence.news() if self.is_open else ():
+            self.say(line)
         for node in self.silence.find() if self.is_open else ():
-            self.lose(node, f"no heartbeat for {limits.SILENCE_S:g} s (network down?)")
+            self.lose(node, f"no heartbeat for {self.plan.silence_s:g} s (network down?)")
             node.terminate()
         for node in self.nodes.find_left_behind():
             self.say(f"continuing without {node.name}")
@@ -216,7 +217,7 @@ class Fanout:
         """
         if node.lost:
             return
-        node.lost, node.is_silent = why, time.monotonic() - node.heard > limits.SILENCE_S / 2
+        node.lost, node.is_silent = why, time.monotonic() - node.heard > limits.GAP_S
         self.say_lost(node)
         if not self.nodes.can_change:
             self.close_within(self.saving_s if node.is_silent else 0)

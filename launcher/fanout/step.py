@@ -267,10 +267,11 @@ def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
     if plan.environ.get("CHAIN"):
         return True
     if has_limit and plan.checkpoint_dir is not None:
-        latest = plan.directory / plan.checkpoint_dir / plan.run_id / "latest"
+        folder = plan.directory / plan.checkpoint_dir / plan.run_id
+        steps = [path.name[5:] for path in folder.glob("step-*")]
         record = plan.folder / "requeues"
         record.parent.mkdir(parents=True, exist_ok=True)
-        newest = os.readlink(latest) if latest.is_symlink() else "none"
+        newest = f"step-{max(map(int, filter(str.isdecimal, steps)), default=0)}"
         with record.open("a") as file:
             print(newest, file=file)
         last = record.read_text().splitlines()[-MOST_RESTARTS - 1 :]

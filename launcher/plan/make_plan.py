@@ -62,7 +62,6 @@ def make_plan(typed: Typed) -> Plan:
         raise PlanError(
             f"MAX_RESTARTS is {max_restarts}, but {typed.engine} cannot restart ranks; omit it"
         )
-    grace_s = read_number("GRACE", typed.grace or str(limits.GRACE_S), 0, 86400)
     wait = environ.get("PREFLIGHT_SECONDS") or "9"
     fanout = choose_fanout(typed)
     in_step = fanout != "local" and environ.get("LAUNCHER") == "srun"
@@ -95,7 +94,8 @@ def make_plan(typed: Typed) -> Plan:
         backend=environ.get("BACKEND") or "auto",
         engine=engine,
         max_restarts=max_restarts,
-        grace_s=grace_s,
+        grace_s=read_number("GRACE", typed.grace or str(limits.GRACE_S), 0, 86400),
+        silence_s=spares.read_silence(world, environ),
         variables=_choose_variables(environ, as_set, is_ours=is_ours),
         container=read_container(
             environ,

@@ -116,6 +116,7 @@ class Plan(World, Choices, ConfigFacts):
     engine: str = ""  # what starts the ranks instead of the node agent
     max_restarts: int = 0
     grace_s: int = limits.GRACE_S
+    silence_s: float = limits.SILENCE_S  # after this long without a heartbeat, a node is lost
     variables: Environ = field(default_factory=dict)  # for every node
     container: Container | None = None  # in which the preflight, the agents and the ranks run
     forwarded: Sequence[str] = ()  # names of the variables sent to nodes over ssh
@@ -160,6 +161,8 @@ class Plan(World, Choices, ConfigFacts):
         named |= {"LAUNCH_TASK_FILE": self.task_file, "SKIP_PREFLIGHT": "1" * (not self.has_checks)}
         if self.min_nodes:
             named |= {"SPARES": str(self.num_spares), "MIN_NODES": str(self.min_nodes)}
+        if self.silence_s != limits.SILENCE_S:
+            named["SILENCE_SECONDS"] = f"{self.silence_s:g}"
         named |= self.variables  # without LAUNCH_COMMAND, train.py makes its own
         return {name: value for name, value in named.items() if value or name == "LAUNCH_COMMAND"}
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from launcher.plan.plan import World, read_number
 from launcher.text import Environ, PlanError
+from launcher.wire import limits
 
 NAMES = ("SPARES", "MIN_NODES")
 FANOUTS = ("ssh", "srun")  # that survive the loss of a node
@@ -38,3 +39,10 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
     num_nodes = world.num_nodes - spares
     least = read_number("MIN_NODES", given.get("MIN_NODES", str(num_nodes)), 1, num_nodes)
     return replace(world, num_nodes=num_nodes, num_spares=spares, min_nodes=least)
+
+
+def read_silence(world: World, environ: Environ) -> int:
+    """Return after how many seconds without a heartbeat a node is lost: less if it is replaced."""
+    usual_s = limits.SPARED_SILENCE_S if world.min_nodes else limits.SILENCE_S
+    given = environ.get("SILENCE_SECONDS") or f"{usual_s:g}"
+    return read_number("SILENCE_SECONDS", given, 10, 3600)

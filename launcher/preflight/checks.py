@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.network import interface_to
-from launcher.master_port import find_holder, is_here, is_loopback
+from launcher.master_port import find_holder, is_here, is_loopback, is_loopback_up
 from launcher.preflight import infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow, newest_cuda
 from launcher.text import Environ, count, environment_cure, unwritable_fault
@@ -225,7 +225,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
 
 def check_interfaces(machine: Machine) -> Iterator[Fault]:
     """Loopback is up; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name interfaces of this machine."""
-    if interface_to("127.0.0.1") is None:
+    if not is_loopback_up():
         cause = "the loopback interface is down, so no rank here can reach another"
         yield Fault("no-such-interface", cause, "run ip link set lo up")
     names = [name for _, name in socket.if_nameindex()]

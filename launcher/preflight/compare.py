@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+from distributed.environment import printable
 from launcher.preflight.checks import CHECKS
 from launcher.preflight.must_match import mismatches
-from launcher.text import MANY, fold_names
+from launcher.text import MANY, count, fold_names
 from launcher.wire.messages import Fault, Report
 
+MOST_SHOWN, LONGEST = 200, 1000  # findings, and characters of each
 COMPARED = 2  # versions and files; the rest is compared at the master's port
 
 
@@ -67,17 +69,25 @@ def print_findings(preflight: Preflight, program: str, *, is_strict: bool, out: 
 
     Returns whether any fault prevents the start. With `is_strict`, every warning does.
     """
+    by_weight = sorted(preflight.findings, key=lambda finding: finding.fault.warns)
     hosts: dict[Fault, list[str]] = {}
-    for finding in preflight.findings:
+    for finding in by_weight:
         hosts.setdefault(finding.fault, []).append(finding.host)
-    for finding in preflight.findings:
+
+    lines = []
+    for finding in by_weight:
         fault, names = finding.fault, hosts[finding.fault]
         if len(names) <= MANY:
             names = [finding.host]
         elif finding.host != names[0]:
             continue
         kind = "warning: " if fault.warns and not is_strict else ""
-        who = ", ".join(fold_names(names))
-        line = f"{program}: {kind}{who}: {fault.cause}; {fault.cure} [{fault.name}]"
-        print(line, file=out, flush=True)
+        lines.append(
+            f"{kind}{', '.join(fold_names(names))}: {fault.cause}; {fault.cure} [{fault.name}]"
+        )
+
+    for line in lines[:MOST_SHOWN]:
+        print(f"{program}: {printable(line, LONGEST)}", file=out, flush=True)
+    if more := lines[MOST_SHOWN:]:
+        print(f"{program}: {count(len(more), 'more finding')}", file=out, flush=True)
     return any(is_strict or not fault.warns for fault in hosts)

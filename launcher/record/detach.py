@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from distributed.environment import DEFAULT_LOG_DIR
+from distributed.lock import update_link
 from launcher import processes
 from launcher.failure_block import COLOURS
 from launcher.plan.plan import Plan
@@ -80,10 +81,10 @@ def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
     Raises Refused if the log cannot be written.
     """
     with run_json.writing_to(log.parent):
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
     if plan.has_transcript:  # the log is the transcript
         file = transcript.new_file(plan)
-        file.symlink_to(os.path.relpath(log, file.parent))
+        update_link(file, os.path.relpath(log, file.parent))
     processes.outlive_parent()
     try:
         os.write(writer, b"r")

@@ -21,7 +21,7 @@ from distributed.lock import RunLock, is_locked, locked_by, refuse_holder, this_
 from distributed.stop_signals import NOTICES
 from launcher.processes import start_ticks
 from launcher.record.restart import Restart
-from launcher.text import Environ, unwritable_fault, warn
+from launcher.text import Environ, open_own, unwritable_fault, warn
 from launcher.typed_json import decode
 from launcher.wire import limits
 
@@ -29,6 +29,7 @@ ASKED, SHOWN = "stacks", "stacks.txt"  # the request for all stacks, and the ans
 NOTICED: dict[int, str] = dict(
     zip(NOTICES, ("notice", "notice2"), strict=True)
 )  # files that pass these on
+LONGEST_FILE = 1 << 24  # bytes that are read of a file in this folder
 KEPT = "failure.txt"  # the last output of a run that failed or was stopped
 
 
@@ -91,7 +92,8 @@ def read(folder: Path) -> Record | None:
     Raises OSError if it cannot be read.
     """
     try:
-        text = (folder / "run.json").read_bytes()
+        with open_own(folder / "run.json", "rb") as file:
+            text = file.read(LONGEST_FILE)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
@@ -111,7 +113,8 @@ def update(folder: Path, **changes: Any) -> None:
 def _change(folder: Path, changes: Mapping[str, Any]) -> None:
     new = folder / f".run.json.{socket.gethostname()}.{os.getpid()}"
     record = replace(read(folder) or Record(), **changes)
-    new.write_text(json.dumps(asdict(record), indent=2))
+    with open_own(new, "w") as file:
+        file.write(json.dumps(asdict(record), indent=2))
     new.replace(folder / "run.json")
 
 
@@ -119,20 +122,17 @@ def _change(folder: Path, changes: Mapping[str, Any]) -> None:
 def _one_writer(folder: Path) -> Iterator[None]:
     """Lock out other writers. After 2 s, or if locking fails, continue without the lock."""
     folder.mkdir(parents=True, exist_ok=True)
-    fd = os.open(folder / ".run.json.lock", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
+    with open_own(folder / ".run.json.lock", "a") as lock:
         deadline = time.monotonic() + limits.RECORD_LOCK_S
         while time.monotonic() < deadline:
             try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except (BlockingIOError, PermissionError):
                 time.sleep(limits.POLL_S)
             except OSError:
                 break
         yield
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -248,7 +248,7 @@ class RunFolder:
         """
         with writing_to(self.path):
             self.failures.mkdir(parents=True, exist_ok=True)
-            self.node_log.open("ab").close()
+            open_own(self.node_log, "ab").close()
             log = self.node_log.name
             for name, target in ("latest", self.path.name), (log, f"{self.path.name}/{log}"):
                 if not _is_users(self.root / name):

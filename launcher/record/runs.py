@@ -23,8 +23,8 @@ from launcher.agent.command_line import split
 from launcher.failure_block import find_kept, read_tail
 from launcher.plan.typed import Typed
 from launcher.processes import ranks_of
-from launcher.record.run_json import ASKED, SHOWN, Record, read
-from launcher.text import count, did_you_mean, warn
+from launcher.record.run_json import ASKED, LONGEST_FILE, SHOWN, Record, read
+from launcher.text import count, did_you_mean, open_own, warn
 from launcher.wire import limits
 
 TAIL_BYTES = 8192  # read from the end of a file, to find its last line
@@ -83,7 +83,7 @@ def find_all(log_dir: Path) -> list[Run]:
     """Return the runs in a log directory; the one that started or ended last comes first."""
     runs = []
     for folder in log_dir.iterdir() if log_dir.is_dir() else ():
-        with contextlib.suppress(PermissionError):  # another user's
+        with contextlib.suppress(OSError):  # another user's, or a link
             if not folder.is_symlink() and (record := read(folder)):
                 runs.append(Run(folder, record))
     return sorted(runs, key=lambda run: (run.since, run.id), reverse=True)
@@ -107,8 +107,8 @@ def describe(runs: Sequence[Run]) -> str:
     """Return a line for each run: its id, state and date, its step, its script and its progress."""
     rows = [
         (
-            run.id,
-            run.state,
+            printable(run.id, LONGEST),
+            printable(run.state, LONGEST),
             f"since {date(run.since)}",
             f"step {run.record.step}" if run.record.step >= 0 else "",
             printable(run.program, LONGEST_PROGRAM),
@@ -159,7 +159,7 @@ def goodput(record: Record, now: float) -> str:
 
 def _last_line(file: Path) -> str:
     """Return the last non-blank line in the last TAIL_BYTES of a file; empty if there is none."""
-    lines = reversed(read_tail(file, TAIL_BYTES).splitlines())
+    lines = reversed(read_tail(file, TAIL_BYTES, open_own).splitlines())
     return next(filter(None, map(str.strip, lines)), "")
 
 
@@ -218,9 +218,11 @@ def show_stacks(run: Run, program: str) -> int:
     deadline = time.monotonic() + limits.STACKS_SHOW_S
     while time.monotonic() < deadline:
         time.sleep(5 * limits.POLL_S)
-        if shown.exists() and (text := shown.read_bytes()[size:]).endswith(b"\n"):
-            print(text.decode(errors="replace"), end="")
-            return 0
+        with contextlib.suppress(OSError), open_own(shown, "rb") as file:
+            file.seek(size)
+            if (text := file.read(LONGEST_FILE)).endswith(b"\n"):
+                print(*map(printable, text.decode(errors="replace").splitlines()), sep="\n")
+                return 0
     (run.folder / ASKED).unlink(missing_ok=True)
     return _refuse(
         program,

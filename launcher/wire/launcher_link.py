@@ -32,7 +32,7 @@ _PIECE = 900  # characters; srun mixes lines that are longer than 1024
 # --- on a node ----------------------------------------------------------------------------------
 
 
-def read_request(fd: int) -> Any | None:
+def read_request(fd: int, silence_s: float = limits.SILENCE_S) -> Any | None:
     """Return the launcher's next message, skipping signs of life; None at the end or after silence.
 
     Not a byte more is read, because what follows may be meant for another process.
@@ -40,15 +40,15 @@ def read_request(fd: int) -> Any | None:
     stream, line = io.FileIO(fd, closefd=False), b"\n"
     with contextlib.suppress(MessageError):
         while line == b"\n":
-            line = stream.readline() if hears(fd) else b""
+            line = stream.readline() if hears(fd, silence_s) else b""
         return messages.read(line)
     return None
 
 
-def hears(fd: int) -> bool:
-    """Wait until there is something to read. Returns False after SILENCE_S seconds of silence."""
+def hears(fd: int, silence_s: float) -> bool:
+    """Wait until there is something to read. Returns False after this long without anything."""
     own, heard = OwnTime(), time.monotonic()
-    while own.since(heard) <= limits.SILENCE_S:
+    while own.since(heard) <= silence_s:
         if wait_for_input([fd], limits.BEAT_S):
             return True
     return False

@@ -11,7 +11,12 @@ POLL_S = 0.01  # between two checks of something that sends no event
 
 # Signs of life between a launcher and the agents, and among the agents.
 BEAT_S = 2.0  # between two of them
-SILENCE_S = 10.0  # after this long without one, the other end is lost; shorter gaps are harmless
+# After this long without one, the other end is lost (SILENCE_SECONDS). TCP sends lost packets again
+# at growing intervals: after an outage of 51 s at most, a sign of life arrives within this time.
+SILENCE_S = 60.0
+SPARED_SILENCE_S = 10.0  # the same, if the run can continue without the node
+QUIET_S = 10.0  # a warning names a node that has been silent for this long
+GAP_S = 5.0  # an end that follows a longer gap is attributed to the gap
 HELD_UP_S = 120.0  # the longest wait of an agent for a file system, in which it still sends them
 STILL_S = 5.0  # between two readings of a clock; longer than any iteration of a loop
 CLIENT_LOOK_S = 0.2  # between two checks for podman's client
@@ -43,6 +48,8 @@ PROOF_S = 3.0  # for a new connection to prove that it knows the secret
 CHECKIN_TELL_S = 3.0  # a wait that takes longer reports what it waits for
 CHECKIN_CONNECT_S = 4.0  # the kernel detects after 3 s that a host on this network is down
 CHECKIN_AGAIN_S = 0.1  # between two tries
+CHECKIN_REJECTED_S = 10.0  # then an agent stops trying a node rank 0 that turns it away
+CHECKIN_PASS_S = 10.0  # for an agent's first message to arrive
 PAIRS_S = 6.0  # for each pair of nodes to test its link
 LOSS_SPREAD_S = 6.0  # between the first and the last agent that notices a lost node
 SUCCESSOR_S = 20.0  # to find the node that replaces node rank 0

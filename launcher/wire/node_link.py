@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launcher import own_time
@@ -37,6 +37,8 @@ class Link:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.heard = time.monotonic()
+        self.silence_s = limits.SILENCE_S  # a longer silence means that the other end is lost
+        self.news = own_time.SilenceNews()
         self._buffer = received
         self._sending = threading.RLock()  # a signal handler may send during a send
 
@@ -51,7 +53,7 @@ class Link:
         if not self._sending.acquire(blocking=may_wait):
             return
         try:
-            self.socket.settimeout(limits.SILENCE_S)
+            self.socket.settimeout(self.silence_s)
             self.socket.sendall(f"{messages.write(line)}\n".encode() + data)
         except OSError:
             with contextlib.suppress(OSError):
@@ -115,15 +117,15 @@ class Link:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing has arrived for SILENCE_S seconds."""
-        return own_time.since(self.heard) > limits.SILENCE_S
+        """Whether nothing has arrived for so long that the other end is lost."""
+        return own_time.since(self.heard) > self.silence_s
 
     def loss(self, node_rank: int, host: str) -> Failure:
         """Return the failure of the agent at the other end, which is gone or out of reach."""
         fault, cause = "agent-killed", "its node agent is gone"
         if self.is_silent:
             why = "its node agent is stopped, or hangs" if self._is_answered() else "network down?"
-            fault, cause = "link-lost", f"no heartbeat for {limits.SILENCE_S:g} s ({why})"
+            fault, cause = "link-lost", f"no heartbeat for {self.silence_s:g} s ({why})"
         return Failure(fault, cause, KILLED, host, node_rank, time.time())
 
     def _is_answered(self) -> bool:
@@ -136,6 +138,15 @@ class Link:
 
     def close(self) -> None:
         self.socket.close()
+
+
+def tell_silences(
+    peers: Mapping[int, Link], hosts: Sequence[str], say: Callable[[str], None]
+) -> None:
+    """Name the nodes that have become silent, and those that are heard again."""
+    for node_rank, peer in peers.items():
+        if news := peer.news.look(own_time.since(peer.heard), peer.silence_s):
+            say(f"{hosts[node_rank]}: {news}")
 
 
 class Pulse:

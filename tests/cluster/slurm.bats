@@ -591,7 +591,8 @@ SH
   start_long --nodes=1
   lost=$(field "$JOB" BatchHost)
   lost=${lost#*=}
-  two=$(RUN_ID=two NPROC_PER_NODE=1 on login sbatch --parsable --output=two.out --nodes=2 --exclusive \
+  two=$(RUN_ID=two NPROC_PER_NODE=1 SILENCE_SECONDS=10 on login \
+    sbatch --parsable --output=two.out --nodes=2 --exclusive \
     scripts/slurm/slurm_train.sh config/local3.yaml "${many[@]}")
   eventually test -e checkpoints/two/latest || { cat two.out && false; }
   other=$(on login scontrol show hostnames "$(on login squeue -h -j "$two" -o %N)" | tail -n 1)
@@ -634,6 +635,7 @@ is_not_running() { # <job>
 @test "a job that has lost a node ends with the run's code, whether or not the node returns" {
   local away cut_at ended_s
   set_slurmd_timeout 300
+  export SILENCE_SECONDS=10
   for away in 14 40; do
     start_long --nodes=2 --nodelist=node[1-2] --gpus-per-node=1
     "$CLUSTER" cut node2

@@ -202,7 +202,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
 @test "after a cut without a restart, a remaining agent saves the snapshot" {
   local host
   for host in node2 node1; do
-    MAX_RESTARTS=0 start "$host" config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/150/100000}" checkpoint.every=0 checkpoint.snapshot_every=5
+    MAX_RESTARTS=0 SILENCE_SECONDS=10 start "$host" config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/150/100000}" checkpoint.every=0 checkpoint.snapshot_every=5
     eventually has_step "$host" 300
     on "$host" mount --bind checkpoints checkpoints
     on "$host" mount -o remount,ro,bind checkpoints # a cut node also loses the shared disk

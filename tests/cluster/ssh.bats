@@ -171,7 +171,7 @@ only_one_is_left() {
 @test "a death or a cut anywhere ends the run on all nodes and is named; another run continues" {
   make_idle
   export TRAIN_SCRIPT=idle.py
-  LIMIT_S=$((600 * ${TIMES:-1})) start neighbour - 1 "${HOSTS[@]}" -- idle # it outlives the others
+  LIMIT_S=$((600 * ${TIMES:-1})) SILENCE_SECONDS=10 start neighbour - 1 "${HOSTS[@]}" -- idle # it outlives the others
   local neighbour=$PID what fault who number work=idle
   while read -r what fault who; do
     TOOK=()
@@ -682,14 +682,80 @@ PY
 # bats test_tags=prove,long
 @test "through pdsh a run survives 5 s without network; a longer cut ends it and is named" {
   make_idle
-  export TRAIN_SCRIPT=idle.py LAUNCH=scripts/ssh/launch_pdsh_multinode.sh
+  export TRAIN_SCRIPT=idle.py LAUNCH=scripts/ssh/launch_pdsh_multinode.sh SILENCE_SECONDS=10
   start cut - 1 node1 node2 -- idle
   "$CLUSTER" cut node2
   sleep 5 # the time without a network
   "$CLUSTER" restore node2
-  sleep 10 # SILENCE_S: by then, a run that had lost a node would have ended
+  sleep 10 # SILENCE_SECONDS: by then, a run that had lost a node would have ended
   run ! grep -q FAILED cut.out
   end_by_a_cut cut "$PID"
+}
+
+# Prints the processes of run $1 on a host, and those that they start.
+processes_of() { # <run id> <host>
+  on "$2" pgrep -f "rdzv-id $1 "
+}
+
+# bats test_tags=prove,long
+@test "a cut of 25 s, a node that stands still for 15 s and a suspended launcher do not end a run" {
+  local there pid
+  make_idle
+  export TRAIN_SCRIPT=idle.py
+  start pauses - 1 node1 node2 -- busy pauses
+  "$CLUSTER" cut node2
+  sleep 25 # the time without a network
+  "$CLUSTER" restore node2
+  eventually grep -q '^launch_torchrun_auto.sh: node2: heartbeats again, after' pauses.out
+  grep -q '^launch_torchrun_auto.sh: node2: warning: no heartbeat for 1[0-2] s; after 60 s, ' pauses.out
+  mapfile -t there < <(processes_of pauses node2)
+  on node2 kill -STOP "${there[@]}"
+  sleep 15 # a virtual machine that is moved
+  on node2 kill -CONT "${there[@]}"
+  on login kill -STOP "$(launcher_of pauses)"
+  sleep 23 # a job that is suspended
+  pid=$PID
+  # nsenter stops when its child does.
+  while pid=$(pgrep -o -P "$pid"); do kill -CONT "$pid"; done
+  sleep 10 # a launcher or node that had given up would have ended the run
+  kill -0 "$PID"
+  on login kill -TERM "$(launcher_of pauses)"
+  end_of "$PID"
+  cat pauses.out
+  ((CODE == 143))
+  run ! grep -q -e FAILED -e '\[link-lost\]' pauses.out
+}
+
+# bats test_tags=prove,long
+@test "a stopped ssh does no harm; a stopped far side of node rank 0 is named although rank 0 prints" {
+  local began
+  cat >prints.py <<'PY'
+import time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+while True:
+    print("met", flush=True)
+    time.sleep(0.1)
+PY
+  export TRAIN_SCRIPT=prints.py SILENCE_SECONDS=10
+  start stopped - 1 node1 node2 -- stopped
+  on login pkill -STOP -f "ssh .* node2 exec bash"
+  sleep 15 # a node that is not heard for 10 s would be lost
+  run ! grep -q 'no heartbeat' stopped.out
+  on login pkill -STOP -f "ssh .* node2 exec bash"
+  began=$SECONDS
+  on login kill -TERM "$(launcher_of stopped)"
+  end_of "$PID"
+  ((CODE == 143 && SECONDS - began < 15))
+  run ! on login pgrep -f "ssh .* exec bash"
+  start far - 1 node1 node2 -- far
+  on node1 kill -STOP "$(on node1 pgrep -o -f "far_side --rdzv-id far ")"
+  end_of "$PID"
+  grep -v ' met$' far.out
+  ((CODE == 137))
+  grep -q '^launch_torchrun_auto.sh: node1: warning: no heartbeat for ' far.out
+  grep -q '^FAILED   node agent 0 (node1) .*\[link-lost\]$' far.out
+  eventually is_gone far
 }
 
 # bats test_tags=prove,long
@@ -698,9 +764,9 @@ PY
   mkfs.ext4 -q -F disk.img
   mkdir logs
   on node1 mount --options loop disk.img "$PWD/logs"
-  start frozen config/local3.yaml 1 node1 node2 "${LONG[@]}"
+  SILENCE_SECONDS=10 start frozen config/local3.yaml 1 node1 node2 "${LONG[@]}"
   on node1 fsfreeze --freeze "$PWD/logs"
-  sleep 20 # twice SILENCE_S
+  sleep 20 # twice SILENCE_SECONDS
   on node1 fsfreeze --unfreeze "$PWD/logs"
   on login kill -TERM "$(launcher_of "${LONG[-1]}")"
   end_of "$PID"

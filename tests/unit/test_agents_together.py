@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import threading
@@ -30,7 +31,7 @@ from agents import (
 from ports import free_port
 
 from distributed.errors import Refused
-from launcher import handshake
+from launcher import handshake, processes
 from launcher.agent.join import versions
 from launcher.agent.nodes import checkin
 from launcher.failure import Failure
@@ -38,7 +39,7 @@ from launcher.handshake import Acceptor, Access
 from launcher.outcome import NodeEnd
 from launcher.preflight import must_match
 from launcher.preflight.must_match import ARGUMENTS
-from launcher.wire import meeting, messages
+from launcher.wire import limits, meeting, messages
 from launcher.wire.meeting import Wait
 from launcher.wire.messages import NodeReport
 from launcher.wire.node_link import Link
@@ -57,23 +58,44 @@ def port() -> int:
 def start(tmp_path: Path, port: int, runs: list[Run]) -> Start:
     script = written(tmp_path / "program.py", PROGRAM)
 
-    def begin() -> list[Run]:
+    def begin(**environ: str) -> list[Run]:
         for node in range(2):
-            runs.append(Run([*world(port, node, nproc=2), str(script), "sleep", "0"]))
+            runs.append(Run([*world(port, node, nproc=2), str(script), "sleep", "0"], **environ))
         return runs
 
     return begin
 
 
 def test_a_silent_node_is_named(start: Start) -> None:
-    runs = start()
+    runs = start(SILENCE_SECONDS="10")
     for run in runs:
         run.wait_for("ready")
     os.kill(runs[1].agent_pid(), signal.SIGSTOP)  # its machine still acknowledges what is sent
     err = runs[0].finish()
+    assert re.search(r": warning: no heartbeat for \d s; after 10 s, this node is lost", err)
     assert "FAILED   node agent 1 (" in err
+    assert "cause    no heartbeat for 10 s (network down?)" in err
     assert "[link-lost]" in err
     assert "cause    no heartbeat for 10 s (its node agent is stopped, or hangs)" in err
+
+
+def test_a_node_that_stands_still_for_15_s_is_named_and_the_run_continues(start: Start) -> None:
+    runs = start()
+    for run in runs:
+        run.wait_for("ready")
+    still = [runs[1].process.pid, *processes.descendants(runs[1].process.pid)]
+    for pid in still:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(15)  # the silence itself
+    for pid in reversed(still):
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(2 * limits.BEAT_S)  # each has heard the other again
+    runs[0].process.terminate()
+    err = runs[0].finish()
+    host = re.escape(socket.gethostname())
+    assert re.search(f": {host}: warning: no heartbeat for 1[0-2] s; after 60 s", err)
+    assert re.search(f": {host}: heartbeats again, after 1[4-7] s", err)
+    assert "FAILED" not in err and runs[0].process.returncode == 143
 
 
 def test_a_rank_saves_after_a_failure_on_another_node(

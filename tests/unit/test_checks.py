@@ -377,7 +377,7 @@ def test_node_rank_0_opens_the_port_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_loopback_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(checks.check_interfaces) is None
-    monkeypatch.setattr(checks, "interface_to", {}.get)
+    monkeypatch.setattr(checks, "is_loopback_up", lambda: False)
     fault = find(checks.check_interfaces)
     assert fault is not None and fault.cause.startswith("the loopback interface is down")
 

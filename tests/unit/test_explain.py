@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
-from agents import ROOT, written
+from agents import ROOT, run_program, written
 
 from launcher.cli import tools
 from launcher.explain.__main__ import find_cause, main
@@ -454,3 +455,31 @@ def test_wrong_words_for_checkpoint_sh_are_refused_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"checkpoint.sh: {said}")
     assert line.endswith("; see checkpoint.sh --help")
+
+
+@pytest.mark.slow
+def test_a_log_of_one_endless_line_is_read_in_little_memory(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        for _ in range(250):
+            file.write("x" * (1 << 20))
+        file.write("\rstep 1\nValueError: boom\n")
+    limit = 200 << 20  # bytes; the log has more
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))\n"
+    code += "from launcher.explain.__main__ import main\n"
+    code += f"main([{str(log)!r}], {{}})"
+    done = run_program([sys.executable, "-c", code], ROOT)
+    assert "cause    ValueError: boom\n" in done.stdout, done.stderr
+    assert f"log      {log}:2\n" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_log_of_failures_only_is_read_in_linear_time(tmp_path: Path) -> None:
+    took = []
+    for number in (1_000, 10_000):
+        lines = ("RuntimeError: " + chr(97 + n % 26) * (n // 26 + 1) for n in range(number))
+        log = written(tmp_path / "log", "\n".join(line[:1000] for line in lines))
+        began = time.process_time()
+        assert explain(log) is not None
+        took.append(time.process_time() - began)
+    assert took[1] < 30 * took[0]

@@ -16,11 +16,13 @@ PROMISE_S = 2.0  # README: for all processes of a run to end once one is killed
     ("shorter", "longer"),
     [
         # Signs of life: some may be late; a loop that runs once per sign is not stuck.
-        (3 * limits.BEAT_S, limits.SILENCE_S),
+        (3 * limits.BEAT_S, limits.SPARED_SILENCE_S),
+        (limits.BEAT_S, limits.GAP_S),
+        (limits.QUIET_S, limits.SILENCE_S),
         (2 * limits.BEAT_S, limits.STILL_S),
-        (limits.STILL_S + limits.BEAT_S, limits.SILENCE_S),
+        (limits.STILL_S + limits.BEAT_S, limits.SPARED_SILENCE_S),
         (limits.SILENCE_S, limits.HELD_UP_S),
-        (limits.SILENCE_S, limits.RANKS_END_S),
+        (limits.SPARED_SILENCE_S, limits.RANKS_END_S),
         (limits.RANKS_END_S, limits.DECIDE_S),
         # A stop: the agent's snapshot, the launcher's last request, the supervisor, the launcher,
         # the command that requested it.

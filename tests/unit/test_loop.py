@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agents import ROOT, run_program
+from agents import ROOT, eventually, run_program
 from job_tools import make_tool
 from test_outcome import PLAN
 
+from launcher import processes
 from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Loop
 from launcher.fanout.nodes import Silence
@@ -61,6 +62,25 @@ def test_what_is_sent_to_our_session_does_not_reach_a_child() -> None:
     assert (ended.stdout, ended.stderr) == ("True\n", "")
 
 
+STOPS = """
+import os, signal
+loop = Loop({}, most_children=1)
+child = Child(loop, ["sleep", "600"], lambda *_: None)
+os.kill(child._process.pid, signal.SIGSTOP)
+print(child._process.pid, flush=True)
+"""
+
+
+def test_a_child_that_is_stopped_ends_at_once() -> None:
+    ended = run(f"{STOPS}child.terminate()\nwhile child.code is None:\n    loop.wait(1.0)\n")
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_child_that_is_stopped_does_not_outlive_a_launcher_that_is_killed() -> None:
+    ended = run(f"{STOPS}os.kill(os.getpid(), signal.SIGKILL)\n")
+    eventually(lambda: processes.start_ticks(int(ended.stdout)) is None, "the child")
+
+
 # --- nodes that were silent -----------------------------------------------------------------------
 
 
@@ -84,19 +104,29 @@ def connect(tools: Path) -> Iterator[Connect]:
 
 
 @pytest.mark.parametrize(
-    ("silent_s", "is_blamed"), [(limits.SILENCE_S * 0.8, True), (limits.SILENCE_S / 2 - 1, False)]
+    ("silent_s", "is_blamed"), [(limits.SILENCE_S * 0.8, True), (limits.GAP_S - 1, False)]
 )
 def test_a_node_that_is_silent_at_the_first_end_is_blamed(
     connect: Connect, silent_s: float, is_blamed: bool
 ) -> None:
     cut, other = connect("node1"), connect("node2")
     cut.heard -= silent_s  # TCP has yet to send its packets again
-    silence = Silence([cut, other])
+    silence = Silence([cut, other], limits.SILENCE_S)
     silence.recall()
     assert bool(cut.lost) == cut.is_silent == is_blamed
     cut.heard -= limits.SILENCE_S
     assert silence.find() == [cut]  # nothing waits for it any longer
     assert not other.lost
+
+
+def test_only_the_far_sides_own_messages_are_signs_of_life(connect: Connect) -> None:
+    node = connect("node1")
+    node.is_started, node.heard = True, 0.0
+    node._take(b"step 1\n", False)  # a rank's output
+    node._take(b"a warning\n", True)
+    assert node.heard == 0.0
+    node._take(b"step 2\n\x02token.0 \n", False)
+    assert node.heard > 0.0 and node.gap[1] > 0.0
 
 
 @pytest.mark.parametrize(
@@ -107,7 +137,7 @@ def test_a_node_that_was_silent_just_before_is_blamed(
 ) -> None:
     cut = connect("node1")
     cut.gap = time.monotonic() - ago_s, 9.0
-    Silence([cut]).recall()
+    Silence([cut], limits.SILENCE_S).recall()
     assert cut.lost == ("no heartbeat for 9 s (network down?)" if is_blamed else "")
 
 

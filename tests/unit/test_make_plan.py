@@ -125,6 +125,9 @@ def test_fewer_nodes_that_cannot_share_the_batch_are_told(
         ("log_dir", {}, {}, Path("logs")),
         ("grace_s", {}, {}, 30),
         ("grace_s", {}, {"GRACE": "0"}, 0),
+        ("silence_s", SSH, {}, 60),
+        ("silence_s", SSH, SPARE, 10),  # a false alarm costs little: a spare takes over
+        ("silence_s", SSH, {**SPARE, "SILENCE_SECONDS": "30"}, 30),
         *(("has_checks", {}, {"SKIP_PREFLIGHT": one}, one != "1") for one in ("", "0", "1")),
         ("engine", {}, {"LAUNCHER": "srun"}, ""),
         ("words", {"config": "-"}, {"TRAIN_SCRIPT": "-mine.py"}, ["./-mine.py"]),
@@ -208,6 +211,7 @@ def test_world_of_a_slurm_job(
             "the node rank is '2'; give a whole number from 0 to 1",
         ),
         ({}, {"GRACE": "1.5"}, "GRACE is '1.5'"),
+        ({}, {"SILENCE_SECONDS": "9"}, "SILENCE_SECONDS is '9'; give a whole number from 10 to"),
         ({}, {"MAX_RESTARTS": "x"}, "MAX_RESTARTS is 'x'"),
         ({"engine": "torch.distributed.launch"}, {"MAX_RESTARTS": "1"}, "cannot restart ranks"),
         (SSH, {"SPARES": "x"}, "SPARES is 'x'"),
@@ -290,7 +294,8 @@ def test_a_task_of_the_users_own_is_among_the_compared_files(folder: Path) -> No
 
 def test_agents_know_whether_there_was_a_preflight() -> None:
     assert plan_of({"SKIP_PREFLIGHT": "1"}).run_variables()["SKIP_PREFLIGHT"] == "1"
-    assert "SKIP_PREFLIGHT" not in plan_of().run_variables()
+    assert not {"SKIP_PREFLIGHT", "SILENCE_SECONDS"} & plan_of().run_variables().keys()
+    assert plan_of(SPARE, **SSH).run_variables()["SILENCE_SECONDS"] == "10"
 
 
 @pytest.mark.parametrize(

@@ -470,6 +470,14 @@ print_row("run", "r1    config/local3.yaml", row := io.StringIO())
 PLANNED = row.getvalue()
 
 
+def test_no_node_chooses_the_command_that_resumes_the_run() -> None:
+    plan = replace(PLAN, checkpoint_dir=None)
+    for given, shown in (("touch PWNED", "again"), ("", "")):
+        lie = replace(told(1, "rank-error"), command=given, run_id="$(touch PWNED)")
+        end = LaunchEnd(plan, [node(1, lie), FINE], 0.0, 0.0).outcome()
+        assert (end.run_id, end.command) == ("r", shown)
+
+
 def printed(end: Outcome) -> str:
     out = io.StringIO()
     print_outcome(end, out, None)

@@ -19,6 +19,7 @@ from launcher.wire import launcher_link, limits
 from launcher.wire.meeting import Wait
 
 Clock = list[float]
+SHORT = {"HANG_SECONDS": "8", "SILENCE_SECONDS": "10"}
 
 
 @pytest.fixture
@@ -96,20 +97,20 @@ def test_a_control_stream_outlives_a_suspension(
         return [] if left or not is_heard else reads, [], []
 
     monkeypatch.setattr(select, "select", wait)
-    assert launcher_link.hears(0) is is_heard
+    assert launcher_link.hears(0, 10.0) is is_heard
 
 
 @pytest.mark.long
 def test_two_nodes_that_are_suspended_continue(runs: list[Run]) -> None:
     port = free_port()
     for node in (0, 1):  # a loop without an end
-        runs.append(Run([*world(port, node), LOOPS, "plain", "-1", "0"], HANG_SECONDS="8"))
+        runs.append(Run([*world(port, node), LOOPS, "plain", "-1", "0"], **SHORT))
     runs[0].wait_for("started")
     pids = [run.process.pid for run in runs]
     pids += [pid for first in pids for pid in processes.descendants(first)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(limits.SILENCE_S + 3)  # longer than each limit, on purpose
+    time.sleep(13)  # longer than each limit, on purpose
     for pid in reversed(pids):
         os.kill(pid, signal.SIGCONT)
     time.sleep(2 * limits.BEAT_S)  # all have checked one another again

@@ -203,6 +203,18 @@ def test_differences_between_nodes(nodes: list[dict[str, Any]], found: list[str]
     assert [one.fault.name for one in compare.differences(reports)] == found
 
 
+def test_a_node_that_reports_nonsense_does_not_fill_the_terminal() -> None:
+    faults = [Fault("small-shm", "x\x1b[2J" + "y" * 5000, "z", warns=True)] * 20_000
+    outcome = judge([make_report(0, faults=[*faults, Fault("port-in-use", "taken", "end it")])])
+    out, began = io.StringIO(), time.monotonic()
+    assert compare.print_findings(outcome, "p", is_strict=False, out=out)
+    assert time.monotonic() - began < 5
+    first, *others, last = out.getvalue().splitlines()
+    assert first == "p: node1: taken; end it [port-in-use]"
+    assert len(others) == compare.MOST_SHOWN - 1 and last == "p: 19801 more findings"
+    assert all(len(line) < 1100 and "\x1b" not in line for line in others)
+
+
 def test_no_word_of_the_port_of_a_node_that_gave_no_report() -> None:
     files = {"own.py": "aa", "my.yaml": "cc"}
     outcome = judge([make_report(2, met=[BLOCKED], files=files), make_report(1)])

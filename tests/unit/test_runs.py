@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import AGENT, ROOT, Run, begun, eventually, execute, rarely
+from agents import AGENT, ROOT, Run, begun, eventually, execute, rarely, written
 
+from distributed.environment import port_from_id
 from distributed.errors import REFUSED, Refused
 from launcher import processes
 from launcher.plan.typed import Choices, Typed
@@ -210,6 +211,33 @@ def test_half_a_line_of_metrics_gives_way_to_a_log(state: str, shown: str, tmp_p
     assert runs.progress(runs.Run(tmp_path, Record(state=state))) == shown
 
 
+def test_what_others_put_into_a_log_folder_neither_hangs_nor_reaches_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkdir(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe/run.json")
+    os.mkdir(tmp_path / "endless")
+    (tmp_path / "endless/run.json").symlink_to("/dev/zero")
+    write(tmp_path, "x\x1b[2J\ny", state="ended", exit_code=1, ended=1.0)
+    (tmp_path / "x\x1b[2J\ny/failure.txt").symlink_to("/dev/zero")
+    write(tmp_path, "log", state="ended", exit_code=0, ended=2.0)
+    os.mkfifo(tmp_path / "log/node_0.log")
+    assert runs.print_status(tmp_path, [], "p") == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and r"x\x1b[2J\ny  ended, code 1" in shown
+    assert len(shown.splitlines()) == 3  # nothing is known of the run behind the pipe
+
+
+def test_a_link_in_a_log_folder_is_not_written_through(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    folder = run_json.RunFolder(tmp_path / "logs", "mine", 0, {})
+    folder.path.mkdir(parents=True)
+    folder.node_log.symlink_to(victim)
+    with pytest.raises(Refused, match="dir-unwritable"):
+        folder.create()
+    assert not victim.exists()
+
+
 def test_a_run_that_does_not_end_is_left_with_the_command_that_ends_it(
     process: subprocess.Popen[str],
     tmp_path: Path,
@@ -392,6 +420,15 @@ def test_a_run_that_is_refused_has_ended(start: Start) -> None:
         done = execute(Path.cwd(), *command, code=3, **variables)
     assert "[port-in-use]" in done.stderr
     assert (read()["state"], read()["exit_code"]) == ("ended", 3)
+
+
+@pytest.mark.slow
+def test_a_port_that_nobody_chose_gives_way_to_another(tmp_path: Path) -> None:
+    """Another run with this id began at the same moment, in another folder."""
+    script, port = written(tmp_path / "own.py", "print('ran')"), port_from_id("r1")
+    with socket.create_server(("127.0.0.1", port)):
+        options = ["--rdzv-id", "r1", "--master-port", str(port)]
+        assert execute(tmp_path, *AGENT, *options, script).stdout == "ran\n"
 
 
 def test_writers_of_run_json_lose_nothing_of_each_other(tmp_path: Path) -> None:

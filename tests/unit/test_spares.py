@@ -12,7 +12,6 @@ from ports import free_port
 
 from launcher.agent.nodes.team import Team
 from launcher.failure import Failure
-from launcher.wire import limits
 from launcher.wire.messages import Member
 from launcher.wire.node_link import Link
 
@@ -177,9 +176,7 @@ def test_who_takes_whose_place(
     assert {part.attempt for part in parts.values()} == {1}
 
 
-def test_a_spare_that_is_gone_is_told_and_counts_no_more(
-    server: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spare_that_is_gone_is_told_and_counts_no_more(server: socket.socket) -> None:
     team, told = team_of(server, [2, 2], [2, 2], 2), list[Failure]()
     ends = [server.accept()[0] for _ in range(3)]
     team.check_spares(told.append)
@@ -188,7 +185,8 @@ def test_a_spare_that_is_gone_is_told_and_counts_no_more(
     team.check_spares(told.append)
     assert [(loss.fault, loss.host) for loss in told] == [("agent-killed", "n3")]
     assert ([spare.host for spare in team.spares], team.counted) == (["n2"], 3)
-    monkeypatch.setattr(limits, "SILENCE_S", 0.0)
+    (silent,) = team.spares.values()
+    silent.silence_s = 0.0
     team.check_spares(told.append)
     assert [(loss.fault, loss.host) for loss in told[1:]] == [("link-lost", "n2")]
     assert (team.spares, team.counted) == ({}, 3)

@@ -37,7 +37,8 @@ echo "$host" >>"$FAKE_NODES/asked"
 export SSH_CONNECTION="10.0.0.1 1 127.0.0.1 22"
 cd /
 if [[ -e $FAKE_NODES/$host && $command == *"bash -s" ]]; then exec bash "$FAKE_NODES/$host"; fi
-exec bash -c "$command"
+bash -c "$command"  # in a process of its own: the launcher continues an ssh that is stopped
+exit
 """
 PYTHON = f"""case "$*" in
   *" launcher.fanout.far_side "*) [[ $* == *" --pdsh "* ]] || exec {sys.executable} "$0.py" "$@" ;;
@@ -337,6 +338,25 @@ def test_a_connection_that_a_bastion_drops_is_tried_again(nodes: Nodes) -> None:
     assert (nodes.nodes / "asked").read_text().split().count("n1") == 2
 
 
+# The far side is stopped once it has said hello; a second login finds an ordinary node.
+STOPPED = f"""
+[[ ! -e $0.tried ]] || exec bash -s
+touch "$0.tried"
+{LIE}
+export LAUNCH_TOKEN=$token
+bash -c 'echo $$ >"$FAKE_NODES/stopped"; kill -STOP $$'
+exit
+"""
+
+
+def test_a_far_side_that_is_stopped_during_the_preflight_is_ended(nodes: Nodes) -> None:
+    (nodes.nodes / "n1").write_text(STOPPED)
+    given = {"SKIP_PREFLIGHT": "0", "PREFLIGHT_SECONDS": "5", "BACKEND": "gloo"}
+    code, _, err = nodes.launch("-", "1", "n0", "n1", **given)
+    assert code == 3 and "n1: its checks exceed the preflight's time limit; " in err
+    assert not is_alive(nodes.process("stopped"))
+
+
 def test_a_node_that_takes_no_login_is_tried_a_few_times(nodes: Nodes) -> None:
     (nodes.nodes / "n1").write_text("exit 255")
     code, _, err = nodes.launch("-", "1", "n0", "n1")
@@ -395,10 +415,10 @@ def test_a_launcher_that_stood_still_says_so(nodes: Nodes) -> None:
 
 
 # Saves and exits, like an agent that gets no messages from another; on n1, a minute later.
-SAVES = f"""
+SAVES = """
 import select
 open(os.environ['FAKE_NODES'] + '/agent.' + rank, 'w').write(str(os.getppid()))
-end = time.monotonic() + {limits.SILENCE_S + 3} + (rank == '1') * 60
+end = time.monotonic() + 13 + (rank == '1') * 60
 while (left_s := end - time.monotonic()) > 0:
     if select.select([0], [], [], left_s)[0] and not os.read(0, 100): sys.exit(143)
 open(os.environ['FAKE_NODES'] + '/saved', 'w')
@@ -418,7 +438,7 @@ def test_a_silent_node_is_a_lost_link_and_the_others_may_save(
     nodes: Nodes, agent: str, silent: list[int], who: bytes, cause: bytes
 ) -> None:
     nodes.agent(agent)
-    launcher = nodes.start("-", "1", "n0", "n1")
+    launcher = nodes.start("-", "1", "n0", "n1", SILENCE_SECONDS="10")
     parts = [nodes.process(f"agent.{rank}") for rank in range(2)]
     for rank in silent:
         os.kill(parts[rank], signal.SIGSTOP)
@@ -426,6 +446,7 @@ def test_a_silent_node_is_a_lost_link_and_the_others_may_save(
     _, err = launcher.communicate(timeout=PATIENCE_S)
     assert time.monotonic() - began > 8
     assert launcher.returncode == 137 and b"[link-lost]\n" in err
+    assert re.search(rb": n1: warning: no heartbeat for \d s; after 10 s, this node is lost", err)
     assert b": n1: no heartbeat for 10 s (network down?) [link-lost]\n" in err  # at once
     assert b"FAILED   " + who in err and b"cause    " + cause in err
     assert not any(map(is_alive, parts))
@@ -435,8 +456,8 @@ def test_a_silent_node_is_a_lost_link_and_the_others_may_save(
 @pytest.mark.long
 def test_what_is_left_on_a_node_that_was_silent_at_the_end_is_ended(nodes: Nodes) -> None:
     """Another node's agent gives up on the silent node before the launcher does."""
-    nodes.agent(f"if rank == '0': time.sleep({0.7 * limits.SILENCE_S}); sys.exit(137)\n{HELD}")
-    launcher = nodes.start("-", "1", "n0", "n1")
+    nodes.agent(f"if rank == '0': time.sleep(7); sys.exit(137)\n{HELD}")
+    launcher = nodes.start("-", "1", "n0", "n1", SILENCE_SECONDS="10")
     part = nodes.process("agent.1")
     os.kill(part, signal.SIGSTOP)
     _, err = launcher.communicate(timeout=PATIENCE_S)

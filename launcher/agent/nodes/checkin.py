@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from distributed.environment import port_from_id
 from distributed.errors import Refused
 from launcher import own_time
 from launcher.agent.nodes.team import Team
@@ -74,7 +75,13 @@ def meet(
     wait = Wait(timeout_s, say)
     if me.node_rank != 0:
         return join(address, port, me, access.secret, wait)
-    listener = listen(address, port)
+    is_chosen = me.num_nodes > 1 or port != port_from_id(me.run_id)
+    try:
+        listener = listen(address, port)
+    except Refused:
+        if is_chosen:
+            raise
+        listener = listen(address, 0)  # another run with this id began at the same moment
     with contextlib.closing(Acceptor(listener, access, say)) as acceptor:
         here = gather(acceptor, me, wait)
     members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
@@ -190,7 +197,7 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
             if isinstance(error, WrongSecret) and turned_away is None:
                 say(f"warning: {address}:{port} has a different RUN_SECRET, or none [stranger]")
             last, turned_away = error, turned_away or time.monotonic()
-            if own_time.since(turned_away) > limits.SILENCE_S:
+            if own_time.since(turned_away) > limits.CHECKIN_REJECTED_S:
                 break
         except OSError as error:
             last = error
@@ -201,8 +208,9 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
         raise Refused("stranger", f"{cause}, or none; set the same one on every node")
     if isinstance(last, NotAccepted):
         which = f"node rank {me.node_rank}" if me.node_rank >= 0 else "this node"
-        cause = f"{address}:{port} rejected {which}: the run has already started; check whether "
-        raise Refused("duplicate-node-rank", f"{cause}this node was also started elsewhere")
+        cause = f"{address}:{port} rejected {which}: the run has already started, or the port is "
+        cure = "check node rank 0's terminal, and whether this node was also started elsewhere"
+        raise Refused("duplicate-node-rank", f"{cause}another program's; {cure}")
     fault, cure = _explain(last)
     cause = f"node rank 0 at {address}:{port} did not answer within {wait.timeout_s:g} s"
     raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")
@@ -220,7 +228,7 @@ def check_in(
     """Connect, and wait for the run to start. Raises OSError or Refused."""
     peer = Link(connect(address, port, secret, min(connect_s, wait.timeout_s)))
     failover = meeting.introduce(peer, replace(me, time=time.time()))  # `me` may be minutes old
-    if why := find_loss(peer.socket, limits.SILENCE_S):
+    if why := find_loss(peer.socket, limits.CHECKIN_PASS_S):
         peer.close()
         cause = f"{me.host}: cannot reach node rank 0 at {address}:{port} ({why})"
         lost = Refused("mtu-too-large", f"{cause}; {CURES['mtu-too-large']}")

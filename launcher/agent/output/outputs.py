@@ -14,6 +14,7 @@ from launcher.agent.torchrun_arguments import Arguments
 from launcher.record.run_json import RunFolder, writing_to
 from launcher.screen import are_one_file
 from launcher.terminal import open_again
+from launcher.text import open_own
 from launcher.wire import limits
 from launcher.wire.messages import Assignment, Membership
 
@@ -58,7 +59,7 @@ class Outputs:
                     self._files = Path(tempfile.mkdtemp(prefix="torchelastic_"))
                     say(f"the files of --redirects and --tee are in {self._files}")
                 with writing_to(folder := self._files / f"attempt_{part.attempt}/{number}"):
-                    stream.copy = (folder / f"{name}.log").open("wb", buffering=0)
+                    stream.copy = open_own(folder / f"{name}.log", "wb", buffering=0)
             opened.append((writer, stream))
         return opened
 

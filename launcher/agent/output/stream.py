@@ -19,13 +19,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any
 
 from launcher.agent.output import noise
 from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.screen import View
 from launcher.terminal import Terminal
-from launcher.text import short_host_name, warn
+from launcher.text import open_own, short_host_name, warn
 from launcher.wire import limits
 
 _NOWHERE = Path(os.devnull)
@@ -57,7 +57,7 @@ class NodeLog:
         if path is not None:
             with path.open("rb") as before:
                 self.lines = sum(line.endswith(b"\n") for line in before)
-        self._file = (path or _NOWHERE).open("ab", buffering=0)
+        self._file = open_own(path or _NOWHERE, "ab", buffering=0)
 
     def close(self) -> None:
         self._file.close()
@@ -126,7 +126,7 @@ class Stream:
     log: NodeLog
     view: RankView | None = None  # None if this rank is not shown
     is_tty: bool = False
-    copy: BinaryIO | None = None  # the stream's own file
+    copy: IO[Any] | None = None  # the stream's own file
     is_trickle: bool = False  # the last read returned little
     traceback_line: int = 0  # where the last traceback starts in the log; 0 if none
     last_line: int = 0
@@ -281,16 +281,24 @@ def open_stream(
 
     If `terminal` is a real one, the rank gets a pseudo-terminal of the same size, otherwise a pipe.
     """
-    is_tty = terminal is not None and terminal.isatty()
-    if terminal is not None and is_tty:
-        reader, writer = pty.openpty()
-        with contextlib.suppress(OSError):
-            size = fcntl.ioctl(terminal.fd, termios.TIOCGWINSZ, b"\0" * 8)
-            fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
-        attributes = termios.tcgetattr(writer)
-        attributes[1] &= ~termios.OPOST  # the real terminal turns \n into \r\n, once
-        termios.tcsetattr(writer, termios.TCSANOW, attributes)
-    else:
+    is_tty = False
+    if terminal is not None and terminal.isatty():
+        with contextlib.suppress(OSError):  # a system without pseudo-terminals
+            reader, writer = _open_pty(terminal)
+            is_tty = True
+    if not is_tty:
         reader, writer = os.pipe()
     os.set_blocking(reader, False)
     return writer, Stream(rank, reader, log, is_tty=is_tty)
+
+
+def _open_pty(like: Terminal) -> tuple[int, int]:
+    """Open a pseudo-terminal of the same size. Returns both ends."""
+    reader, writer = pty.openpty()
+    with contextlib.suppress(OSError):
+        size = fcntl.ioctl(like.fd, termios.TIOCGWINSZ, b"\0" * 8)
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
+    attributes = termios.tcgetattr(writer)
+    attributes[1] &= ~termios.OPOST  # the real terminal turns \n into \r\n, once
+    termios.tcsetattr(writer, termios.TCSANOW, attributes)
+    return reader, writer
