@@ -69,11 +69,13 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
         return runs.main(typed)
     if typed.fanout == "submit":
         return submit_with_config.run(typed)
+    pbs.find_tools(environ)
     resume.forward_given(environ, pbs.note_job(environ))
     plan = make_plan(typed)
-    is_saving = plan.node_rank == 0 and not typed.module
-    short = pbs.find_short_delay(plan.grace_s, environ) if is_saving else ""
-    for warning in filter(None, (find_idle(plan), short)):
+    is_first = plan.node_rank == 0
+    silence = pbs.find_silence(environ) if is_first else ""
+    short = pbs.find_short_delay(plan.grace_s, environ) if is_first and not typed.module else ""
+    for warning in filter(None, (find_idle(plan), silence, short)):
         warn(f"{typed.program}: warning: {warning}")
     be_ready = prepare(plan, typed.typed[0])
     fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from shutil import which
 
 from distributed.job import ask_scheduler
 from launcher.plan.plan import NodePlan
@@ -76,6 +77,24 @@ def count_ranks(
     return (dict(counts) if max(counts.values()) > 1 else {}), is_chosen
 
 
+def find_tools(environ: OwnEnviron) -> None:
+    """Add the folder of PBS's commands to PATH if a job's PATH lacks it.
+
+    PBS starts a program that follows `--` without a shell, and its own default for PATH,
+    /bin:/usr/bin, does not contain its commands.
+    """
+    path, file = environ.get("PATH", ""), _conf_file(environ)
+    if not environ.get("PBS_JOBID") or which("qstat", path=path):
+        return
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    if found := re.search(r"^\s*PBS_EXEC=[\"']?([^\"'\s]+)", text, re.MULTILINE):
+        environ["PATH"] = f"{path}:{found[1]}/bin"
+
+
+def _conf_file(environ: Environ) -> Path:
+    return Path(environ.get("PBS_CONF_FILE") or "/etc/pbs.conf")
+
+
 @cache
 def ask_qstat(name: str, option: str = "-f") -> dict[str, str]:
     """Return the attributes of a job or, with -Qf, of a queue; empty if PBS does not answer."""
@@ -92,6 +111,19 @@ def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
         number, _, rest = chunk.partition(":") if chunk[0].isdecimal() else ("1", "", chunk)
         chunks += [dict(word.partition("=")[::2] for word in rest.split(":"))] * int(number)
     return chunks
+
+
+def find_silence(environ: Environ) -> str:
+    """Return a line if this is a PBS job, but PBS does not tell anything about it."""
+    job = environ.get("PBS_JOBID", "")
+    if not job or ask_qstat(job):
+        return ""
+    cause, cure = f"qstat -f {job} does not answer", "check it in a job"
+    if not which("qstat", path=environ.get("PATH")):
+        cause = f"qstat is neither in PATH nor in PBS_EXEC of {_conf_file(environ)}"
+        cure = "submit with qsub -v PATH"
+    lost = "the resume line, the request's GPUs and threads, and the variables of qsub -v"
+    return f"{cause}; without it, {lost} are not known; {cure}"
 
 
 def find_short_delay(grace_s: int, environ: Environ) -> str:

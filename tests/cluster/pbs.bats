@@ -81,10 +81,43 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   has_lines 0 'kill_delay'
 }
 
-@test "qsig -s SIGUSR1 saves, where the launcher leads the job's session" {
+@test "qsig -s SIGUSR1 saves, where the launcher leads the job's session; the resume line has what the job had" {
   start 1 --
   on login qsig -s SIGUSR1 "$JOB"
   has_saved SIGUSR1 75
+  has_lines 1 "^resume   .* qsub -V -N train -j oe -o logs/ -l select=1:ncpus=1 -l place=scatter -q workq -- $PWD/scripts/pbs/pbs_train.sh long.yaml seed=2$"
+  has_lines 1 ': warning: a stop can take 40 s (GRACE + 10), but PBS kills this job 10 s after qdel or the walltime'
+}
+
+@test "what follows -- of qsub gets the environment that a real PBS gave it" {
+  local names='s/^\([A-Za-z_]*\)=.*/\1/p'
+  JOB=$(on login env SHELL=/bin/bash LOGNAME=root qsub -l select=2:ncpus=2 -j oe -o logs/ -v VENV=/home/user/venv -- /usr/bin/env)
+  eventually is_over
+  cat "logs/$JOB.OU"
+  diff <(grep -vE '^(argv0|pid|PWD|SHLVL|_)=' "$ROOT/tests/cluster/pbs/job-env-dashdash-no-V.txt" | sed -n "$names" | sort) \
+    <(grep -v '^PBS_CONF_FILE=' "logs/$JOB.OU" | sed -n "$names" | sort)
+  has_lines 1 '^PATH=/bin:/usr/bin$'
+}
+
+# What a rank can see of the job, with names of files as the job script has them.
+make_seen() {
+  cat >seen.py <<'PY'
+import os
+print(*(os.environ.get(name, "-") for name in os.environ["SHOWN"].split()), os.uname().nodename, flush=True)
+PY
+}
+
+@test "a job without a shell: a rank for each GPU of its chunks, and each node's own GPUs, threads and variables" {
+  make_seen
+  JOB=$(on login qsub -l select=2:ncpus=4:ngpus=2:ompthreads=3 -l place=scatter -j oe -o logs/ \
+    -v "PYTHON=$PYTHON,PREFLIGHT_SECONDS=20,BACKEND=gloo,SHOW_RANKS=all,TRAIN_SCRIPT=seen.py,SHOWN=CUDA_VISIBLE_DEVICES OMP_NUM_THREADS" \
+    -- "$PWD/scripts/pbs/pbs_train.sh" -)
+  eventually is_over
+  cat "logs/$JOB.OU"
+  has_lines 1 '^ranks      4 = 2 nodes x 2, gloo$'
+  local node
+  for node in node1 node2; do has_lines 2 "^\[.*\] GPU-of-$node-0,GPU-of-$node-1 3 $node$"; done
+  on login qstat -xf "$JOB" | grep -qx "    Exit_status = 0"
 }
 
 # bats test_tags=prove,long

@@ -106,11 +106,14 @@ def next_number() -> int:
 def forwarded(options: dict[str, str], here: str) -> dict[str, str]:
     """Return the variables of a job that come from its submission."""
     names = [one.partition("=") for one in options.get("-v", "").split(",") if one]
+    told = ("HOME", "LANG", "LOGNAME", "MAIL", "PATH", "SHELL")
     return {
         **(os.environ if "-V" in options else {}),
         **{name: value if is_set else os.environ.get(name, "") for name, is_set, value in names},
-        **{f"PBS_O_{name}": os.environ.get(name, "") for name in ("HOME", "LOGNAME", "PATH")},
+        **{f"PBS_O_{name}": os.environ[name] for name in told if name in os.environ},
+        **{"PBS_O_INTERACTIVE_AUTH_METHOD": "resvport", "PBS_O_INTERACTIVE_ENCRYPT_METHOD": ""},
         **{"PBS_O_WORKDIR": here, "PBS_O_QUEUE": QUEUE, "PBS_O_HOST": HOST},
+        "PBS_O_SYSTEM": "Linux",
     }
 
 
@@ -154,11 +157,12 @@ def qstat(words: Sequence[str]) -> None:
 
 
 def show(head: str, attributes: dict[str, Any]) -> None:
-    """Print attributes as qstat -f does, which folds long lines."""
+    """Print attributes as qstat -f does, which folds long lines, even within a character."""
     print(head)
     for key, value in attributes.items():
-        line = f"    {key} = {value}"
-        print("\n\t".join([line[:79], *(line[at : at + 78] for at in range(79, len(line), 78))]))
+        line = os.fsencode(f"    {key} = {value}")
+        folds = [line[:79], *(line[at : at + 78] for at in range(79, len(line), 78))]
+        print(os.fsdecode(b"\n\t".join(folds)))
     print()
 
 
@@ -198,9 +202,11 @@ def make(words: Sequence[str]) -> None:
     for name in COMMANDS:
         (folder / "bin" / name).symlink_to(Path(__file__).resolve())
     write(folder / "queue", {})
+    (folder / "pbs.conf").write_text(f"PBS_SERVER={HOST}\nPBS_EXEC={folder}\nPBS_HOME={folder}\n")
 
 
 COMMANDS = {one.__name__: one for one in (qsub, qstat, pbsdsh, pbs_mom)}
 COMMANDS |= dict.fromkeys(("qdel", "qrerun", "qsig", "qalter"), request)
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     COMMANDS.get(NAME, make)(sys.argv[1:])

@@ -414,6 +414,31 @@ def test_what_qstat_tells(tools: Path) -> None:
     assert pbs.ask_qstat("2.head") == {}
 
 
+@pytest.mark.parametrize(
+    ("conf", "environ", "added"),
+    [
+        ("PBS_SERVER=head\nPBS_EXEC=/opt/pbs\n", {}, ":/opt/pbs/bin"),
+        ("#PBS_EXEC=/old\n  PBS_EXEC='/opt/pbs' # ours\nPBS_EXEC_X=/no\n", {}, ":/opt/pbs/bin"),
+        ("PBS_SERVER=t\374r\nPBS_EXEC=/opt/pbs\n", {}, ":/opt/pbs/bin"),
+        ("PBS_SERVER=head\n", {}, ""),
+        (None, {}, ""),
+        ("PBS_EXEC=/opt/pbs\n", {"PBS_JOBID": ""}, ""),
+        ("PBS_EXEC=/opt/pbs\n", {"PATH": "TOOLS"}, ""),  # it has a qstat
+    ],
+)
+def test_the_folder_of_pbss_commands(
+    tools: Path, tmp_path: Path, conf: str | None, environ: dict[str, str], added: str
+) -> None:
+    make_tool(tools / "qstat", "exit 1")
+    if conf is not None:
+        (tmp_path / "pbs.conf").write_bytes(conf.encode("latin-1"))
+    path = environ.get("PATH", "/bin:/usr/bin").replace("TOOLS", str(tools))
+    job = {"PBS_JOBID": "7.head", "PBS_CONF_FILE": str(tmp_path / "pbs.conf")}
+    job |= environ | {"PATH": path}
+    pbs.find_tools(job)
+    assert job["PATH"] == path + added
+
+
 # --- commands and job ids -------------------------------------------------------------------------
 
 
