@@ -54,7 +54,7 @@ def asked_ranks(environ: Environ) -> int | None:
 def read_lines(environ: Environ, name: str = "PBS_NODEFILE") -> list[str]:
     """Return the lines of one of the job's files; the node file has a line for each MPI process."""
     file = Path(environ.get(name) or "/nonexistent")
-    return file.read_text().split() if file.is_file() else []
+    return file.read_text(errors="surrogateescape").split() if file.is_file() else []
 
 
 def count_ranks(
@@ -99,7 +99,8 @@ def _conf_file(environ: Environ) -> Path:
 def ask_qstat(name: str, option: str = "-f") -> dict[str, str]:
     """Return the attributes of a job or, with -Qf, of a queue; empty if PBS does not answer."""
     answer = ask_scheduler("qstat", option, name) if name else None
-    text = (answer or "").replace("\n\t", "")  # qstat folds long lines
+    # qstat folds long lines, even within a character.
+    text = os.fsdecode(os.fsencode(answer or "").replace(b"\n\t", b""))
     return dict(line.strip().split(" = ", 1) for line in text.splitlines() if " = " in line)
 
 
@@ -198,7 +199,11 @@ def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[st
     asked = {f"-l {name}": attributes.get(f"Resource_List.{name}") for name in names}
     if not asked[f"-l {names[0]}"]:
         return []
-    lines = re.findall(r"^#PBS (-\w(?: \w+(?==))?)[ =](.*)$", script.read_text(), re.MULTILINE)
+    lines = re.findall(
+        r"^#PBS (-\w(?: \w+(?==))?)[ =](.*)$",
+        script.read_text(errors="surrogateescape"),
+        re.MULTILINE,
+    )
     asked |= {option: attributes.get(option) for option in (*_REPEATED, "-o", "-q")}
     options = dict(lines)
     options |= {option: value for option, value in asked.items() if value is not None}

@@ -337,7 +337,7 @@ def _git_commit() -> str | None:
         answer = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
             capture_output=True,
-            text=True,
+            errors="replace",
             timeout=5,
         )
     except (OSError, subprocess.TimeoutExpired):

@@ -102,21 +102,23 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
 # What a rank can see of the job, with names of files as the job script has them.
 make_seen() {
   cat >seen.py <<'PY'
-import os
+import os, sys
 print(*(os.environ.get(name, "-") for name in os.environ["SHOWN"].split()), os.uname().nodename, flush=True)
+print(sys.argv[1:] == ["--prompt", "写一首关于春天的诗,要求五言绝句,押韵,并且包含山水花鸟四种意象"], ascii(os.environ.get("WHO")), flush=True)
 PY
 }
 
-@test "a job without a shell: a rank for each GPU of its chunks, and each node's own GPUs, threads and variables" {
+@test "a job without a shell: a rank for each GPU of its chunks, and each node's own GPUs and threads; the script gets any characters" {
   make_seen
   JOB=$(on login qsub -l select=2:ncpus=4:ngpus=2:ompthreads=3 -l place=scatter -j oe -o logs/ \
-    -v "PYTHON=$PYTHON,PREFLIGHT_SECONDS=20,BACKEND=gloo,SHOW_RANKS=all,TRAIN_SCRIPT=seen.py,SHOWN=CUDA_VISIBLE_DEVICES OMP_NUM_THREADS" \
-    -- "$PWD/scripts/pbs/pbs_train.sh" -)
+    -v "PYTHON=$PYTHON,PREFLIGHT_SECONDS=20,BACKEND=gloo,SHOW_RANKS=all,TRAIN_SCRIPT=seen.py,SHOWN=CUDA_VISIBLE_DEVICES OMP_NUM_THREADS,WHO=J"$'\374'"rgen" \
+    -- "$PWD/scripts/pbs/pbs_train.sh" - -- --prompt "写一首关于春天的诗,要求五言绝句,押韵,并且包含山水花鸟四种意象")
   eventually is_over
   cat "logs/$JOB.OU"
   has_lines 1 '^ranks      4 = 2 nodes x 2, gloo$'
   local node
   for node in node1 node2; do has_lines 2 "^\[.*\] GPU-of-$node-0,GPU-of-$node-1 3 $node$"; done
+  has_lines 4 "^\[.*\] True 'J.udcfcrgen'$"
   on login qstat -xf "$JOB" | grep -qx "    Exit_status = 0"
 }
 
