@@ -96,6 +96,7 @@ def prepare(plan: Plan, script: str) -> Callable[[], None]:
     is_first = plan.node_rank == 0
     if is_first:
         run_json.refuse_live(plan.folder, plan.environ)
+        run_json.end_earlier_start(plan.folder, plan.environ, plan.grace_s)
     leave_terminal = detach.fork_launcher(plan, script) if plan.is_detached else lambda: None
 
     def be_ready() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -223,6 +224,10 @@ class NodeAgent:
             self.meeting.team.check_spares(self._on_lost_spare)
         self.network.look(self.outputs.say)
         self.restarts.look()
+        record = self.restarts.record
+        if record is not None and record.is_taken_over and not self.signals:
+            self.outputs.say("the scheduler has started this job again; stopping this start")
+            os.kill(os.getpid(), signal.SIGTERM)
         if shows_no_rank(self):
             self.outputs.show_step(self.heartbeats.step())
 

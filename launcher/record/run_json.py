@@ -187,6 +187,23 @@ def refuse_live(folder: Path, environ: Environ) -> None:
         raise Refused("run-is-live", f"{cause}; wait until it ends, or choose another RUN_ID")
 
 
+def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:
+    """If an earlier start of this job is still running the run, have it save and stop.
+
+    A scheduler that has lost contact with a node starts its job again elsewhere, and cannot end the
+    first start. Its agent reads run.json; if it does not stop in time, this start goes on.
+    """
+    if not (job_id(environ) and is_locked(folder)):
+        return
+    wait_s = grace_s + limits.STOP_COMMAND_S
+    _, host = locked_by(folder) or (0, "another node")
+    warn(f"waiting up to {wait_s:g} s for this job's earlier start, on {host}, to save and stop")
+    update(folder, job=this_start(environ))
+    until = time.monotonic() + wait_s
+    while is_locked(folder) and time.monotonic() < until:
+        time.sleep(limits.LOCK_LOOK_S)
+
+
 def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
     """Record that this process is about to start the run.
 
@@ -302,6 +319,14 @@ class LiveRecord:
             **_start(folder, "running"),
             **fields,
         )
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether another start of this job waits for this one to stop (see end_earlier_start)."""
+        with contextlib.suppress(OSError):
+            record = read(self._folder) or self.earlier
+            return record.job not in ("", self.earlier.job)
+        return False
 
     def note_progress(self, saved_step: int, step: int) -> None:
         """Record the newest checkpoint and step, at most once every STEP_RECORD_S seconds."""

@@ -122,6 +122,20 @@ PY
   on login qstat -xf "$JOB" | grep -qx "    Exit_status = 0"
 }
 
+@test "if PBS starts a job again because it has lost the first node's mom, the first start saves, and then the second resumes" {
+  start 2
+  on node1 kill -KILL "$(<"$CLUSTER_DIR/pbs/moms/node1")"
+  on login lose_node "$JOB"
+  on node1 pbs_mom # which no longer knows the job
+  eventually has_lines 1 '^\[0\] resumed    after step'
+  on login qdel "$JOB"
+  has_saved SIGTERM 271 2
+  has_lines 1 '^waiting up to 55 s for this job.s earlier start, on node1, to save and stop$'
+  has_lines 1 '^\[0\] node agent: the scheduler has started this job again; stopping this start$'
+  # The second start takes its first step only after the first one has ended.
+  sed -n 's/^\(ended\|\[0\] resumed\) .*/\1/p' "logs/$JOB.OU" | diff - <(printf '%s\n' ended '[0] resumed' ended)
+}
+
 # bats test_tags=prove,long
 @test "the guide's recipe with pbsdsh trains on both nodes, and qdel ends it" {
   sed -n '/^\*\*Through pbsdsh/,/^pbsdsh/p' "$ROOT/docs/reference.md" | sed -n '/^#!/,$p' |

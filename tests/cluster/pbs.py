@@ -143,6 +143,17 @@ def request(words: Sequence[str]) -> None:
         write(find(name) / f"request.{time.time_ns()}", asked)
 
 
+def lose_node(words: Sequence[str]) -> None:
+    """Start a job again on its nodes in reverse order, as the server does if the first is lost.
+
+    The mom of the first node must be dead: it would end what it has started.
+    """
+    path = find(words[0]) / "job"
+    job = read(path)
+    job["own"]["chunks"].reverse()
+    write(path, {**job, "job_state": "Q"})
+
+
 def qstat(words: Sequence[str]) -> None:
     pairs, names = getopt.getopt(words, "fxQ")
     options = {letter for letter, _ in pairs}
@@ -205,7 +216,7 @@ def make(words: Sequence[str]) -> None:
     (folder / "pbs.conf").write_text(f"PBS_SERVER={HOST}\nPBS_EXEC={folder}\nPBS_HOME={folder}\n")
 
 
-COMMANDS = {one.__name__: one for one in (qsub, qstat, pbsdsh, pbs_mom)}
+COMMANDS = {one.__name__: one for one in (qsub, qstat, pbsdsh, pbs_mom, lose_node)}
 COMMANDS |= dict.fromkeys(("qdel", "qrerun", "qsig", "qalter"), request)
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]

@@ -186,11 +186,13 @@ class Mom:
 
 def pbs_mom(_words: Sequence[str]) -> None:
     """Serve this node in the background, until the host goes down."""
-    (PBS / "moms" / HOST).touch()
+    pid = PBS / "moms" / HOST
+    pid.touch()
     Path.home().joinpath(".profile").write_text(f"PATH=$PATH:{BIN}\n")  # as /etc/profile.d/pbs.sh
     if os.fork():
         return
     os.setsid()
+    pid.write_text(str(os.getpid()))
     os.closerange(0, 256)  # bats waits for every process that holds them
     for _ in range(3):
         os.open(PBS / f"mom-{HOST}.log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
