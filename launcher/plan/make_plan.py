@@ -174,6 +174,8 @@ def choose_fanout(typed: Typed) -> str:
         return "job_command"
     if typed.fanout in ("local", "auto") and (typed.node or typed.hostfile):
         return "ssh"
+    if typed.nodefile and len({*pbs.read_lines(environ)}) == 1:
+        return "local"  # the node of this job: some sites forbid ssh to it
     if typed.fanout != "auto":
         return typed.fanout
     if environ.get("SLURM_JOB_ID") and not in_slurm_step(environ):
@@ -207,7 +209,7 @@ def read_world(typed: Typed, fanout: str) -> World:
         return job_command.read_script(ROOT / typed.batch_script, nproc)
     if fanout == "srun":
         return slurm.read_job(environ, (*typed.typed, typed.program)[0], nproc)
-    if fanout in ("ssh", "pdsh"):
+    if fanout in ("ssh", "pdsh") or typed.nodefile:
         return _read_named(typed, nproc)
     if typed.fanout == "auto":
         nproc = nproc or pbs.asked_ranks(environ)
@@ -229,7 +231,8 @@ def _read_named(typed: Typed, nproc: int | None) -> World:
     if not nodes:
         raise PlanError("no nodes; name them after NPROC, or in a file with -f")
     master = typed.environ.get("MASTER_ADDR") or nodes[0].name.rpartition("@")[2]
-    master = master if len(nodes) > 1 else "127.0.0.1"
+    if len(nodes) == 1:
+        master, nproc = "127.0.0.1", nodes[0].nproc
     return World(len(nodes), master, nproc=nproc, nodes=nodes)
 
 

@@ -17,6 +17,11 @@ from launcher.plan.plan import NodePlan
 from launcher.text import Environ, OwnEnviron, PlanError, count
 from launcher.wire import limits
 
+# What scripts read of a job, and what is the same on each of its nodes.
+JOB_VARIABLES = (
+    *("PBS_JOBID", "PBS_JOBNAME", "PBS_O_WORKDIR", "PBS_ARRAY_INDEX"),
+    "PBS_ARRAYID",  # of Torque
+)
 REQUEST = (
     "ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS)"
     " or qsub -l nodes=2:ppn=4 (Torque)"

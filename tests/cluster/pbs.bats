@@ -26,8 +26,11 @@ setup() {
 }
 
 # Starts a job that reads long.yaml: a batch script or, with --, a command that leads its session.
-start() { # <nodes> [--]; sets JOB, and returns once the job has taken a step
+# A job of one node needs no ssh, which does not work in it.
+start() { # <nodes> [--]; sets JOB and NODES, and returns once the job has taken a step
   local options=(-l "select=$1:ncpus=1" -l place=scatter) given=PYTHON=$PYTHON,PREFLIGHT_SECONDS=20
+  NODES=$1
+  (($1 > 1)) || given+=,SSH_OPTS=-oPort=2222
   if [[ ${2:-} == -- ]]; then
     options+=(-j oe -o logs/ -v "$given" -- "$PWD/scripts/pbs/pbs_train.sh" long.yaml seed=2)
   else
@@ -39,7 +42,7 @@ start() { # <nodes> [--]; sets JOB, and returns once the job has taken a step
 }
 
 has_begun() {
-  is_over || has_lines 1 '^\[0\] step 1/'
+  is_over || has_lines 1 '^\(\[0\] \)\?step 1/'
 }
 
 has_lines() { # <number> <pattern>: in the job's output, which is in the spool until it ends
@@ -55,8 +58,9 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   local node
   eventually is_over
   cat "logs/$JOB.OU"
-  has_lines "${3:-1}" "^\[0\] stopped    after step [0-9]*, which is saved ($1)$"
-  has_lines "${3:-1}" '^ended      code 75; nothing is left running'
+  has_lines "${3:-1}" "^\(\[0\] \)\?stopped    after step [0-9]*, which is saved ($1)$"
+  has_lines "${3:-1}" "^stopped  by $1 after saving a checkpoint (code 75); nothing is left running"
+  ((NODES == 1)) || has_lines "${3:-1}" '^ended      code 75; nothing is left running'
   has_lines 0 '^FAILED'
   on login qstat -xf "$JOB" | grep -qx "    Exit_status = $2"
   for node in node1 node2; do eventually is_gone_from "$node" "rdzv-id $JOB |exec bash -s$"; done
@@ -99,7 +103,7 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   has_lines 1 '^PATH=/bin:/usr/bin$'
 }
 
-# What a rank can see of the job, with names of files as the job script has them.
+# A script that prints some variables, its host, whether it got the prompt below, and WHO.
 make_seen() {
   cat >seen.py <<'PY'
 import os, sys
@@ -120,6 +124,19 @@ PY
   for node in node1 node2; do has_lines 2 "^\[.*\] GPU-of-$node-0,GPU-of-$node-1 3 $node$"; done
   has_lines 4 "^\[.*\] True 'J.udcfcrgen'$"
   on login qstat -xf "$JOB" | grep -qx "    Exit_status = 0"
+}
+
+@test "each task of an array has its number, on each of its nodes" {
+  make_seen
+  local task array node given="PYTHON=$PYTHON,PREFLIGHT_SECONDS=20,SHOW_RANKS=all,TRAIN_SCRIPT=seen.py"
+  given+=",SHOWN=PBS_ARRAY_INDEX PBS_JOBID PBS_JOBNAME PBS_O_WORKDIR"
+  array=$(on login qsub -J 3-4 -l select=2:ncpus=1 -l place=scatter -N arr -j oe -o logs/ -v "$given" -- "$PWD/scripts/pbs/pbs_train.sh" -)
+  for task in 3 4; do
+    JOB=${array%%[*}[$task].head
+    eventually is_over
+    cat "logs/$JOB.OU"
+    for node in node1 node2; do grep -qxE "\[.\] (\[rank.\] )?$task ${JOB%%[*}\[$task\]\.head arr $PWD $node" "logs/$JOB.OU"; done
+  done
 }
 
 @test "if PBS starts a job again because it has lost the first node's mom, the first start saves, and then the second resumes" {
@@ -157,6 +174,7 @@ PY
   sed -n '/^### Your own batch file for PBS$/,/^~/p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^#!/,$p' |
     sed -E -e '/^source |^#PBS -[qA] /d; s/select=.*/select=2:ncpus=1/' \
       -e "s|~/launch-kit|$ROOT|; s|train.py .*|$ROOT/train.py --config long.yaml|" >own.sh
+  NODES=2
   JOB=$(on login qsub -v "PYTHON=$PYTHON,PREFLIGHT_SECONDS=20" own.sh)
   eventually has_begun
   ! is_over || { cat "logs/$JOB.OU" && false; }

@@ -68,9 +68,8 @@ def qsub(words: Sequence[str]) -> None:
     chunks = place(resources.setdefault("select", "1:ncpus=1"))
     title = options.get("-N") or ("STDIN" if is_command else Path(rest[0]).name[:15])
     number, here = next_number(), os.getcwd()
-    name = f"{number}.head"
     output = options.get("-o", f"{title}.o{number}")
-    job = {
+    job: dict[str, Any] = {
         "Job_Name": title,
         "job_state": "Q",
         "queue": QUEUE,
@@ -86,13 +85,29 @@ def qsub(words: Sequence[str]) -> None:
             "variables": forwarded(options, here),
         },
     }
-    folder = PBS / "jobs" / name
-    folder.mkdir()
-    if not is_command:
-        shutil.copy(rest[0], folder / f"{name}.SC")
-        (folder / f"{name}.SC").chmod(0o700)
-    write(folder / "job", job)
-    print(name)
+    for task, more in tasks_of(number, options.get("-J", "")):
+        folder = PBS / "jobs" / task
+        folder.mkdir()
+        if not is_command:
+            shutil.copy(rest[0], folder / f"{task}.SC")
+            (folder / f"{task}.SC").chmod(0o700)
+        own = job["own"] | {"variables": job["own"]["variables"] | more}
+        write(folder / "job", job | {"own": own})
+    print(f"{number}[].head" if "-J" in options else f"{number}.head")
+
+
+def tasks_of(number: int, span: str) -> list[tuple[str, dict[str, str]]]:
+    """Return the name of a job, or of each task of an array, and the variables that a task gets."""
+    if not span:
+        return [(f"{number}.head", {})]
+    first, last = map(int, span.split("-"))
+    return [
+        (
+            f"{number}[{task}].head",
+            {"PBS_ARRAY_INDEX": f"{task}", "PBS_ARRAY_ID": f"{number}[].head"},
+        )
+        for task in range(first, last + 1)
+    ]
 
 
 def next_number() -> int:
