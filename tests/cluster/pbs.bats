@@ -181,6 +181,13 @@ PY
   has_lines 1 '^ranks      2 = 2 nodes x 1, gloo'
   on login qdel "$JOB"
   has_saved SIGTERM 271
+  # The resume line submits this file again, from any shell.
+  sed -n "s/^resume   //p" "logs/$JOB.OU" >resume.sh
+  grep -q " qsub -V .* own.sh$" resume.sh
+  JOB=$(on login bash resume.sh)
+  eventually has_lines 1 '^\[0\] resumed    after step'
+  on login qdel "$JOB"
+  eventually is_over
 }
 
 has_trained() {

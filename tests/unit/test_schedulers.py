@@ -145,7 +145,49 @@ def test_pbs_that_kills_before_the_ranks_have_saved(
     assert pbs.find_short_delay(grace_s, {"PBS_JOBID": "7.host"}) == ""
     if told == "    enabled = True":
         torque = {**job, "PBS_VERSION": "TORQUE-6.1.2"}
-        assert pbs.find_short_delay(grace_s, torque) == KILLED.format(grace_s + 10, 2)
+        line = KILLED.format(grace_s + 10, 2)
+        line = line.replace("ask", f"submit with qsub -K {grace_s + 10}, or ask")
+        assert pbs.find_short_delay(grace_s, torque) == line
+
+
+@pytest.mark.parametrize(
+    ("job", "queue", "server", "delay"),
+    [("", "", "", 2), ("60", "5", "6", 60), ("", "5", "60", 5), ("", "", "60", 60)],
+)
+def test_torque_kills_as_the_job_the_queue_or_the_server_says(
+    tools: Path, job: str, queue: str, server: str, delay: int
+) -> None:
+    told = {"-f": ("user_kill_delay", job), "-Qf": ("kill_delay", queue)}
+    told |= {"-Bf": ("kill_delay", server)}
+    lines = [
+        f"'{option}') echo '  server = head'; echo '  {name} = {value}' ;;"
+        for option, (name, value) in told.items()
+    ]
+    make_tool(tools / "qstat", f'case "$1" in {" ".join(lines)} esac')
+    torque = {"PBS_JOBID": "7.head", "PBS_QUEUE": "batch", "PBS_VERSION": "TORQUE-6.1.2"}
+    line = pbs.find_short_delay(30, torque)
+    assert line == "" if delay == 60 else f"PBS kills this job {delay} s after" in line
+
+
+@pytest.mark.parametrize(
+    ("lines", "nodes", "ppn", "is_taken"),
+    [
+        ("n1 n1 n1 n1", "4", "1", True),  # a scheduler has packed nodes=4:ppn=1
+        ("n1 n1 n2 n2 n2 n2", "3", "2", True),
+        ("n1 n2 n3", "3", "", True),
+        ("n1 n1 n1", "4", "1", False),
+        ("n1 n1 n2 n2", "3", "", False),
+    ],
+)
+def test_torque_counts_the_requested_nodes(
+    tmp_path: Path, lines: str, nodes: str, ppn: str, is_taken: bool
+) -> None:
+    (tmp_path / "nodes").write_text(lines.replace(" ", "\n"))
+    job = {"PBS_JOBID": "7.head", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    job |= {"PBS_NUM_NODES": nodes, "PBS_NUM_PPN": ppn}
+    is_fine = contextlib.nullcontext() if is_taken else pytest.raises(PlanError, match="but should")
+    with is_fine:
+        assert len(pbs.read_nodefile(job, 1)) == len({*lines.split()})
 
 
 # --- the commands that ask for a job ------------------------------------------------------------
@@ -520,6 +562,19 @@ ALTERED = (
             f"-N mine -l walltime=01:00:00 {OUT} {TWO} -A lab -P ab12 -q route {END}",
         ),
         (
+            told("qstat-xf-site-resources"),
+            {},
+            f"-N train -l walltime=00:20:00 {OUT} -l select=1:ncpus=1 -l place=free "
+            "-l filesystems=home:eagle -l storage=gdata/ab1 -m abe -M user@site -q workq -r n "
+            f"{END}",
+        ),
+        (
+            TORQUE.replace("    start", "    Resource_List.mem = 8gb\n    start"),
+            IN_TORQUE,
+            f"-N train -l walltime=01:00:00 {OUT} -l nodes=2:ppn=4 -l mem=8gb -q workq "
+            f"{TORQUES_END}",
+        ),
+        (
             TORQUE,
             IN_TORQUE,
             f"-N train -l walltime=01:00:00 {OUT} -l nodes=2:ppn=4 -q workq {TORQUES_END}",
@@ -535,6 +590,41 @@ def test_qsub_for_a_job_like_this_one(
     environ = {"PBS_JOBID": "1.head", "PBS_O_QUEUE": "workq", **more}
     command = pbs.job_command(environ, SCRIPT, ["typed.sh", "c.yaml", "a b"])
     assert shlex.join(command) == (expected and f"qsub -V {expected}")
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "expected"),
+    [
+        (  # -v PREFLIGHT_SECONDS=90 own.pbs
+            told("qstat-xf-own-script-qdel-143"),
+            "#!/bin/bash\n#PBS -l place=scatter\n#PBS -p 3\n",
+            "-l place=scatter -p 3 -l select=2:ncpus=1 -l walltime=00:10:00 -N own "
+            f"{OUT} -q workq own.pbs",
+        ),
+        (told("qstat-xf-own-script-qdel-143"), "#PBS -J 1-3\n", ""),  # all tasks of an array
+        (told("qstat-xf-own-script-qdel-143"), None, ""),
+        (TORQUE + "    submit_args = -q batch own.pbs\n", "", None),
+        ("", "", ""),
+    ],
+)
+def test_the_users_own_batch_file_is_submitted_again(
+    tmp_path: Path, qstat: Path, text: str, lines: str | None, expected: str | None
+) -> None:
+    tell(qstat, text)
+    if lines is not None:
+        (tmp_path / "own.pbs").write_text(lines)
+    job = {"PBS_JOBID": "29.head", "PBS_O_QUEUE": "workq", "PBS_O_WORKDIR": str(tmp_path)}
+    job |= IN_TORQUE if expected is None else {}
+    command = shlex.join(pbs.own_command(job, ["launch.sh", "--hosts", "job", "x.py"]))
+    if expected is None:
+        expected = f"-l nodes=2:ppn=4 -l walltime=01:00:00 -N train {OUT} -q workq own.pbs"
+    assert command == (expected and f"qsub -V {expected}")
+
+
+def test_a_launch_script_that_follows_the_dashes_is_submitted_again(qstat: Path) -> None:
+    tell(qstat, told("qstat-xf-dashdash-absolute-path"))
+    command = pbs.own_command({"PBS_JOBID": "1.head"}, [str(SCRIPT), "--hosts", "job", "x.py"])
+    assert shlex.join(command).endswith(f" -- {SCRIPT} --hosts job x.py")
 
 
 @pytest.mark.parametrize(
