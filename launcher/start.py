@@ -51,6 +51,10 @@ def start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
         name = "" if re.search(r" \[[a-z-]+\]$", str(error)) else " [config-invalid]"
         warn(f"{call.program}: {error}{name}")
         code = BAD_INPUT
+    except PermissionError as error:
+        cause = f"{error.filename!r}: {error.strerror}"
+        warn(f"{call.program}: {short_host_name()}: {cause}; set LOG_DIR [dir-unwritable]")
+        code = REFUSED
     except SystemExit as leave:  # a wrong config, or a stop before the start
         code = int(leave.code or 0)
         raise

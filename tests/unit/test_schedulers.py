@@ -285,6 +285,19 @@ def test_a_copy_of_a_live_run_leaves_the_chain_of_that_run_alone(
     assert (tmp_path / "told").exists() == is_cancelled
 
 
+def test_a_file_that_may_not_be_read_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "logs/49.head/run.json")
+
+    monkeypatch.setattr(start, "make_plan", fail)
+    call = Call("slurm_train", "x.sh", "", "/", "", "", "", "x.sh")
+    assert start.start(call, [], {}) == REFUSED
+    told = "'logs/49.head/run.json': Permission denied; set LOG_DIR [dir-unwritable]\n"
+    assert capsys.readouterr().err.endswith(told)
+
+
 @pytest.mark.parametrize(
     ("tool", "silent_s", "answer", "told"),
     [
@@ -714,7 +727,8 @@ def test_another_job_of_the_same_id_is_refused(
     note(qstat, FIRST)
     RunLock(tmp_path / run, f"run {run}").close()
     note(qstat, later)
-    cause = r"another job with the same id \(cluster head, submitted Thu Nov 26 08:.*foreign-run\]"
+    cause = r"another job with the same id \(cluster head, submitted Thu Nov 26 08:.*"
+    cause += rf"add resume=checkpoints/{run} \[foreign-run\]"
     refusal = pytest.raises(Refused, match=cause) if is_refused else contextlib.nullcontext()
     with refusal:
         RunLock(tmp_path / run, f"run {run}").close()
