@@ -85,6 +85,26 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   has_lines 0 'kill_delay'
 }
 
+@test "a job that PBS suspends for 23 s goes on, and saves" {
+  local shown
+  start 2
+  on login qsig -s suspend "$JOB"
+  sleep 23 # the suspension itself
+  shown=$(step)
+  on login qsig -s resume "$JOB"
+  eventually has_gone_on "$shown"
+  on login qdel "$JOB"
+  has_saved SIGTERM 271
+}
+
+step() { # the last step in the log of rank 0's node
+  sed -n 's/^\[0\] step \([0-9]*\).*/\1/p' "logs/$JOB/node_0.log" | tail -n 1
+}
+
+has_gone_on() { # <step>
+  is_over || (($(step) > $1 + 100))
+}
+
 @test "qsig -s SIGUSR1 saves, where the launcher leads the job's session; the resume line has what the job had" {
   start 1 --
   on login qsig -s SIGUSR1 "$JOB"

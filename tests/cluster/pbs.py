@@ -151,7 +151,8 @@ def request(words: Sequence[str]) -> None:
     if NAME == "qalter":
         asked["changes"] = dict([f"Resource_List.{options['-l']}".split("=")])
     elif NAME == "qsig":
-        asked["signum"] = signal.Signals[f"SIG{options['-s'].removeprefix('SIG')}"]
+        name = {"suspend": "STOP", "resume": "CONT"}.get(options["-s"], options["-s"])
+        asked["signum"] = signal.Signals[f"SIG{name.removeprefix('SIG')}"]
     else:
         asked |= {"end": NAME, "signum": 9 if options.get("-W") == "force" else 15}
     for name in jobs:
