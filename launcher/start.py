@@ -12,11 +12,15 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from distributed.environment import LauncherError
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
+from distributed.job import job_id
+from distributed.lock import is_locked, locked_by
 from launcher.cli.arguments import Call, parse
 from launcher.outer_run import leave_outer_run
 from launcher.plan import pbs, resume, submit_with_config
@@ -26,7 +30,8 @@ from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan
 from launcher.plan.slurm import end_chain
 from launcher.record import detach, run_json, runs
-from launcher.text import OwnEnviron, PlanError, mend_streams, short_host_name, warn
+from launcher.text import Environ, OwnEnviron, PlanError, mend_streams, short_host_name, warn
+from launcher.wire import limits
 
 
 def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
@@ -88,6 +93,23 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     return code
 
 
+def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:
+    """If an earlier start of this job is still running the run, have it save and stop.
+
+    A scheduler that has lost contact with a node starts its job again elsewhere, and cannot end the
+    first start. Its agent reads run.json; if it does not stop in time, this start goes on.
+    """
+    if not (job_id(environ) and is_locked(folder)):
+        return
+    wait_s = grace_s + limits.STOP_COMMAND_S
+    _, host = locked_by(folder) or (0, "another node")
+    warn(f"waiting up to {wait_s:g} s for this job's earlier start, on {host}, to save and stop")
+    run_json.update(folder, job=run_json.this_start(environ))
+    until = time.monotonic() + wait_s
+    while is_locked(folder) and time.monotonic() < until:
+        time.sleep(limits.LOCK_LOOK_S)
+
+
 def prepare(plan: Plan, script: str) -> Callable[[], None]:
     """Return the function that a fan-out calls after its last check, before the first agent starts.
 
@@ -100,7 +122,7 @@ def prepare(plan: Plan, script: str) -> Callable[[], None]:
     is_first = plan.node_rank == 0
     if is_first:
         run_json.refuse_live(plan.folder, plan.environ)
-        run_json.end_earlier_start(plan.folder, plan.environ, plan.grace_s)
+        end_earlier_start(plan.folder, plan.environ, plan.grace_s)
     leave_terminal = detach.fork_launcher(plan, script) if plan.is_detached else lambda: None
 
     def be_ready() -> None:

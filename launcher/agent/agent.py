@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -223,11 +222,7 @@ class NodeAgent:
         if self.meeting.team is not None:
             self.meeting.team.check_spares(self._on_lost_spare)
         self.network.look(self.outputs.say)
-        self.restarts.look()
-        record = self.restarts.record
-        if record is not None and record.is_taken_over and not self.signals:
-            self.outputs.say("the scheduler has started this job again; stopping this start")
-            os.kill(os.getpid(), signal.SIGTERM)
+        self.restarts.look(self.outputs.say)
         if shows_no_rank(self):
             self.outputs.show_step(self.heartbeats.step())
 

@@ -64,6 +64,11 @@ def read_lines(environ: Environ, name: str = "PBS_NODEFILE") -> list[str]:
     return file.read_text(errors="surrogateescape").split() if file.is_file() else []
 
 
+def has_one_node(environ: Environ) -> bool:
+    """Return whether this is the only node of its job; some sites forbid ssh to it."""
+    return len({*read_lines(environ)}) == 1
+
+
 def count_ranks(
     lines: Sequence[str], chunks: Sequence[Mapping[str, str]]
 ) -> tuple[dict[str, int], bool]:

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -19,6 +18,7 @@ from distributed.errors import REFUSED, Refused
 from distributed.job import job_id, this_job
 from distributed.lock import RunLock, is_locked, locked_by, refuse_holder, this_process, update_link
 from launcher.processes import start_ticks
+from launcher.record.commit import git_commit
 from launcher.record.restart import Restart
 from launcher.text import Environ, warn
 from launcher.typed_json import decode
@@ -187,23 +187,6 @@ def refuse_live(folder: Path, environ: Environ) -> None:
         raise Refused("run-is-live", f"{cause}; wait until it ends, or choose another RUN_ID")
 
 
-def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:
-    """If an earlier start of this job is still running the run, have it save and stop.
-
-    A scheduler that has lost contact with a node starts its job again elsewhere, and cannot end the
-    first start. Its agent reads run.json; if it does not stop in time, this start goes on.
-    """
-    if not (job_id(environ) and is_locked(folder)):
-        return
-    wait_s = grace_s + limits.STOP_COMMAND_S
-    _, host = locked_by(folder) or (0, "another node")
-    warn(f"waiting up to {wait_s:g} s for this job's earlier start, on {host}, to save and stop")
-    update(folder, job=this_start(environ))
-    until = time.monotonic() + wait_s
-    while is_locked(folder) and time.monotonic() < until:
-        time.sleep(limits.LOCK_LOOK_S)
-
-
 def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
     """Record that this process is about to start the run.
 
@@ -301,6 +284,7 @@ class LiveRecord:
         self._folder = folder
         self._lock = RunLock(folder, f"run {folder.name}")
         self.earlier = read(folder) or Record()
+        self._job = self.earlier.job
         self._progress = (-1, -1)
         self._written = time.monotonic()
         self._is_lost = False
@@ -311,7 +295,7 @@ class LiveRecord:
             run_id=folder.name,
             working_directory=os.getcwd(),
             versions={**versions, "kernel": platform.release()},
-            git_commit=_git_commit(),
+            git_commit=git_commit(),
             step=-1,
             saved_step=-1,
             first_step=None,
@@ -320,13 +304,13 @@ class LiveRecord:
             **fields,
         )
 
-    @property
     def is_taken_over(self) -> bool:
-        """Whether another start of this job waits for this one to stop (see end_earlier_start)."""
+        """Return, once, whether another start of this job waits for this one to stop."""
+        before = self._job
         with contextlib.suppress(OSError):
             record = read(self._folder) or self.earlier
-            return record.job not in ("", self.earlier.job)
-        return False
+            self._job = record.job or before  # see end_earlier_start
+        return self._job != before
 
     def note_progress(self, saved_step: int, step: int) -> None:
         """Record the newest checkpoint and step, at most once every STEP_RECORD_S seconds."""
@@ -354,17 +338,3 @@ class LiveRecord:
                     f"({error.strerror}) [log-lost]"
                 )
             self._is_lost = True
-
-
-def _git_commit() -> str | None:
-    """Return the working directory's commit, plus `+` if files have changed; None outside git."""
-    try:
-        answer = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
-            capture_output=True,
-            errors="replace",
-            timeout=5,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() or None

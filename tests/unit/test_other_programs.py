@@ -19,7 +19,7 @@ from launcher.plan import hosts, pbs, submit_with_config
 from launcher.plan.plan import ROOT
 from launcher.preflight import checks
 from launcher.preflight.gpus import visible_gpus
-from launcher.record import run_json
+from launcher.record.commit import git_commit
 
 LATIN = b"J\xfcrgen"  # not UTF-8
 NAME = os.fsdecode(LATIN)
@@ -67,7 +67,7 @@ def test_nvidia_smi(tools: Path) -> None:
 
 def test_git(tools: Path) -> None:
     make_tool(tools / "git", r"printf 'fatal: not owned by J\374rgen' >&2; exit 128")
-    assert run_json._git_commit() is None
+    assert git_commit() is None
 
 
 def test_a_program_in_a_container(tmp_path: Path) -> None:

@@ -754,29 +754,29 @@ def test_a_second_start_waits_until_the_first_has_stopped(
     be_in_job("26.head")
     note(qstat, FIRST)
     folder = tmp_path / "26.head"
-    run_json.end_earlier_start(folder, os.environ, 30)
+    start.end_earlier_start(folder, os.environ, 30)
     run_json.note_start(folder, os.environ)
     first = run_json.LiveRecord(
         folder, is_takeover=False, launcher=None, versions={}, hosts=("n",), world_size=1
     )
-    assert not first.is_taken_over
+    assert not first.is_taken_over()
 
     def stop() -> None:
         """Act as the agent of the first start, which sees the second one, and exits."""
-        while not first.is_taken_over:
+        while not first.is_taken_over():
             time.sleep(0.01)
         first._lock.close()
 
     note(qstat, told("qstat-xf-requeued"))
     agent = threading.Thread(target=stop)
     agent.start()
-    run_json.end_earlier_start(folder, os.environ, 30)
+    start.end_earlier_start(folder, os.environ, 30)
     assert first._lock.fd < 0
     agent.join()
     waiting = f"waiting up to 55 s for this job's earlier start, on {os.uname().nodename}, to save"
     assert capsys.readouterr().err == f"{waiting} and stop\n"
     (folder / "run.json").write_text("{")
-    assert not first.is_taken_over
+    assert not first.is_taken_over()
 
 
 # --- variables that a user gives the job --------------------------------------------------------
