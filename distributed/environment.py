@@ -138,7 +138,7 @@ def mpi(launcher: str, names: tuple[str, ...], command: str, v: Variables) -> En
 def _starter() -> str:
     """Return the parent of this rank's process group leader; MPICH's ranks on a node share it."""
     try:
-        stat = Path(f"/proc/{os.getpgrp()}/stat").read_text()
+        stat = Path(f"/proc/{os.getpgrp()}/stat").read_text(errors="replace")
     except OSError:
         return ""
     return f"process {stat.rpartition(')')[2].split()[1]}"

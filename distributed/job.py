@@ -83,7 +83,7 @@ def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | N
     notice.start()
     try:
         return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, timeout=limit_s, text=True
+            command, stderr=subprocess.DEVNULL, timeout=limit_s, errors="surrogateescape"
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -108,7 +108,8 @@ def _check_in(
     store: Store, env: Environment, device: torch.device, backend: str
 ) -> tuple[str, str] | None:
     """Claim this rank and, for NCCL, its GPU; return the fault and text if either is taken."""
-    me = f"{socket.gethostname()} (rank {env.rank}, {device}, process {os.getpid()})"
+    host = socket.gethostname().encode(errors="replace").decode()  # the store takes only UTF-8
+    me = f"{host} (rank {env.rank}, {device}, process {os.getpid()})"
     taken = {f"rank {env.rank} is used": ("duplicate-node-rank", "give each node its own rank")}
     if backend == "nccl":
         uuid = torch.cuda.get_device_properties(device).uuid

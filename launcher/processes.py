@@ -153,7 +153,7 @@ def has_signal(pid: int, mask: str, signum: int) -> bool:
 
     SigCgt lists the signals that have a handler, SigBlk those that the main thread blocks.
     """
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", errors="replace") as file:
         mask_line = next((line for line in file if line.startswith(f"{mask}:")), f"{mask}: 0")
         return bool(int(mask_line.split()[1], 16) >> (signum - 1) & 1)
     return False

@@ -12,11 +12,15 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from distributed.environment import LauncherError
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
+from distributed.job import job_id
+from distributed.lock import is_locked, locked_by
 from launcher.cli.arguments import Call, parse
 from launcher.outer_job import leave_outer_job
 from launcher.outer_run import leave_outer_run
@@ -28,7 +32,8 @@ from launcher.plan.plan import Plan
 from launcher.plan.script import check_script, show_help
 from launcher.processes import outlive_others
 from launcher.record import detach, run_json, runs
-from launcher.text import OwnEnviron, PlanError, mend_streams, short_host_name, warn
+from launcher.text import Environ, OwnEnviron, PlanError, mend_streams, short_host_name, warn
+from launcher.wire import limits
 
 
 def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
@@ -54,6 +59,10 @@ def start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
         name = "" if re.search(r" \[[a-z-]+\]$", str(error)) else " [config-invalid]"
         warn(f"{call.program}: {error}{name}")
         code = BAD_INPUT
+    except PermissionError as error:
+        cause = f"{error.filename!r}: {error.strerror}"
+        warn(f"{call.program}: {short_host_name()}: {cause}; set LOG_DIR [dir-unwritable]")
+        code = REFUSED
     except SystemExit as leave:  # a wrong config, or a stop before the start
         code = int(leave.code or 0)
     finally:
@@ -74,20 +83,39 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
         return runs.main(typed)
     if typed.fanout == "submit":
         return submit_with_config.run(typed)
+    pbs.find_tools(environ)
     resume.forward_given(environ, pbs.note_job(environ))
     plan = make_plan(typed)
     check_script(plan)
     if (code := show_help(plan)) is not None:
         return code
-    is_saving = plan.node_rank == 0 and not typed.module
-    short = pbs.find_short_delay(plan.grace_s, environ) if is_saving else ""
-    for warning in filter(None, (find_idle(plan), short)):
+    is_first = plan.node_rank == 0
+    silence = pbs.find_silence(environ) if is_first else ""
+    short = pbs.find_short_delay(plan.grace_s, environ) if is_first and not typed.module else ""
+    for warning in filter(None, (find_idle(plan), silence, short)):
         warn(f"{typed.program}: warning: {warning}")
     be_ready = prepare(plan, typed.typed[0])
     fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
     code = int(fanout.run(check_config(plan), be_ready))
     run_json.note_end(plan.folder, code)
     return code
+
+
+def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:
+    """If an earlier start of this job is still running the run, have it save and stop.
+
+    A scheduler that has lost contact with a node starts its job again elsewhere, and cannot end the
+    first start. Its agent reads run.json; if it does not stop in time, this start goes on.
+    """
+    if not (job_id(environ) and is_locked(folder)):
+        return
+    wait_s = grace_s + limits.STOP_COMMAND_S
+    _, host = locked_by(folder) or (0, "another node")
+    warn(f"waiting up to {wait_s:g} s for this job's earlier start, on {host}, to save and stop")
+    run_json.update(folder, job=run_json.this_start(environ))
+    until = time.monotonic() + wait_s
+    while is_locked(folder) and time.monotonic() < until:
+        time.sleep(limits.LOCK_LOOK_S)
 
 
 def prepare(plan: Plan, script: str) -> Callable[[], None]:
@@ -102,6 +130,7 @@ def prepare(plan: Plan, script: str) -> Callable[[], None]:
     is_first = plan.node_rank == 0
     if is_first:
         run_json.refuse_live(plan.folder, plan.environ)
+        end_earlier_start(plan.folder, plan.environ, plan.grace_s)
     leave_terminal = detach.fork_launcher(plan, script) if plan.is_detached else lambda: None
 
     def be_ready() -> None:

@@ -46,6 +46,7 @@ def mend_streams() -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, name)  # None: it was closed
         encoding, errors = (old.encoding, old.errors) if old else ("utf-8", "replace")
+        errors = errors.replace("strict", "backslashreplace")  # names may not be UTF-8
         raw = _Stream(number, "wb", closefd=False)
         new = io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=True)
         setattr(sys, name, new)

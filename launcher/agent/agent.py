@@ -345,7 +345,7 @@ def look_around(agent: NodeAgent) -> None:
     if meeting.team is not None:
         meeting.team.check_spares(agent.on_lost_spare)
     agent.network.look(say)
-    agent.restarts.look()
+    agent.restarts.look(agent.outputs.say)
     if agent.own.node_rank in (0, 1) or shows_no_rank(agent):  # not every node of a large run
         tell_silences(meeting.peers, agent.own.hosts, say)
     if shows_no_rank(agent):

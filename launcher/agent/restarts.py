@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,11 +97,17 @@ class Restarts:
         self.write()
         return restart.describe(self.most)
 
-    def look(self) -> None:
-        """Record the ranks' progress and, once the lost steps are repeated, the time lost."""
+    def look(self, say: Callable[[str], None]) -> None:
+        """Record the ranks' progress and, once the lost steps are repeated, the time lost.
+
+        If the scheduler has started this job again, end this start.
+        """
         step = self.beats.step()
         if self.record is not None:
             self.record.note_progress(*self.beats.reached())
+            if self.record.is_taken_over():
+                say("the scheduler has started this job again; stopping this start")
+                os.kill(os.getpid(), signal.SIGTERM)
         if step >= 0 and not self.has_begun:
             self.has_begun = True
             self.write(first_step=time.time())

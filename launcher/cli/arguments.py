@@ -19,6 +19,7 @@ from launcher.text import Environ, PlanError, did_you_mean
 
 ROOT = Path(__file__).parents[2]
 _SETTING = re.compile(r"[A-Za-z_+~][A-Za-z0-9_.+-]*=")
+_TASKS = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID")  # Torque has the last
 _COPIES = ("slurm_script", ".SC")  # how SLURM and PBS name their copies of a batch script
 
 
@@ -57,7 +58,7 @@ def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
         command.finish(values, environ)
     _name_batch_script(values, call.file)
     typed = [call.script, *words]
-    if task := environ.get("SLURM_ARRAY_TASK_ID") or environ.get("PBS_ARRAY_INDEX"):
+    if task := next(filter(None, map(environ.get, _TASKS)), ""):
         filled = {word: word.replace("{task}", task) for word in values.get("setting", ())}
         values["setting"] = (*filled.values(),)
         typed = [filled.get(word, word) for word in typed]

@@ -17,6 +17,7 @@ from launcher import processes
 from launcher.fanout.loop import Child, Loop, Show, given_options, ssh_command
 from launcher.own_time import SilenceNews
 from launcher.plan.own import asked_names
+from launcher.plan.pbs import JOB_VARIABLES
 from launcher.plan.plan import Plan
 from launcher.plan.resume import FORWARDED
 from launcher.text import Environ, PlanError
@@ -235,7 +236,7 @@ def write_opening(plan: Plan, added: Environ) -> str:
 
     `added` are variables in addition to the forwarded ones.
     """
-    names, environ = (*plan.forwarded, "LAUNCH_JOB"), plan.environ
+    names, environ = (*plan.forwarded, "LAUNCH_JOB", *JOB_VARIABLES), plan.environ
     kept = {name: environ[name] for name in names if name in environ}
     exports = shlex.join(f"{name}={value}" for name, value in {**kept, **added}.items())
     script = [word for word in plan.words if word[:1] != "-"][:1]

@@ -32,7 +32,9 @@ def read_script(file: Path, nproc: int | None) -> World:
 
     `nproc` is the number of ranks per node that the user asked for.
     """
-    lines = re.findall(r"^#(?:SBATCH|PBS) (.*?)(?: #.*)?$", file.read_text(), re.MULTILINE)
+    lines = re.findall(
+        r"^#(?:SBATCH|PBS) (.*?)(?: #.*)?$", file.read_text(errors="replace"), re.MULTILINE
+    )
     nodes, tasks, gpus = (_last(pattern, lines) for pattern in (_NODES, _TASKS, _GPUS))
     ranks = tasks if tasks > 1 else nproc or gpus
     asked = read_nproc("", str(ranks)) if nodes and ranks else None

@@ -80,7 +80,7 @@ def is_healthy(plan: Plan, nproc: int) -> bool:
     agent = [plan.python, str(plan.root / AGENT), "--standalone", "--nproc-per-node", str(nproc)]
     command = [*agent, "-m", "distributed.selftest", "--test", "basic"]
     container = plan.container and replace(plan.container, directory=plan.root)
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     result = replace(plan, container=container).run_inside(command, cwd=plan.root, **output)
     if result.returncode != 0:
         sys.stderr.write(result.stdout)

@@ -55,7 +55,7 @@ def read_hostfile(file: Path) -> list[str]:
     if not file.is_file():
         raise PlanError(f"there is no host file {str(file)!r}; correct -f")
     words = []
-    for number, line in enumerate(file.read_text(encoding="utf-8-sig").splitlines(), 1):
+    for number, line in enumerate(file.read_text("utf-8-sig", "surrogateescape").splitlines(), 1):
         fields = line.partition("#")[0].split()
         if len(fields) < 2:
             words += fields

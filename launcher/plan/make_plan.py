@@ -175,7 +175,7 @@ def choose_fanout(typed: Typed) -> str:
     if typed.fanout in ("local", "auto") and (typed.node or typed.hostfile):
         return "ssh"
     if typed.fanout != "auto":
-        return typed.fanout
+        return "local" if typed.nodefile and pbs.has_one_node(environ) else typed.fanout
     if environ.get("SLURM_JOB_ID") and not in_slurm_step(environ):
         return "srun"
     if len({*pbs.read_lines(environ)}) > 1:
@@ -192,9 +192,8 @@ def choose_fanout(typed: Typed) -> str:
 
 def is_login_node(environ: Environ) -> bool:
     """Return whether a batch system answers here, and this process is in none of its jobs."""
-    return not job_id(environ) and any(
-        ask_scheduler(tool, limit_s=limits.LOGIN_NODE_S) is not None for tool in ("sinfo", "qstat")
-    )
+    asked = (ask_scheduler(tool, limit_s=limits.LOGIN_NODE_S) for tool in ("sinfo", "qstat"))
+    return not job_id(environ) and any(answer is not None for answer in asked)
 
 
 def read_world(typed: Typed, fanout: str) -> World:
@@ -207,7 +206,7 @@ def read_world(typed: Typed, fanout: str) -> World:
         return job_command.read_script(ROOT / typed.batch_script, nproc)
     if fanout == "srun":
         return slurm.read_job(environ, (*typed.typed, typed.program)[0], nproc)
-    if fanout in ("ssh", "pdsh"):
+    if fanout in ("ssh", "pdsh") or typed.nodefile:
         return _read_named(typed, nproc)
     if typed.fanout == "auto":
         nproc = nproc or pbs.asked_ranks(environ)
@@ -228,8 +227,9 @@ def _read_named(typed: Typed, nproc: int | None) -> World:
         nodes = hosts.read_nodes([*typed.node, *more], nproc)
     if not nodes:
         raise PlanError("no nodes; name them after NPROC, or in a file with -f")
+    if len(nodes) == 1:
+        return World(nproc=nodes[0].nproc, nodes=nodes)
     master = typed.environ.get("MASTER_ADDR") or nodes[0].name.rpartition("@")[2]
-    master = master if len(nodes) > 1 else "127.0.0.1"
     return World(len(nodes), master, nproc=nproc, nodes=nodes)
 
 

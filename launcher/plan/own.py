@@ -52,7 +52,8 @@ class Own:
             say(
                 f"warning: {names}: the scheduler's values for this node are not sent to the "
                 f"others, whose values are unknown ({', '.join(missing)}); "
-                f"to send this node's values, set FORWARD_ENV='{names}'"
+                f"to send this node's values, set FORWARD_ENV='{names}', unless they are UUIDs of "
+                "its GPUs"
             )
 
     def of_node(self, node: str, nproc: int = 0) -> dict[str, str]:

@@ -10,12 +10,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from shutil import which
 
 from distributed.job import ask_scheduler
 from launcher.plan.plan import NodePlan
 from launcher.text import Environ, OwnEnviron, PlanError, count
 from launcher.wire import limits
 
+# What scripts read of a job, and what is the same on each of its nodes.
+JOB_VARIABLES = (
+    *("PBS_JOBID", "PBS_JOBNAME", "PBS_O_WORKDIR", "PBS_ARRAY_INDEX"),
+    "PBS_ARRAYID",  # of Torque
+)
 REQUEST = (
     "ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS)"
     " or qsub -l nodes=2:ppn=4 (Torque)"
@@ -31,7 +37,9 @@ def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
         raise PlanError(f"this is not a PBS job; {REQUEST}")
     lines = read_lines(environ)
     there, asked = len({*lines}), environ.get("PBS_NUM_NODES") or "some"  # set by Torque
-    if not lines or (asked.isdecimal() and int(asked) != there):
+    # Torque counts what was requested; a scheduler may put several of these nodes on one host.
+    packed = int(environ.get("PBS_NUM_PPN") or 1) * int(asked) if asked.isdecimal() else 0
+    if not lines or (packed and str(there) != asked and len(lines) != packed):
         raise PlanError(
             f"the job's node file has {count(there, 'node')}, but should have {asked}; {REQUEST}"
         )
@@ -53,7 +61,12 @@ def asked_ranks(environ: Environ) -> int | None:
 def read_lines(environ: Environ, name: str = "PBS_NODEFILE") -> list[str]:
     """Return the lines of one of the job's files; the node file has a line for each MPI process."""
     file = Path(environ.get(name) or "/nonexistent")
-    return file.read_text().split() if file.is_file() else []
+    return file.read_text(errors="surrogateescape").split() if file.is_file() else []
+
+
+def has_one_node(environ: Environ) -> bool:
+    """Return whether this is the only node of its job; some sites forbid ssh to it."""
+    return len({*read_lines(environ)}) == 1
 
 
 def count_ranks(
@@ -76,12 +89,31 @@ def count_ranks(
     return (dict(counts) if max(counts.values()) > 1 else {}), is_chosen
 
 
+def find_tools(environ: OwnEnviron) -> None:
+    """Add the folder of PBS's commands to PATH if a job's PATH lacks it.
+
+    PBS starts a program that follows `--` without a shell, and its own default for PATH,
+    /bin:/usr/bin, does not contain its commands.
+    """
+    path, file = environ.get("PATH", ""), _conf_file(environ)
+    if not environ.get("PBS_JOBID") or which("qstat", path=path):
+        return
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    if found := re.search(r"^\s*PBS_EXEC=[\"']?([^\"'\s]+)", text, re.MULTILINE):
+        environ["PATH"] = f"{path}:{found[1]}/bin"
+
+
+def _conf_file(environ: Environ) -> Path:
+    return Path(environ.get("PBS_CONF_FILE") or "/etc/pbs.conf")
+
+
 @cache
 def ask_qstat(name: str, option: str = "-f") -> dict[str, str]:
     """Return the attributes of a job or, with -Qf, of a queue; empty if PBS does not answer."""
     answer = ask_scheduler("qstat", option, name) if name else None
-    text = (answer or "").replace("\n\t", "")  # qstat folds long lines
-    return dict(line.strip().split(" = ", 1) for line in text.splitlines() if " = " in line)
+    # qstat folds long lines, even within a character.
+    text = os.fsdecode(os.fsencode(answer or "").replace(b"\n\t", b""))
+    return dict(line.lstrip().split(" = ", 1) for line in text.splitlines() if " = " in line)
 
 
 def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
@@ -94,20 +126,43 @@ def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
     return chunks
 
 
+def find_silence(environ: Environ) -> str:
+    """Return a line if this is a PBS job, but PBS does not tell anything about it."""
+    job = environ.get("PBS_JOBID", "")
+    if not job or ask_qstat(job):
+        return ""
+    cause, cure = f"qstat -f {job} does not answer", "check it in a job"
+    if not which("qstat", path=environ.get("PATH")):
+        cause = f"qstat is neither in PATH nor in PBS_EXEC of {_conf_file(environ)}"
+        cure = "submit with qsub -v PATH"
+    lost = "the resume line, the request's GPUs and threads, and the variables of qsub -v"
+    return f"{cause}; without it, {lost} are not known; {cure}"
+
+
 def find_short_delay(grace_s: int, environ: Environ) -> str:
     """Return a line if PBS may kill this job while its ranks are still saving; otherwise empty."""
-    queue = environ.get("PBS_QUEUE", "")
-    attributes = ask_qstat(queue, "-Qf") if ask_qstat(environ.get("PBS_JOBID", "")) else {}
-    default = "2" if is_torque(environ) else "10"  # see pbs_queue_attributes(7B) of each
-    delay = attributes.get("kill_delay", default) if attributes else ""
-    close_s = limits.STOP_CLOSE_S
+    queue, delay, close_s = environ.get("PBS_QUEUE", ""), _kill_delay(environ), limits.STOP_CLOSE_S
     if not delay.isdecimal() or (stop_s := grace_s + close_s) <= int(delay):
         return ""
     cause = f"a stop can take {stop_s} s (GRACE + {close_s}), but PBS kills this job {delay} s"
-    cure = f"ask your administrator to set kill_delay={stop_s}"
+    cure = f"submit with qsub -K {stop_s}, or " if is_torque(environ) else ""
+    cure += f"ask your administrator to set kill_delay={stop_s}"
     if (rest_s := int(delay) - close_s) > 0:
         cure += f", or set GRACE={rest_s} if the ranks save within {rest_s} s"
     return f"{cause} after qdel or the walltime (kill_delay of queue {queue}); {cure}"
+
+
+def _kill_delay(environ: Environ) -> str:
+    """Return the seconds from SIGTERM to SIGKILL; empty if PBS does not answer."""
+    job = ask_qstat(environ.get("PBS_JOBID", ""))
+    queue = ask_qstat(environ.get("PBS_QUEUE", ""), "-Qf") if job else {}
+    if not queue:
+        return ""
+    if not is_torque(environ):
+        return queue.get("kill_delay", "10")  # see pbs_queue_attributes(7B)
+    server = ask_qstat(job.get("server", ""), "-Bf")
+    delays = job.get("user_kill_delay"), queue.get("kill_delay"), server.get("kill_delay")
+    return next(filter(None, delays), "2")  # the job's comes first
 
 
 def note_job(environ: OwnEnviron) -> list[str]:
@@ -136,8 +191,14 @@ def note_job(environ: OwnEnviron) -> list[str]:
 
 # --- the command that asks for a job ------------------------------------------------------------
 
-_REPEATED = {"-A": "Account_Name", "-P": "project", "-N": "Job_Name", "-j": "Join_Path"}
-_DEFAULTS = ("_pbs_project_default", "STDIN", "n")
+_REPEATED = {
+    **{"-A": "Account_Name", "-P": "project", "-N": "Job_Name", "-j": "Join_Path"},
+    **{"-k": "Keep_Files", "-m": "Mail_Points", "-M": "Mail_Users"},
+}
+_DEFAULTS = ("_pbs_project_default", "STDIN", "n", "a")
+# Resources of a whole job that PBS derives from its request, and rejects beside it.
+_DERIVED = {"nodect", "neednodes", "nodes", "select", "place", "soft_walltime"}
+_DERIVED_FROM_CHUNKS = {"ncpus", "mem", "vmem", "mpiprocs", "ompthreads", "ngpus", "naccelerators"}
 
 
 def is_torque(environ: Environ) -> bool:
@@ -160,14 +221,45 @@ def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[st
 
     It requests what this job was given or, outside a job, one node. Empty if PBS does not answer.
     """
-    has_nodes, arguments = is_torque(environ), typed[1:]
-    names = ("nodes", "walltime") if has_nodes else ("select", "place", "walltime")
+    command, arguments = _qsub(environ, script), typed[1:]
+    if not command or not is_torque(environ):
+        return command and [*command, "--", str(script), *arguments]
+    return [*command, *(["-F", shlex.join(arguments)] if arguments else []), str(script)]
+
+
+def own_command(environ: Environ, typed: Sequence[str]) -> list[str]:
+    """Return the qsub command for the batch job that this is part of: the user's own file, or a
+    command after `--`. Empty if that is not known.
+    """
+    attributes = ask_qstat(environ.get("PBS_JOBID", ""))
+    words = (attributes.get("Submit_arguments") or attributes.get("submit_args") or "").split()
+    if "--" in words:
+        return job_command(environ, Path(typed[0]), typed)
+    file = Path(environ.get("PBS_O_WORKDIR", ""), *words[-1:])
+    if not file.is_file() or re.search("^#PBS -J", _read(file), re.MULTILINE):
+        return []  # it would submit all tasks of the array
+    command = _qsub(environ, file)
+    return command and [*command, *words[-1:]]
+
+
+def _read(script: Path) -> str:
+    return script.read_text(errors="surrogateescape")
+
+
+def _qsub(environ: Environ, script: Path) -> list[str]:
+    """Return qsub with the options that a job needs to be like this one; see job_command()."""
+    has_nodes = is_torque(environ)
+    names = ["nodes", "walltime"] if has_nodes else ["select", "place", "walltime"]
     attributes = _this_job(environ) if environ.get("PBS_JOBID") else _one_node(environ)
+    derived = _DERIVED | (set() if has_nodes else _DERIVED_FROM_CHUNKS)
+    derived |= {name for chunk in read_chunks(attributes) for name in chunk}
+    given = [name.removeprefix("Resource_List.") for name in attributes if "Resource_List" in name]
+    names += [name for name in given if name not in derived and name not in names]
     asked = {f"-l {name}": attributes.get(f"Resource_List.{name}") for name in names}
     if not asked[f"-l {names[0]}"]:
         return []
-    lines = re.findall(r"^#PBS (-\w(?: \w+(?==))?)[ =](.*)$", script.read_text(), re.MULTILINE)
-    asked |= {option: attributes.get(option) for option in (*_REPEATED, "-o", "-q")}
+    lines = re.findall(r"^#PBS (-[^J\W](?: \w+(?==))?)[ =](.*)$", _read(script), re.MULTILINE)
+    asked |= {option: attributes.get(option) for option in (*_REPEATED, "-o", "-q", "-r")}
     options = dict(lines)
     options |= {option: value for option, value in asked.items() if value is not None}
     command = ["qsub", "-V"]
@@ -175,9 +267,7 @@ def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[st
         if value:
             letter, _, name = option.partition(" ")
             command += [letter, f"{name}={value}" if name else value]
-    if not has_nodes:
-        return [*command, "--", str(script), *arguments]
-    return [*command, *(["-F", shlex.join(arguments)] if arguments else []), str(script)]
+    return command
 
 
 def _one_node(environ: Environ) -> dict[str, str]:
@@ -194,6 +284,8 @@ def _this_job(environ: Environ) -> dict[str, str]:
         for option, name in _REPEATED.items()
         if name in attributes and attributes[name] not in _DEFAULTS
     }
+    if attributes.get("Rerunable") == "False":
+        options["-r"] = "n"
     if folder := os.path.dirname(attributes.get("Output_Path", "").partition(":")[2]):
         options["-o"] = f"{folder}/".removeprefix(f"{os.getcwd()}/")
     if queue := environ.get("PBS_O_QUEUE"):  # the queue of the submission; it may route jobs

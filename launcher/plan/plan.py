@@ -201,7 +201,7 @@ class Plan(World, Choices, ConfigFacts):
         """Run a command on this machine, and wait for it. Raises Refused if it cannot start."""
         words = self.inside(command)
         try:
-            return subprocess.run(words, stdin=subprocess.DEVNULL, text=True, **options)
+            return subprocess.run(words, stdin=subprocess.DEVNULL, errors="replace", **options)
         except OSError as error:
             cure = "correct PYTHON"
             if self.container:

@@ -40,8 +40,10 @@ def command_line(typed: Typed, fanout: str) -> str:
     names += REPEATED
     if fanout in ("ssh", "pdsh") or typed.nodefile:
         names += REPEATED_WITH_SSH
-    if typed.nodefile:  # qsub -v passes CONFIG; secrets are omitted
-        names += ["CONFIG", *(name for name in asked_names(environ) if not _SECRET.search(name))]
+    in_batch = environ.get("PBS_ENVIRONMENT") == "PBS_BATCH"
+    if typed.nodefile or in_batch:  # qsub -v passes CONFIG; secrets are omitted
+        names += ["CONFIG", "PBS_ARRAY_INDEX", "PBS_ARRAYID"]
+        names += [name for name in asked_names(environ) if not _SECRET.search(name)]
     names += _set_for_it(typed)
     given = {**environ, "LOG_LEVEL": ""} if typed.log_level else environ
     set_names = filter(given.get, dict.fromkeys(names))
@@ -53,6 +55,8 @@ def command_line(typed: Typed, fanout: str) -> str:
     script = resolve_script(typed.batch_script) if typed.batch_script else None
     if script and typed.nodefile:
         words = pbs.job_command(environ, typed.here / script, words)
+    elif in_batch:
+        words = pbs.own_command(environ, words)
     elif script or fanout == "srun":
         words = slurm.job_command(environ, script, words)
     elif is_task(environ):

@@ -137,7 +137,7 @@ def gpus_of_nodes(partition: str) -> list[int]:
     if shutil.which("sinfo") is None:
         raise Refused("env-missing", "sinfo is not installed here; submit from a login node")
     command = ["sinfo", "-h", "-N", "-o", "%P %N %G", *(["-p", partition] if partition else [])]
-    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    answer = subprocess.run(command, stdout=subprocess.PIPE, errors="replace")
     if answer.returncode != 0:
         raise Refused("env-missing", "sinfo failed, see above; submit where sinfo works")
     nodes = read_sinfo(answer.stdout, of_default=not partition)
@@ -205,7 +205,9 @@ def depend(after: str) -> list[str]:
 def refusal(words: Sequence[str]) -> str:
     """Return why SLURM could never start a job; empty if it could."""
     command = ["sbatch", "--test-only", *words]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
+    )
     return (result.stdout.strip().splitlines() or ["no answer"])[-1] if result.returncode else ""
 
 
@@ -215,7 +217,7 @@ def submit(words: Sequence[str], *, is_dry_run: bool) -> tuple[str, subprocess.P
     print_row("submit", shlex.join(command))
     if is_dry_run:
         return "JOBID", None
-    sbatch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    sbatch = subprocess.Popen(command, stdout=subprocess.PIPE, errors="replace")
     assert sbatch.stdout is not None
     job_id = sbatch.stdout.readline().strip().partition(";")[0]  # a cluster's name may follow
     if not job_id:  # sbatch has printed why

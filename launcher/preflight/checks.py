@@ -93,7 +93,7 @@ def missing_of_torch() -> str:
         return f"{str(folder)!r} has no _C module for this Python"
     try:
         command = ["env", "LC_ALL=C", "ldd", str(library)]
-        traced = subprocess.run(command, capture_output=True, text=True, timeout=3)
+        traced = subprocess.run(command, capture_output=True, errors="replace", timeout=3)
     except (OSError, subprocess.TimeoutExpired):
         return ""  # ldd is not on every system
     lines = [line.split() for line in traced.stdout.splitlines()]
@@ -331,7 +331,7 @@ def existing(directory: Path) -> Path:
 
 def _hosts_line(name: str) -> int | None:
     """Return the number of the line in /etc/hosts that makes the name a loopback address."""
-    for number, line in enumerate(Path("/etc/hosts").read_text().splitlines(), 1):
+    for number, line in enumerate(Path("/etc/hosts").read_text(errors="replace").splitlines(), 1):
         address, *names = line.partition("#")[0].split() or [""]
         if name in names and is_loopback(address):
             return number

@@ -188,7 +188,7 @@ def _amd_gpus(until: float) -> Iterator[Gpu]:
 def _run(tool: str, words: Sequence[str], until: float) -> subprocess.CompletedProcess[str]:
     try:
         left = until - time.monotonic()
-        return subprocess.run([tool, *words], capture_output=True, text=True, timeout=left)
+        return subprocess.run([tool, *words], capture_output=True, errors="replace", timeout=left)
     except subprocess.TimeoutExpired as error:
         raise GpuError(f"{tool} did not answer within {limits.NVIDIA_SMI_S:g} s") from error
 

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +19,7 @@ from distributed.job import job_id, this_job
 from distributed.lock import RunLock, is_locked, locked_by, refuse_holder, this_process, update_link
 from distributed.stop_signals import NOTICES
 from launcher.processes import start_ticks
+from launcher.record.commit import git_commit
 from launcher.record.restart import Restart
 from launcher.text import Environ, open_own, unwritable_fault, warn
 from launcher.typed_json import decode
@@ -286,6 +286,7 @@ class LiveRecord:
         self._folder = folder
         self._lock = RunLock(folder, f"run {folder.name}")
         self.earlier = read(folder) or Record()
+        self._job = self.earlier.job
         self._progress = (-1, -1)
         self._written = time.monotonic()
         self._is_lost = False
@@ -296,7 +297,7 @@ class LiveRecord:
             run_id=folder.name,
             working_directory=os.getcwd(),
             versions={**versions, "kernel": platform.release()},
-            git_commit=_git_commit(),
+            git_commit=git_commit(),
             step=-1,
             saved_step=-1,
             first_step=None,
@@ -304,6 +305,14 @@ class LiveRecord:
             **_start(folder, "running"),
             **fields,
         )
+
+    def is_taken_over(self) -> bool:
+        """Return, once, whether another start of this job waits for this one to stop."""
+        before = self._job
+        with contextlib.suppress(OSError):
+            record = read(self._folder) or self.earlier
+            self._job = record.job or before  # see end_earlier_start
+        return self._job != before
 
     def note_progress(self, saved_step: int, step: int) -> None:
         """Record the newest checkpoint and step, at most once every STEP_RECORD_S seconds."""
@@ -331,17 +340,3 @@ class LiveRecord:
                     f"({error.strerror}) [log-lost]"
                 )
             self._is_lost = True
-
-
-def _git_commit() -> str | None:
-    """Return the working directory's commit, plus `+` if files have changed; None outside git."""
-    try:
-        answer = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() or None

@@ -101,6 +101,7 @@ TERMINAL_STUCK_S = 0.5  # the agent stops waiting for a terminal that accepts no
 REDRAW_S = 5.0  # between two log entries of a line that redraws itself
 PROGRESS_S = 60.0  # between two lines on a node that was started by hand and shows no rank
 STEP_RECORD_S = 5.0  # between two updates of a run's step in run.json
+LOCK_LOOK_S = 0.2  # between two checks of whether a run's folder is locked
 RECORD_LOCK_S = 2.0  # the longest wait for another writer of run.json
 
 # Snapshots in memory.

@@ -68,9 +68,8 @@ def qsub(words: Sequence[str]) -> None:
     chunks = place(resources.setdefault("select", "1:ncpus=1"))
     title = options.get("-N") or ("STDIN" if is_command else Path(rest[0]).name[:15])
     number, here = next_number(), os.getcwd()
-    name = f"{number}.head"
     output = options.get("-o", f"{title}.o{number}")
-    job = {
+    job: dict[str, Any] = {
         "Job_Name": title,
         "job_state": "Q",
         "queue": QUEUE,
@@ -86,13 +85,29 @@ def qsub(words: Sequence[str]) -> None:
             "variables": forwarded(options, here),
         },
     }
-    folder = PBS / "jobs" / name
-    folder.mkdir()
-    if not is_command:
-        shutil.copy(rest[0], folder / f"{name}.SC")
-        (folder / f"{name}.SC").chmod(0o700)
-    write(folder / "job", job)
-    print(name)
+    for task, more in tasks_of(number, options.get("-J", "")):
+        folder = PBS / "jobs" / task
+        folder.mkdir()
+        if not is_command:
+            shutil.copy(rest[0], folder / f"{task}.SC")
+            (folder / f"{task}.SC").chmod(0o700)
+        own = job["own"] | {"variables": job["own"]["variables"] | more}
+        write(folder / "job", job | {"own": own})
+    print(f"{number}[].head" if "-J" in options else f"{number}.head")
+
+
+def tasks_of(number: int, span: str) -> list[tuple[str, dict[str, str]]]:
+    """Return the name of a job, or of each task of an array, and the variables that a task gets."""
+    if not span:
+        return [(f"{number}.head", {})]
+    first, last = map(int, span.split("-"))
+    return [
+        (
+            f"{number}[{task}].head",
+            {"PBS_ARRAY_INDEX": f"{task}", "PBS_ARRAY_ID": f"{number}[].head"},
+        )
+        for task in range(first, last + 1)
+    ]
 
 
 def next_number() -> int:
@@ -106,11 +121,14 @@ def next_number() -> int:
 def forwarded(options: dict[str, str], here: str) -> dict[str, str]:
     """Return the variables of a job that come from its submission."""
     names = [one.partition("=") for one in options.get("-v", "").split(",") if one]
+    told = ("HOME", "LANG", "LOGNAME", "MAIL", "PATH", "SHELL")
     return {
         **(os.environ if "-V" in options else {}),
         **{name: value if is_set else os.environ.get(name, "") for name, is_set, value in names},
-        **{f"PBS_O_{name}": os.environ.get(name, "") for name in ("HOME", "LOGNAME", "PATH")},
+        **{f"PBS_O_{name}": os.environ[name] for name in told if name in os.environ},
+        **{"PBS_O_INTERACTIVE_AUTH_METHOD": "resvport", "PBS_O_INTERACTIVE_ENCRYPT_METHOD": ""},
         **{"PBS_O_WORKDIR": here, "PBS_O_QUEUE": QUEUE, "PBS_O_HOST": HOST},
+        "PBS_O_SYSTEM": "Linux",
     }
 
 
@@ -133,11 +151,23 @@ def request(words: Sequence[str]) -> None:
     if NAME == "qalter":
         asked["changes"] = dict([f"Resource_List.{options['-l']}".split("=")])
     elif NAME == "qsig":
-        asked["signum"] = signal.Signals[f"SIG{options['-s'].removeprefix('SIG')}"]
+        name = {"suspend": "STOP", "resume": "CONT"}.get(options["-s"], options["-s"])
+        asked["signum"] = signal.Signals[f"SIG{name.removeprefix('SIG')}"]
     else:
         asked |= {"end": NAME, "signum": 9 if options.get("-W") == "force" else 15}
     for name in jobs:
         write(find(name) / f"request.{time.time_ns()}", asked)
+
+
+def lose_node(words: Sequence[str]) -> None:
+    """Start a job again on its nodes in reverse order, as the server does if the first is lost.
+
+    The mom of the first node must be dead: it would end what it has started.
+    """
+    path = find(words[0]) / "job"
+    job = read(path)
+    job["own"]["chunks"].reverse()
+    write(path, {**job, "job_state": "Q"})
 
 
 def qstat(words: Sequence[str]) -> None:
@@ -154,11 +184,12 @@ def qstat(words: Sequence[str]) -> None:
 
 
 def show(head: str, attributes: dict[str, Any]) -> None:
-    """Print attributes as qstat -f does, which folds long lines."""
+    """Print attributes as qstat -f does, which folds long lines, even within a character."""
     print(head)
     for key, value in attributes.items():
-        line = f"    {key} = {value}"
-        print("\n\t".join([line[:79], *(line[at : at + 78] for at in range(79, len(line), 78))]))
+        line = os.fsencode(f"    {key} = {value}")
+        folds = [line[:79], *(line[at : at + 78] for at in range(79, len(line), 78))]
+        print(os.fsdecode(b"\n\t".join(folds)))
     print()
 
 
@@ -198,9 +229,11 @@ def make(words: Sequence[str]) -> None:
     for name in COMMANDS:
         (folder / "bin" / name).symlink_to(Path(__file__).resolve())
     write(folder / "queue", {})
+    (folder / "pbs.conf").write_text(f"PBS_SERVER={HOST}\nPBS_EXEC={folder}\nPBS_HOME={folder}\n")
 
 
-COMMANDS = {one.__name__: one for one in (qsub, qstat, pbsdsh, pbs_mom)}
+COMMANDS = {one.__name__: one for one in (qsub, qstat, pbsdsh, pbs_mom, lose_node)}
 COMMANDS |= dict.fromkeys(("qdel", "qrerun", "qsig", "qalter"), request)
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     COMMANDS.get(NAME, make)(sys.argv[1:])

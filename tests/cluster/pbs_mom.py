@@ -20,6 +20,9 @@ PBS = BIN.parent
 QUEUE = "workq"
 KILL_DELAY_S = 10  # unless the queue sets another
 LOOK_S = 0.1  # a real mom looks every 7 to 11 s
+# As in the file that OpenPBS's installer writes; PBS_CONF_FILE replaces /etc/pbs.conf, which the
+# hosts share with the machine.
+PBS_ENVIRONMENT = {"TZ": "UTC", "PATH": "/bin:/usr/bin", "PBS_CONF_FILE": str(PBS / "pbs.conf")}
 Job = dict[str, Any]  # attributes as qstat shows them, and "own": those that qstat does not show
 
 
@@ -68,10 +71,11 @@ class Task:
         gpus = [f"GPU-of-{own['host']}-{gpu}" for gpu in range(int(own.get("ngpus", 0)))]
         environ = {
             **{"HOME": home, "LOGNAME": "root", "USER": "root", "SHELL": "/bin/bash"},
-            **{"PATH": f"/usr/local/bin:/usr/bin:/bin:{BIN}", **job["own"]["variables"]},
+            **{**PBS_ENVIRONMENT, **job["own"]["variables"]},
             **{"NCPUS": own["ncpus"], "OMP_NUM_THREADS": own.get("ompthreads", own["ncpus"])},
             **{"ENVIRONMENT": "BATCH", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_QUEUE": QUEUE},
             **{"PBS_JOBID": name, "PBS_JOBNAME": job["Job_Name"], "PBS_NODEFILE": str(aux)},
+            **{"PBS_JOBCOOKIE": "0" * 16, "PBS_MOMPORT": "15003", "PBS_TASKNUM": "1"},
             **{
                 "PBS_JOBDIR": home,
                 "PBS_NODENUM": str(numbers.index(own["host"])),
@@ -182,11 +186,13 @@ class Mom:
 
 def pbs_mom(_words: Sequence[str]) -> None:
     """Serve this node in the background, until the host goes down."""
-    (PBS / "moms" / HOST).touch()
+    pid = PBS / "moms" / HOST
+    pid.touch()
     Path.home().joinpath(".profile").write_text(f"PATH=$PATH:{BIN}\n")  # as /etc/profile.d/pbs.sh
     if os.fork():
         return
     os.setsid()
+    pid.write_text(str(os.getpid()))
     os.closerange(0, 256)  # bats waits for every process that holds them
     for _ in range(3):
         os.open(PBS / f"mom-{HOST}.log", os.O_RDWR | os.O_CREAT | os.O_APPEND)

@@ -135,12 +135,11 @@ setup_folder() {
 }
 
 # bats test_tags=slow
-@test "each launch in a job is a separate run, and qsub's -v reaches the ranks" {
+@test "each launch in a job is a separate run; in a job of one node, without ssh; and qsub's -v reaches the ranks" {
   setup_folder
   echo n1 >nodes
   fake_qstat # qstat then shows -v X=1
-  # shellcheck disable=SC2016 # for ssh
-  fake_tool ssh 'exec env -u X -u PBS_JOBID bash -s'
+  fake_tool ssh 'echo "connect to host n1 port 22: Connection refused" >&2; exit 255'
   echo 'import os; print("X is", os.environ["X"])' >own.py
   export PBS_JOBID=1.head PBS_NODEFILE=nodes TRAIN_SCRIPT=own.py X=1
   PBS_O_QUEUE=workq run scripts/pbs/pbs_train.sh -
@@ -159,4 +158,28 @@ setup_folder() {
   cp -- "$ROOT/scripts/run_ddp.sh" 7.host.SC
   PBS_O_WORKDIR=$PWD run ./7.host.SC -c nosuch.yaml
   [[ $output == "run_ddp.sh: "* ]]
+}
+
+# What follows `--` of qsub gets this environment; X/bin is the folder of PBS's commands.
+without_shell() { # <words of pbs_train.sh...>
+  mkdir -p X
+  [[ -e X/bin ]] || mv fake X/bin
+  env -i HOME="$HOME" PATH=/bin:/usr/bin PBS_CONF_FILE="$PWD/pbs.conf" PYTHON="$PYTHON" PBS_JOBID=1.head PBS_QUEUE=workq \
+    PBS_NODEFILE="$PWD/nodes" PBS_O_WORKDIR="$PWD" NCPUS=4 OMP_NUM_THREADS=4 "$PWD/scripts/pbs/pbs_train.sh" "$@"
+}
+
+# bats test_tags=slow
+@test "started by PBS without a shell, the launcher finds PBS's commands; if it cannot, it says so" {
+  setup_folder
+  fake_tool qstat "[[ \$1 == -f ]] || exec echo '    kill_delay = 15'; cat '$ROOT/tests/cluster/pbs/qstat-f-running.txt'"
+  printf '# PBS_EXEC=/nowhere\nPBS_SERVER=head\nPBS_EXEC="%s"\n' "$PWD/X" >pbs.conf
+  run without_shell plain.yaml --dry-run
+  echo "$output"
+  [[ $status == 0 && $output == *"LAUNCH_COMMAND="*"qsub -V "*" -l select=2:ncpus=2:mpiprocs=2 "* ]]
+  [[ $output == *"warning: a stop can take 40 s (GRACE + 10), but PBS kills this job 15 s after "* ]]
+  [[ $output != *"not known"* ]]
+  rm pbs.conf
+  run without_shell plain.yaml --dry-run
+  [[ $status == 0 && $output == *" LAUNCH_COMMAND= "* ]]
+  [[ ${lines[0]} == "pbs_train.sh: warning: qstat is neither in PATH nor in PBS_EXEC of $PWD/pbs.conf; without it, the resume line, "*"; submit with qsub -v PATH" ]]
 }

@@ -233,7 +233,7 @@ def test_the_batch_script_that_a_resume_line_names(
     assert typed.batch_script == expected.format(folder=folder)
 
 
-@pytest.mark.parametrize("name", ["SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", ""])
+@pytest.mark.parametrize("name", ["SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", ""])
 def test_a_task_of_an_array_has_its_number_in_its_settings(name: str) -> None:
     task = "7" if name else "{task}"
     words = ["{task}.yaml", "seed={task}", "data.path=a/{task}/b", "--", "{task}"]

@@ -19,6 +19,8 @@ from launcher.agent.rank.fresh import variables_set_early
         ("import os\nos.environ |= {'CUDA_X': '1'}\nfrom torch import nn\n", ["CUDA_X"]),
         ("import os\nos.putenv('KMP_X', '1')\nimport torch.nn\n", ["KMP_X"]),
         ("import os\nprint(os.environ['OMP_X'])\nimport torch\n", []),
+        ("import os\nfor k in ('OMP_X', 'MKL_X'): os.getenv(k, '-')\nimport torch\n", []),
+        ("import os\nprint(os.environ.get('OMP_X', '1'))\nimport torch\n", []),
         ("import os\nos.environ['OMP_X'] = (\n", []),
         (f"import os\nx = {'1 + ' * 1500}1\nos.environ['OMP_X'] = '1'\n", ["OMP_X"]),
         ("import torchvision, os\nos.environ['OMP_X'] = '1'\n", ["OMP_X"]),

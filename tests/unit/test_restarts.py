@@ -163,19 +163,19 @@ def test_a_restart_says_who_took_over_and_what_node_rank_0_knows(tmp_path: Path)
 def test_a_loss_lasts_until_the_step_is_done_again(tmp_path: Path) -> None:
     rank = Beating(tmp_path)
     restarts = Restarts(3, rank.beats)
-    restarts.look()
+    restarts.look(pytest.fail)
     assert not restarts.has_begun
     rank.reach(0)
-    restarts.look()
+    restarts.look(pytest.fail)
     assert restarts.has_begun
     rank.reach(57, saved=50)
     restarts.note(replace(FAILURE, time=time.time() - 20), -1, 1)
     rank.beats.clear()
     rank.reach(56)
-    restarts.look()
+    restarts.look(pytest.fail)
     assert not restarts.all[0].lost_s
     rank.reach(57)
-    restarts.look()
+    restarts.look(pytest.fail)
     assert restarts.all[0].lost_s == pytest.approx(20, abs=1)
 
 

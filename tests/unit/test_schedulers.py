@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -144,7 +146,49 @@ def test_pbs_that_kills_before_the_ranks_have_saved(
     assert pbs.find_short_delay(grace_s, {"PBS_JOBID": "7.host"}) == ""
     if told == "    enabled = True":
         torque = {**job, "PBS_VERSION": "TORQUE-6.1.2"}
-        assert pbs.find_short_delay(grace_s, torque) == KILLED.format(grace_s + 10, 2)
+        line = KILLED.format(grace_s + 10, 2)
+        line = line.replace("ask", f"submit with qsub -K {grace_s + 10}, or ask")
+        assert pbs.find_short_delay(grace_s, torque) == line
+
+
+@pytest.mark.parametrize(
+    ("job", "queue", "server", "delay"),
+    [("", "", "", 2), ("60", "5", "6", 60), ("", "5", "60", 5), ("", "", "60", 60)],
+)
+def test_torque_kills_as_the_job_the_queue_or_the_server_says(
+    tools: Path, job: str, queue: str, server: str, delay: int
+) -> None:
+    told = {"-f": ("user_kill_delay", job), "-Qf": ("kill_delay", queue)}
+    told |= {"-Bf": ("kill_delay", server)}
+    lines = [
+        f"'{option}') echo '  server = head'; echo '  {name} = {value}' ;;"
+        for option, (name, value) in told.items()
+    ]
+    make_tool(tools / "qstat", f'case "$1" in {" ".join(lines)} esac')
+    torque = {"PBS_JOBID": "7.head", "PBS_QUEUE": "batch", "PBS_VERSION": "TORQUE-6.1.2"}
+    line = pbs.find_short_delay(30, torque)
+    assert line == "" if delay == 60 else f"PBS kills this job {delay} s after" in line
+
+
+@pytest.mark.parametrize(
+    ("lines", "nodes", "ppn", "is_taken"),
+    [
+        ("n1 n1 n1 n1", "4", "1", True),  # a scheduler has packed nodes=4:ppn=1
+        ("n1 n1 n2 n2 n2 n2", "3", "2", True),
+        ("n1 n2 n3", "3", "", True),
+        ("n1 n1 n1", "4", "1", False),
+        ("n1 n1 n2 n2", "3", "", False),
+    ],
+)
+def test_torque_counts_the_requested_nodes(
+    tmp_path: Path, lines: str, nodes: str, ppn: str, is_taken: bool
+) -> None:
+    (tmp_path / "nodes").write_text(lines.replace(" ", "\n"))
+    job = {"PBS_JOBID": "7.head", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    job |= {"PBS_NUM_NODES": nodes, "PBS_NUM_PPN": ppn}
+    is_fine = contextlib.nullcontext() if is_taken else pytest.raises(PlanError, match="but should")
+    with is_fine:
+        assert len(pbs.read_nodefile(job, 1)) == len({*lines.split()})
 
 
 # --- the commands that ask for a job ------------------------------------------------------------
@@ -265,6 +309,19 @@ def test_a_copy_of_a_live_run_leaves_the_chain_of_that_run_alone(
     monkeypatch.setattr(start, "make_plan", refuse)
     assert start.start(call, [], captured("batch-step", CHAIN="linked")) == REFUSED
     assert (tmp_path / "told").exists() == is_cancelled
+
+
+def test_a_file_that_may_not_be_read_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "logs/49.head/run.json")
+
+    monkeypatch.setattr(start, "make_plan", fail)
+    call = Call("slurm_train", "x.sh", "", "/", "", "", "", "x.sh")
+    assert start.start(call, [], {}) == REFUSED
+    told = "'logs/49.head/run.json': Permission denied; set LOG_DIR [dir-unwritable]\n"
+    assert capsys.readouterr().err.endswith(told)
 
 
 @pytest.mark.parametrize(
@@ -440,6 +497,31 @@ def test_what_qstat_tells(tools: Path) -> None:
     assert pbs.ask_qstat("2.head") == {}
 
 
+@pytest.mark.parametrize(
+    ("conf", "environ", "added"),
+    [
+        ("PBS_SERVER=head\nPBS_EXEC=/opt/pbs\n", {}, ":/opt/pbs/bin"),
+        ("#PBS_EXEC=/old\n  PBS_EXEC='/opt/pbs' # ours\nPBS_EXEC_X=/no\n", {}, ":/opt/pbs/bin"),
+        ("PBS_SERVER=t\374r\nPBS_EXEC=/opt/pbs\n", {}, ":/opt/pbs/bin"),
+        ("PBS_SERVER=head\n", {}, ""),
+        (None, {}, ""),
+        ("PBS_EXEC=/opt/pbs\n", {"PBS_JOBID": ""}, ""),
+        ("PBS_EXEC=/opt/pbs\n", {"PATH": "TOOLS"}, ""),  # it has a qstat
+    ],
+)
+def test_the_folder_of_pbss_commands(
+    tools: Path, tmp_path: Path, conf: str | None, environ: dict[str, str], added: str
+) -> None:
+    make_tool(tools / "qstat", "exit 1")
+    if conf is not None:
+        (tmp_path / "pbs.conf").write_bytes(conf.encode("latin-1"))
+    path = environ.get("PATH", "/bin:/usr/bin").replace("TOOLS", str(tools))
+    job = {"PBS_JOBID": "7.head", "PBS_CONF_FILE": str(tmp_path / "pbs.conf")}
+    job |= environ | {"PATH": path}
+    pbs.find_tools(job)
+    assert job["PATH"] == path + added
+
+
 # --- commands and job ids -------------------------------------------------------------------------
 
 
@@ -519,6 +601,19 @@ ALTERED = (
             f"-N mine -l walltime=01:00:00 {OUT} {TWO} -A lab -P ab12 -q route {END}",
         ),
         (
+            told("qstat-xf-site-resources"),
+            {},
+            f"-N train -l walltime=00:20:00 {OUT} -l select=1:ncpus=1 -l place=free "
+            "-l filesystems=home:eagle -l storage=gdata/ab1 -m abe -M user@site -q workq -r n "
+            f"{END}",
+        ),
+        (
+            TORQUE.replace("    start", "    Resource_List.mem = 8gb\n    start"),
+            IN_TORQUE,
+            f"-N train -l walltime=01:00:00 {OUT} -l nodes=2:ppn=4 -l mem=8gb -q workq "
+            f"{TORQUES_END}",
+        ),
+        (
             TORQUE,
             IN_TORQUE,
             f"-N train -l walltime=01:00:00 {OUT} -l nodes=2:ppn=4 -q workq {TORQUES_END}",
@@ -534,6 +629,41 @@ def test_qsub_for_a_job_like_this_one(
     environ = {"PBS_JOBID": "1.head", "PBS_O_QUEUE": "workq", **more}
     command = pbs.job_command(environ, SCRIPT, ["typed.sh", "c.yaml", "a b"])
     assert shlex.join(command) == (expected and f"qsub -V {expected}")
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "expected"),
+    [
+        (  # -v PREFLIGHT_SECONDS=90 own.pbs
+            told("qstat-xf-own-script-qdel-143"),
+            "#!/bin/bash\n#PBS -l place=scatter\n#PBS -p 3\n",
+            "-l place=scatter -p 3 -l select=2:ncpus=1 -l walltime=00:10:00 -N own "
+            f"{OUT} -q workq own.pbs",
+        ),
+        (told("qstat-xf-own-script-qdel-143"), "#PBS -J 1-3\n", ""),  # all tasks of an array
+        (told("qstat-xf-own-script-qdel-143"), None, ""),
+        (TORQUE + "    submit_args = -q batch own.pbs\n", "", None),
+        ("", "", ""),
+    ],
+)
+def test_the_users_own_batch_file_is_submitted_again(
+    tmp_path: Path, qstat: Path, text: str, lines: str | None, expected: str | None
+) -> None:
+    tell(qstat, text)
+    if lines is not None:
+        (tmp_path / "own.pbs").write_text(lines)
+    job = {"PBS_JOBID": "29.head", "PBS_O_QUEUE": "workq", "PBS_O_WORKDIR": str(tmp_path)}
+    job |= IN_TORQUE if expected is None else {}
+    command = shlex.join(pbs.own_command(job, ["launch.sh", "--hosts", "job", "x.py"]))
+    if expected is None:
+        expected = f"-l nodes=2:ppn=4 -l walltime=01:00:00 -N train {OUT} -q workq own.pbs"
+    assert command == (expected and f"qsub -V {expected}")
+
+
+def test_a_launch_script_that_follows_the_dashes_is_submitted_again(qstat: Path) -> None:
+    tell(qstat, told("qstat-xf-dashdash-absolute-path"))
+    command = pbs.own_command({"PBS_JOBID": "1.head"}, [str(SCRIPT), "--hosts", "job", "x.py"])
+    assert shlex.join(command).endswith(f" -- {SCRIPT} --hosts job x.py")
 
 
 @pytest.mark.parametrize(
@@ -623,7 +753,8 @@ def test_another_job_of_the_same_id_is_refused(
     note(qstat, FIRST)
     RunLock(tmp_path / run, f"run {run}").close()
     note(qstat, later)
-    cause = r"another job with the same id \(cluster head, submitted Thu Nov 26 08:.*foreign-run\]"
+    cause = r"another job with the same id \(cluster head, submitted Thu Nov 26 08:.*"
+    cause += rf"add resume=checkpoints/{run} \[foreign-run\]"
     refusal = pytest.raises(Refused, match=cause) if is_refused else contextlib.nullcontext()
     with refusal:
         RunLock(tmp_path / run, f"run {run}").close()
@@ -641,6 +772,37 @@ def test_a_job_that_was_started_again_takes_over_from_a_live_start(
     with pytest.raises(Refused, match="was restarted on "), first.committing():
         pass
     second.close()
+
+
+def test_a_second_start_waits_until_the_first_has_stopped(
+    tmp_path: Path, qstat: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    be_in_job("26.head")
+    note(qstat, FIRST)
+    folder = tmp_path / "26.head"
+    start.end_earlier_start(folder, os.environ, 30)
+    run_json.note_start(folder, os.environ)
+    first = run_json.LiveRecord(
+        folder, is_takeover=False, launcher=None, versions={}, hosts=("n",), world_size=1
+    )
+    assert not first.is_taken_over()
+
+    def stop() -> None:
+        """Act as the agent of the first start, which sees the second one, and exits."""
+        while not first.is_taken_over():
+            time.sleep(0.01)
+        first._lock.close()
+
+    note(qstat, told("qstat-xf-requeued"))
+    agent = threading.Thread(target=stop)
+    agent.start()
+    start.end_earlier_start(folder, os.environ, 30)
+    assert first._lock.fd < 0
+    agent.join()
+    waiting = f"waiting up to 55 s for this job's earlier start, on {os.uname().nodename}, to save"
+    assert capsys.readouterr().err == f"{waiting} and stop\n"
+    (folder / "run.json").write_text("{")
+    assert not first.is_taken_over()
 
 
 # --- variables that a user gives the job --------------------------------------------------------

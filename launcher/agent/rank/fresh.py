@@ -18,7 +18,8 @@ _READ_EARLY = "(?:CUDA_|GOMP_|HIP_|KMP_|MKL_|OMP_|OPENBLAS_|PYTORCH_|ROCR_|TORCH
 _TORCH = re.compile(r"(import (.+, )?|from )torch\b")
 # environ["NAME"] = ..., update({"NAME": ...}), update(NAME=...), setdefault("NAME", ...), putenv.
 _SETS = re.compile(
-    rf"""["']({_READ_EARLY})["']\s*(?:\]\s*=(?!=)|[:,])|[(,]\s*({_READ_EARLY})="""
+    rf"""["']({_READ_EARLY})["']\s*(?:\]\s*=(?!=)|:)|[(,]\s*({_READ_EARLY})="""
+    rf"""|(?:setdefault|putenv)\(\s*["']({_READ_EARLY})["']"""
     # Also assignments to variables whose names are not in the text.
     r"""|environ(?:\.update\((?!\s*(?:\{|\w+=))|\s*\|=(?!\s*\{)|\[(?!\s*["'])[^]]*\]\s*=(?!=))"""
 )
@@ -51,4 +52,4 @@ def variables_set_early(script: Path) -> list[str]:
     imports = (line for line in body if isinstance(line, ast.Import | ast.ImportFrom))
     ends = (line.lineno - 1 for line in imports if _TORCH.match(ast.unparse(line)))
     early = b"".join(text.splitlines(keepends=True)[: next(ends, None)]).decode(errors="replace")
-    return [found[1] or found[2] or "variables" for found in _SETS.finditer(early)]
+    return [found[1] or found[2] or found[3] or "variables" for found in _SETS.finditer(early)]

@@ -1,0 +1,19 @@
+"""The git commit of what a run trains."""
+
+from __future__ import annotations
+
+import subprocess
+
+
+def git_commit() -> str | None:
+    """Return the working directory's commit, plus `+` if files have changed; None outside git."""
+    try:
+        answer = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
+            capture_output=True,
+            errors="replace",
+            timeout=5,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
