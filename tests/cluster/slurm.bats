@@ -853,6 +853,20 @@ TABLE
   [[ $output == *" - -- '' 'a b'" ]]
 }
 
+@test "submit_with_config.sh: an sbatch that prints a banner submits a whole chain" {
+  local jobs
+  mkdir site
+  printf '#!/bin/bash\necho ------\necho "Welcome to cluster 9"\nexec %s "$@"\n' "$(on login bash -c "type -P sbatch")" >site/sbatch
+  chmod +x site/sbatch
+  # shellcheck disable=SC2016 # expanded on login
+  run --separate-stderr on login bash -c 'PATH=$PWD/site:$PATH; exec "$@"' "" scripts/submit_with_config.sh \
+    config=config/local3.yaml num_gpus_train=2 chain=2 --begin=now+1hour "${SMALL[@]}"
+  [[ $status == 0 ]]
+  mapfile -t jobs < <(sed -n 's/^job  *\([0-9]*\) .*/\1/p' <<<"$stderr")
+  [[ ${#jobs[@]} == 2 && $(field "${jobs[1]}" Dependency) == "Dependency=afterany:${jobs[0]}"* ]]
+  on login scancel "${jobs[@]}"
+}
+
 # bats test_tags=prove,long
 @test "submit_with_config.sh: the preparation job runs before the training; --wait returns the training's code" {
   # shellcheck disable=SC2016 # expanded in the job
