@@ -27,7 +27,7 @@ from launcher.failure_block import print_outcome, print_resume
 from launcher.outcome import LaunchEnd, NodePart, Outcome
 from launcher.own_time import Deadline
 from launcher.plan.plan import Plan
-from launcher.plan.slurm import ask_squeue, in_batch_script, is_at_time_limit
+from launcher.plan.slurm import ask_squeue, chain_of, in_batch_script, is_at_time_limit
 from launcher.processes import KILLED
 from launcher.record.run_json import ASKED, NOTICED
 from launcher.terminal import Terminal
@@ -256,7 +256,7 @@ def requeue(plan: Plan) -> bool:
     After three restarts in a row without a new checkpoint, the job ends instead. Returns False if
     SLURM rejects the request. In a chain of jobs, the next job resumes the run instead.
     """
-    if plan.environ.get("CHAIN"):
+    if chain_of(plan.environ):
         return True
     if plan.checkpoint_dir is not None:
         latest = plan.directory / plan.checkpoint_dir / plan.run_id / "latest"

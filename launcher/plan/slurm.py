@@ -190,10 +190,19 @@ def end_chain(code: int, environ: Environ) -> None:
 
     They are still needed if the run saved and stopped, lost a node, or reached its time limit.
     """
-    name = environ.get("CHAIN")
+    name = chain_of(environ)
     is_needed = code in (STOPPED, 128 + signal.SIGKILL)
     if name and in_batch_script(environ) and not (is_needed or is_at_time_limit(environ)):
         subprocess.run(["scancel", "--state=PENDING", f"--name={name}"])
+
+
+def chain_of(environ: Environ) -> str:
+    """Return the name of this job's chain; "" if it is in none.
+
+    submit_with_config.sh sets CHAIN to the run's id; other values belong to other programs.
+    """
+    name = environ.get("CHAIN", "")
+    return name if name == environ.get("RUN_ID") else ""
 
 
 def is_at_time_limit(environ: Environ) -> bool:

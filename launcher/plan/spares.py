@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from launcher.plan.plan import World, read_number
+from launcher.plan.typed import Typed
 from launcher.text import Environ, PlanError
 
 NAMES = ("SPARES", "MIN_NODES")
@@ -38,3 +39,9 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
     num_nodes = world.num_nodes - spares
     least = read_number("MIN_NODES", given.get("MIN_NODES", str(num_nodes)), 1, num_nodes)
     return replace(world, num_nodes=num_nodes, num_spares=spares, min_nodes=least)
+
+
+def without(typed: Typed) -> Typed:
+    """Return what was typed, without the variables that ask for spares."""
+    environ = {name: value for name, value in typed.environ.items() if name not in NAMES}
+    return replace(typed, environ=environ)

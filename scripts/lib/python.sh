@@ -8,6 +8,8 @@ choose_python() {
   [[ -z ${PYTHON:-} ]] || type -P -- "$PYTHON" >/dev/null ||
     ! ignore_foreign PYTHON "which is not a program" || PYTHON=''
   [[ -z ${VENV:-} || -d $VENV ]] || ! ignore_foreign VENV "which is not a folder" || VENV=''
+  [[ -z ${CONDA_ENV:-} ]] || type -P -- "${CONDA_EXE:-conda}" >/dev/null ||
+    ! ignore_foreign CONDA_ENV "and this machine has no conda" || CONDA_ENV=''
   local -A before=()
   for name in $(compgen -A export); do before[$name]=${!name}; done
   [[ ${MODULES:-none} == [Nn]one ]] || load_modules
@@ -58,9 +60,18 @@ ignore_foreign() { # <variable> <"why">
 
 # If CONTAINER is set, PYTHON and VENV are paths inside it. The launcher uses this machine's Python.
 choose_inside() {
+  is_image "${CONTAINER:-}" || ! ignore_foreign CONTAINER "which is not an image" || CONTAINER=''
   [[ -n ${CONTAINER:-} ]] || return 0
   INSIDE=${PYTHON:-${VENV:+$VENV/bin/}python3}
   PYTHON='' VENV='' CONDA_ENV=''
+}
+
+is_image() { # <CONTAINER> as launcher/container.py interprets it; pyxis loads images by name
+  case $1 in
+    '' | podman:* | .* | */* | *.sif | *.sqsh) ;;
+    docker | podman | oci | lxc | singularity | apptainer | [Tt]rue | [Yy]es | [0-9]) return 1 ;;
+    *) [[ -d $1 || -n ${SLURM_JOB_ID:-} ]] ;;
+  esac
 }
 
 use_folder() { # <variable that names an environment's folder>

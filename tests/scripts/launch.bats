@@ -255,6 +255,14 @@ make_repository() {
   unset MODULES VENV
   MODULES=none SITE='' run --separate-stderr launch --dry-run x.py
   [[ $status == 0 && $stderr != *MODULES* ]]
+  unset BACKEND LAUNCHER LOG_LEVEL SITE FRESH
+  export MASTER_PORT=tcp://10.96.0.7:80 CONTAINER=docker MIN_NODES=1 SPARES=one RUN_ID=team/exp:1 GRACE=forever MAX_RESTARTS=always
+  export NUMA_BINDING=1 SHOW_RANKS=true SKIP_PREFLIGHT=true HANG_SECONDS=never NPROC_PER_NODE=many HOSTS=/etc/hosts NCCL_PROFILE=perf CONDA_ENV=mine
+  CONDA_EXE=no-conda run --separate-stderr launch --dry-run x.py
+  [[ $status == 0 && $stderr == *"ranks      1 = 1 node x 1, gloo"* ]]
+  for name in MASTER_PORT CONTAINER MIN_NODES SPARES RUN_ID GRACE MAX_RESTARTS NUMA_BINDING SHOW_RANKS SKIP_PREFLIGHT HANG_SECONDS HOSTS NCCL_PROFILE CONDA_ENV; do
+    [[ $(grep -c "^launch.sh: warning: $name" <<<"$stderr") == 1 ]]
+  done
   SITE=missing/site.env run launch --dry-run x.py # a path can only be meant for us
   [[ $status == 2 && $output == *"SITE names 'missing/site.env', which cannot be read"* ]]
 }

@@ -26,7 +26,7 @@ from launcher.cli import tools
 from launcher.cli.options import COMMANDS, COMMON, TASKS
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import RULES, UNKNOWN, match
-from launcher.plan import make_plan
+from launcher.plan import foreign, make_plan
 from launcher.record.run_json import Record
 from launcher.wire import limits
 from training.settings import KNOWN, Settings, Train, load
@@ -475,7 +475,7 @@ def test_every_variable_of_the_help_is_in_the_reference() -> None:
     cells = dict(re.findall(r"^\| `([A-Z_]+)` \| (.*) \|$", ours, re.M))
     for name, default in DEFAULTS.items():
         assert re.search(rf"(^| )`?{default}`?[ ,]", cells[name].partition("|")[0]), name
-    for name, words in make_plan._WORDS.items():
+    for name, words in foreign.WORDS.items():
         assert not [word for word in words if f"`{word}`" not in cells[name]], name
 
 

@@ -55,6 +55,56 @@ COPIES = [  # one copy's variables, and the variable with the number of copies
 ]
 
 
+FOREIGN = {
+    "GRACE": "30s",
+    "HANG_SECONDS": "0",
+    "HOSTS": "/etc/hosts",
+    "LOG_DIR": "s3://bucket/logs",
+    "MASTER_PORT": "tcp://10.96.0.7:80",
+    "MAX_RESTARTS": "unlimited",
+    "MIN_NODES": "1",
+    "NCCL_PROFILE": "perf",
+    "NUMA_BINDING": "on",
+    "PREFLIGHT_SECONDS": "1",
+    "RUN_ID": "manual__2026-11-29T00:00:00+00:00",
+    "SHOW_RANKS": "true",
+    "SKIP_PREFLIGHT": "yes",
+    "SPARES": "x",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_launch_sh_ignores_what_other_programs_set(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of({name: FOREIGN[name]}, **LIKE)
+    told = capsys.readouterr().err
+    assert re.fullmatch(rf"x\.sh: warning: {name}( is |=).*; ignored\n", told)
+    expected = plan_of({}, **LIKE)  # with the run id of this process
+    assert replace(plan, environ=expected.environ, command=expected.command) == expected
+    assert {*plan.environ} <= {"LOG_DIR", "MASTER_PORT", "MAX_RESTARTS", *SEEN_BY_SCRIPTS}
+
+
+SEEN_BY_SCRIPTS = ("NCCL_PROFILE", "PREFLIGHT_SECONDS", "SHOW_RANKS", "SKIP_PREFLIGHT")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_other_scripts_refuse_it_unless_it_is_a_url(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "://" in FOREIGN[name]:
+        assert plan_of({name: FOREIGN[name]}).port is None
+        assert f"warning: {name} is " in capsys.readouterr().err
+        return
+    with pytest.raises((PlanError, LauncherError), match=name):
+        plan_of({name: FOREIGN[name]}, **BY_HAND)
+
+
+def test_launch_sh_refuses_what_was_typed_as_an_option() -> None:
+    with pytest.raises(PlanError, match="MAX_RESTARTS is 'unlimited'"):
+        plan_of({}, **LIKE, max_restarts="unlimited")
+
+
 @pytest.mark.parametrize(
     ("batch", "told"),
     [
@@ -192,10 +242,10 @@ def test_world_of_a_slurm_job(
 @pytest.mark.parametrize(
     ("typed", "environ", "cause"),
     [
-        ({}, {"NPROC_PER_NODE": "two"}, "the number of processes is 'two'"),
+        ({}, {"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE is 'two'; give a whole"),
         ({"port": "65536"}, {}, "the port is '65536'"),
-        ({}, {"MASTER_PORT": "-1"}, "the port is '-1'"),
-        ({}, {"MASTER_PORT": "0"}, "the port is '0'; give a whole number from 1 to 65535"),
+        ({}, {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'"),
+        ({}, {"MASTER_PORT": "0"}, "MASTER_PORT is '0'; give a whole number from 1 to 65535"),
         ({}, {"FRESH": "2"}, "FRESH is '2'; choose from 0, 1"),
         ({}, {"SKIP_PREFLIGHT": "false"}, "SKIP_PREFLIGHT is 'false'; choose from 0, 1"),
         ({**MODULE, "rest": ("no.such",)}, {}, "there is no module 'no.such'; correct its name"),

@@ -220,12 +220,19 @@ def test_the_rest_of_a_chain_is_cancelled_unless_it_is_needed(
 ) -> None:
     make_tool(tools / "scancel", f'echo "$@" >{tmp_path}/told')
     make_tool(tools / "squeue", f"echo {reason}")
-    slurm.end_chain(code, {**captured("batch-step"), "CHAIN": "linked"})
+    linked = {"CHAIN": "linked", "RUN_ID": "linked"}
+    slurm.end_chain(code, {**captured("batch-step"), **linked})
     told = tmp_path / "told"
     assert (told.read_text() if told.exists() else "") == (
         "--state=PENDING --name=linked\n" if is_cancelled else ""
     )
-    slurm.end_chain(0, {"CHAIN": "linked"})  # no batch script
+    slurm.end_chain(0, linked)  # no batch script
+
+
+def test_the_chain_of_another_program_is_no_chain_of_jobs(tmp_path: Path, tools: Path) -> None:
+    make_tool(tools / "scancel", f"touch {tmp_path}/told")
+    slurm.end_chain(0, {**captured("batch-step"), "CHAIN": "A"})
+    assert not (tmp_path / "told").exists()
 
 
 @pytest.mark.parametrize(("fault", "is_cancelled"), [("run-is-live", False), ("few-cpus", True)])
@@ -238,7 +245,7 @@ def test_a_copy_of_a_live_run_leaves_the_chain_of_that_run_alone(
     make_tool(tools / "scancel", f"touch {tmp_path}/told")
     call = Call("slurm_train", "x.sh", "", "/", "", "", "", "x.sh")
     monkeypatch.setattr(start, "make_plan", refuse)
-    assert start.start(call, [], captured("batch-step", CHAIN="linked")) == REFUSED
+    assert start.start(call, [], captured("batch-step", CHAIN="linked", RUN_ID="linked")) == REFUSED
     assert (tmp_path / "told").exists() == is_cancelled
 
 
