@@ -17,7 +17,7 @@ from launcher import processes
 from launcher.fanout.loop import Child, Loop, Show, given_options, ssh_command
 from launcher.plan.own import asked_names
 from launcher.plan.plan import Plan
-from launcher.plan.resume import FORWARDED
+from launcher.plan.resume import FORWARDED, NOT_REPEATED, REPEATED
 from launcher.text import Environ, PlanError
 from launcher.wire import limits, messages
 from launcher.wire.launcher_link import Answers
@@ -33,6 +33,19 @@ CURES = {
     "name-unresolved": "correct the name, or ~/.ssh/config",
     "ssh-refused": "make sure that 'ssh {node} true' works without a prompt",
 }
+_EXPECTED = ("LD_LIBRARY_PATH", "LD_PRELOAD", "http_proxy", "https_proxy", "HTTPS_PROXY")
+_OF_LOGINS = (
+    "HOME",
+    "HOSTNAME",
+    "LANG",
+    "LOGNAME",
+    "PATH",
+    "PWD",
+    "SHELL",
+    "TERM",
+    "TMPDIR",
+    "USER",
+)
 T = TypeVar("T")
 
 
@@ -218,6 +231,22 @@ def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
     wanted = {*asked, *plan.activated, *(name for name in environ if name.startswith(FORWARDED))}
     wanted = (wanted & environ.keys()) - {*own}
     return sorted(name for name in wanted if re.fullmatch(r"[A-Za-z_]\w*", name))
+
+
+def unsent_names(plan: Plan, own: Collection[str], begun: Collection[str]) -> list[str]:
+    """Return the variables that a user may expect on the nodes, but that are not sent.
+
+    These are those that the training script names, and those of _EXPECTED that are not among
+    `begun`, the shell's initial variables. Each node has its own HOME, PATH and so on; the
+    launchers send their own variables.
+    """
+    environ = plan.environ
+    wanted = {name for name in _EXPECTED if f"{name}={environ.get(name)}" not in begun}
+    script = plan.directory / next((word for word in plan.words if word[:1] != "-"), "")
+    if script.is_file() and not plan.is_ours:
+        wanted |= {*re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", script.read_text(errors="replace"))}
+    set_there = {*own, *plan.forwarded, *REPEATED, *NOT_REPEATED, *_OF_LOGINS}
+    return sorted((wanted & environ.keys()) - set_there)
 
 
 def write_opening(plan: Plan, added: Environ) -> str:

@@ -20,7 +20,14 @@ from distributed.errors import REFUSED, Refused
 from distributed.stop_signals import QUERY, stop_signals
 from launcher import handshake
 from launcher.failure_block import print_outcome
-from launcher.fanout.connection import AT_ONCE, Connection, forwarded_names, greet, write_opening
+from launcher.fanout.connection import (
+    AT_ONCE,
+    Connection,
+    forwarded_names,
+    greet,
+    unsent_names,
+    write_opening,
+)
 from launcher.fanout.loop import Loop, Show, given_options
 from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.swap import choose_master, find_ill, swap
@@ -48,8 +55,10 @@ class Fanout:
     """A run on nodes that ssh reaches."""
 
     def __init__(self, plan: Plan) -> None:
-        self.own = find_own(plan, read_begun())
-        self.plan = replace(plan, forwarded=forwarded_names(plan, self.own.names))
+        begun = read_begun()
+        self.own = find_own(plan, begun)
+        plan = replace(plan, forwarded=forwarded_names(plan, self.own.names))
+        self.plan = replace(plan, unsent=unsent_names(plan, self.own.names, begun))
         self.token = os.urandom(16).hex()
         self.saving_s = 0 if plan.engine else plan.grace_s  # for agents to save a snapshot
         self.secret = handshake.new_secret()

@@ -70,7 +70,14 @@ def make_plan(typed: Typed) -> Plan:
     directory = ROOT if typed.module else typed.here
     is_namer = world.node_rank == 0 and fanout != "job_command"
     as_set = given.environ if typed.like_torchrun else environ  # the user's script reads them too
-    named = [typed.here, ROOT, log_dir, config, *words, *config_texts(Path(typed.config or "-"))]
+    named: list[Path | str] = [
+        typed.here,
+        ROOT,
+        log_dir,
+        config,
+        *words,
+        *config_texts(Path(typed.config or "-")),
+    ]
     in_job = fanout in ("srun", "job_command", "check")
     return Plan(
         **vars(world),

@@ -26,7 +26,7 @@ from launcher.cli import tools
 from launcher.cli.options import COMMANDS, COMMON, TASKS
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import RULES, UNKNOWN, match
-from launcher.plan import foreign, make_plan
+from launcher.plan import foreign, make_plan, resume
 from launcher.record.run_json import Record
 from launcher.wire import limits
 from training.settings import KNOWN, Settings, Train, load
@@ -477,6 +477,17 @@ def test_every_variable_of_the_help_is_in_the_reference() -> None:
         assert re.search(rf"(^| )`?{default}`?[ ,]", cells[name].partition("|")[0]), name
     for name, words in foreign.WORDS.items():
         assert not [word for word in words if f"`{word}`" not in cells[name]], name
+
+
+def test_the_reference_says_why_a_variable_is_sent_to_the_nodes() -> None:
+    section = section_of(REFERENCE, "Environment variables").partition("### What is sent")[2]
+    lines = section.partition("\n- those that the activation")[0]
+    names = [
+        name
+        for row in re.findall(r"^  - (.*?): ", re.sub(r"\n    ", " ", lines), re.M)
+        for name in re.findall(r"`(\w+)\*?`", row)
+    ]
+    assert sorted(names) == sorted(resume.FORWARDED)
 
 
 # Variables whose default is a value in the code.
