@@ -21,10 +21,8 @@ choose_python() {
     activate_conda
   elif [[ -n ${LAUNCH_PYTHON:-} ]]; then # a command that pip installed
     PYTHON=$LAUNCH_PYTHON
-  elif [[ -n ${VIRTUAL_ENV:-} ]]; then
-    use_folder VIRTUAL_ENV
-  elif [[ -n ${CONDA_PREFIX:-} && ${CONDA_DEFAULT_ENV:-base} != base ]]; then
-    use_folder CONDA_PREFIX
+  elif use_active; then
+    :
   elif [[ -x $ROOT/.venv/bin/python ]]; then
     PYTHON=$ROOT/.venv/bin/python
   elif [[ $ROOT == */site-packages/* && -x ${ROOT%/lib*/python*}/bin/python ]]; then # where pip installed us
@@ -72,6 +70,40 @@ is_image() { # <CONTAINER> as launcher/container.py interprets it; pyxis loads i
     docker | podman | oci | lxc | singularity | apptainer | [Tt]rue | [Yy]es | [0-9]) return 1 ;;
     *) [[ -d $1 || -n ${SLURM_JOB_ID:-} ]] ;;
   esac
+}
+
+# Uses the active environment, if there is one. If VIRTUAL_ENV or CONDA_PREFIX disagrees with PATH,
+# as in an editor's terminal, PATH wins, as for torchrun, unless only the former has torch.
+use_active() {
+  local name first named=()
+  first=$(type -P python || type -P python3) || first=/
+  for name in VIRTUAL_ENV CONDA_PREFIX; do
+    [[ -n ${!name:-} && ($name == VIRTUAL_ENV || ${CONDA_DEFAULT_ENV:-base} != base) ]] || continue
+    if [[ ${first%/*} -ef ${!name}/bin || $(prefix_of "$first") -ef ${!name} ]]; then
+      use_folder "$name" && return
+    fi
+    named+=("$name")
+  done
+  ((${#named[@]})) || return 1
+
+  if has_torch "$first"; then
+    PYTHON=$first
+    echo "$PROGRAM: warning: ${named[0]} is ${!named[0]@Q}, but PATH leads to $first, which is used; to use another, set VENV" >&2
+    return
+  fi
+  for name in "${named[@]}"; do
+    [[ ! -x ${!name}/bin/python ]] || { use_folder "$name" && return; }
+  done
+  echo "$PROGRAM: warning: ${named[0]} is ${!named[0]@Q}, which has no bin/python; ignored" >&2
+  return 1
+}
+
+prefix_of() { # <python, or a script that starts it, as pyenv's>
+  "$1" -I -c 'import sys; print(sys.prefix)' 2>/dev/null
+}
+
+has_torch() { # <python>; a torch.py in the working directory does not count
+  "$1" -c 'import sys; sys.path = [p for p in sys.path if p]; import importlib.util as u; sys.exit(not u.find_spec("torch"))' 2>/dev/null
 }
 
 use_folder() { # <variable that names an environment's folder>
