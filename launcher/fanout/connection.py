@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from launcher import processes
@@ -215,6 +216,12 @@ def find_fault(node: str, environ: Environ) -> str:
 
 
 # --- what is sent first -------------------------------------------------------------------------
+
+
+def name_variables(plan: Plan, own: Collection[str], begun: Collection[str]) -> Plan:
+    """Return the plan with the names of the variables that are sent, and of those that are not."""
+    plan = replace(plan, forwarded=forwarded_names(plan, own))
+    return replace(plan, unsent=unsent_names(plan, own, begun))
 
 
 def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:

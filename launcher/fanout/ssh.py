@@ -23,9 +23,8 @@ from launcher.failure_block import print_outcome
 from launcher.fanout.connection import (
     AT_ONCE,
     Connection,
-    forwarded_names,
     greet,
-    unsent_names,
+    name_variables,
     write_opening,
 )
 from launcher.fanout.loop import Loop, Show, given_options
@@ -55,10 +54,8 @@ class Fanout:
     """A run on nodes that ssh reaches."""
 
     def __init__(self, plan: Plan) -> None:
-        begun = read_begun()
-        self.own = find_own(plan, begun)
-        plan = replace(plan, forwarded=forwarded_names(plan, self.own.names))
-        self.plan = replace(plan, unsent=unsent_names(plan, self.own.names, begun))
+        self.own = find_own(plan, begun := read_begun())
+        self.plan = name_variables(plan, self.own.names, begun)
         self.token = os.urandom(16).hex()
         self.saving_s = 0 if plan.engine else plan.grace_s  # for agents to save a snapshot
         self.secret = handshake.new_secret()

@@ -43,11 +43,14 @@ WORDS = {
     "SKIP_PREFLIGHT": ("0", "1"),
 }
 # The node agent and the ranks read these: they must not see another program's value.
-_HIDDEN = ("GRACE", "HANG_SECONDS", "HOSTS", "MIN_NODES", "NUMA_BINDING", "RUN_ID", "SPARES")
+_HIDDEN = (
+    *("GRACE", "HANG_SECONDS", "HOSTS", "MASTER_ADDR", "MIN_NODES", "NUMA_BINDING", "RUN_ID"),
+    "SPARES",
+)
 
 
-def read_own(typed: Typed, *, is_guest: bool) -> dict[str, str]:
-    """Return the environment with our variables in our spelling.
+def read_own(typed: Typed, *, is_guest: bool) -> Typed:
+    """Return what was typed, with our variables in our spelling.
 
     Values of other programs are omitted; `is_guest`: the script may have been meant for torchrun.
     """
@@ -67,7 +70,7 @@ def read_own(typed: Typed, *, is_guest: bool) -> dict[str, str]:
         except (PlanError, LauncherError) as error:
             ignore(typed, error, is_guest=is_guest or "://" in read[name])
             del read[name]
-    return read
+    return replace(typed, environ=read)
 
 
 def find_value(name: str, environ: Environ) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from distributed import hostlist
-from launcher.plan.plan import NodePlan, read_nproc
+from launcher.plan.plan import NodePlan, World, read_nproc
+from launcher.plan.typed import Typed
 from launcher.text import PlanError
 
 _IPV6 = re.compile(r"([^:]*@)?\[([^]]*:[^]]*)\](?::(.+))?")  # [fd00::1]:4
+_MASTER = re.compile(r"(?:\[(.*)\]|([^:]*))(?::(\d+))?")
+_ADDRESS = re.compile(r"[^\s,;/:]*|[^\s,;/]*:[^\s,;/]*:[^\s,;/]*")  # or IPv6
 _SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d+)?")
 
 
@@ -43,6 +47,29 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
     except hostlist.HostlistError as error:
         raise PlanError(f"{error}; correct it") from None
     return (NodePlan(name, nproc) for name in names)
+
+
+def with_plain_master(typed: Typed) -> Typed:
+    """Return what was typed, with the address and port in a master like `n1:29500` or `tcp://n1`.
+
+    An explicit port wins.
+    """
+    environ = {**typed.environ}
+    bare = re.sub(r"^\w+://|/$", "", (typed.master or environ.get("MASTER_ADDR", "")).strip())
+    match = _MASTER.fullmatch(bare)
+    address, port = (match[1] or match[2], match[3]) if match else (bare, None)
+    if port and (typed.nnodes or typed.fanout != "local"):
+        environ.setdefault("MASTER_PORT", port)
+    if typed.master:
+        return replace(typed, master=address, environ=environ)
+    return replace(typed, environ={**environ, "MASTER_ADDR": address} if address else environ)
+
+
+def check_master(world: World) -> World:
+    """Raise PlanError if the master of several nodes cannot be an address or a name."""
+    if world.num_nodes > 1 and not _ADDRESS.fullmatch(world.master_addr):
+        raise PlanError(f"the master is {world.master_addr!r}; give one address or name")
+    return world
 
 
 def read_hostfile(file: Path) -> list[str]:

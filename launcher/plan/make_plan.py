@@ -42,27 +42,21 @@ def make_plan(typed: Typed) -> Plan:
     """
     given = _find_hosts(typed) if typed.like_torchrun else typed
     is_guest = typed.like_torchrun and not _is_ours(typed.rest[0])
-    typed = replace(given, environ=foreign.read_own(given, is_guest=is_guest))
+    typed = hosts.with_plain_master(foreign.read_own(given, is_guest=is_guest))
     environ = typed.environ
     words, is_ours, config = choose_program(typed)
-    restarts = _first(typed.max_restarts, environ, "MAX_RESTARTS") or "0"
-    max_restarts = read_number("MAX_RESTARTS", restarts, *NUMBERS["MAX_RESTARTS"])
-    if max_restarts and typed.engine:
-        cause = f"MAX_RESTARTS is {max_restarts}, but {typed.engine} cannot restart ranks"
-        raise PlanError(f"{cause}; omit it")
+    max_restarts = _read_restarts(typed)
     grace_s = read_number("GRACE", typed.grace or str(limits.GRACE_S), *NUMBERS["GRACE"])
     fanout = choose_fanout(typed)
-    in_step = fanout != "local" and environ.get("LAUNCHER") == "srun"
-    engine = typed.engine or "srun" * in_step
+    engine = typed.engine or "srun" * (fanout != "local" and environ.get("LAUNCHER") == "srun")
     is_here = fanout == "local" and not (typed.is_dry_run or environ.get("CONTAINER"))
     if is_here and words[0] in ("-m", "--no-python"):
         _refuse_missing(typed.here, *words[:2])
-    world = read_world(typed, fanout)
+    world = hosts.check_master(read_world(typed, fanout))
     try:
         world = spares.keep_back(world, environ, fanout, engine, max_restarts)
     except PlanError as error:
-        foreign.ignore(typed, error, is_guest=is_guest)
-        typed = spares.without(typed)
+        typed = spares.ignore(typed, error, is_guest=is_guest)
     if fanout == "local" and world.num_nodes > 1:
         read_access(environ)
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
@@ -101,6 +95,15 @@ def make_plan(typed: Typed) -> Plan:
         has_checks=environ.get("SKIP_PREFLIGHT") != "1",
         preflight_s=int(environ.get("PREFLIGHT_SECONDS") or 9),
     )
+
+
+def _read_restarts(typed: Typed) -> int:
+    given = _first(typed.max_restarts, typed.environ, "MAX_RESTARTS") or "0"
+    restarts = read_number("MAX_RESTARTS", given, *NUMBERS["MAX_RESTARTS"])
+    if restarts and typed.engine:
+        cause = f"MAX_RESTARTS is {restarts}, but {typed.engine} cannot restart ranks"
+        raise PlanError(f"{cause}; omit it")
+    return restarts
 
 
 def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> dict[str, str]:

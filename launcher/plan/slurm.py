@@ -13,7 +13,7 @@ from distributed.errors import STOPPED
 from distributed.job import ask_scheduler, in_slurm_step, job_id
 from launcher.master_port import is_loopback
 from launcher.plan.plan import World, read_nproc, read_number
-from launcher.slurm_node import slurm_node
+from launcher.slurm_node import find_address, slurm_node
 from launcher.text import Environ, PlanError, warn
 
 
@@ -57,7 +57,8 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
             "the first node's address [loopback-address]"
         )
     first = hostlist.first(nodes)
-    return World(num_nodes, master or first, nproc=nproc, hosts=nodes, job=environ["SLURM_JOB_ID"])
+    master = master or (find_address(first) if num_nodes > 1 else first)
+    return World(num_nodes, master, nproc=nproc, hosts=nodes, job=environ["SLURM_JOB_ID"])
 
 
 def tasks_per_node(environ: Environ) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from launcher.plan import foreign
 from launcher.plan.plan import World, read_number
 from launcher.plan.typed import Typed
 from launcher.text import Environ, PlanError
@@ -41,7 +42,8 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
     return replace(world, num_nodes=num_nodes, num_spares=spares, min_nodes=least)
 
 
-def without(typed: Typed) -> Typed:
-    """Return what was typed, without the variables that ask for spares."""
+def ignore(typed: Typed, error: PlanError, *, is_guest: bool) -> Typed:
+    """Return what was typed without SPARES and MIN_NODES, if another program may have set them."""
+    foreign.ignore(typed, error, is_guest=is_guest)
     environ = {name: value for name, value in typed.environ.items() if name not in NAMES}
     return replace(typed, environ=environ)

@@ -208,7 +208,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
         yield Fault("loopback-address", cause, cure, warns=literal)
     if machine.num_nodes > 1 and machine.node_rank == 0 and addresses and not is_here(addresses[0]):
         cause = f"the master's address {addresses[0]} does not belong to this node (node rank 0)"
-        cure = "set MASTER_ADDR to an address of this node; behind NAT, ignore this"
+        cure = "set MASTER_ADDR to an address of this node; behind NAT or a service, ignore this"
         yield warning("no-such-interface", cause, cure)
     if machine.port_error == errno.EADDRINUSE:
         holder = _holder(port)

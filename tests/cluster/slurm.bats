@@ -889,6 +889,18 @@ TABLE
   grep -qE '^submit_with_config.sh: job [0-9]+ did not start: job [0-9]+ failed; see logs/slurm-[0-9]+.out$' never.out
 }
 
+# bats test_tags=prove,long
+@test "node names that only SLURM knows, as in some clouds: the nodes meet at an address" {
+  local hosts=$CLUSTER_DIR/etc/hosts code=0
+  cp "$hosts" hosts
+  grep -v ' node' hosts >"$hosts" # in place: the hosts have mounted this file
+  job --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}" || code=$?
+  cat hosts >"$hosts"
+  cat job.out
+  ((code == 0))
+  grep -qE '^hosts      10\.0\.0\.[0-9]+:' job.out
+}
+
 nothing_queued() {
   [[ -z $(on login squeue -h) ]]
 }

@@ -723,8 +723,27 @@ PY
   echo "$output"
   cat second.out
   ((status == 3 && CODE == 3))
-  [[ ${lines[-1]} == "node agent: node1: cannot reach node2 (10.0.0.2:"*") (it answers, but packets of 1448 bytes are lost), node2: cannot reach node1 (node1:"*") (no answer in 3 s); "*" [mtu-too-large]" ]]
+  [[ ${lines[-1]} == "node agent: node1: cannot reach node2 (10.0.0.2:"*") (it answers, but packets of 1448 bytes are lost), node2: cannot reach node1 (10.0.0.1:"*") (no answer in 3 s); "*" [mtu-too-large]" ]]
   [[ $(tail -n 1 second.out) == "${lines[-1]}" ]]
+}
+
+@test "by hand: a master behind the address of a service, which forwards one port" {
+  local node
+  make_ordinary
+  for node in node1 node2; do
+    on "$node" ip route add 10.79.0.9 dev eth0
+    on "$node" iptables -t nat -A OUTPUT -d 10.79.0.9 -p tcp --dport 29500 -j DNAT --to 10.0.0.1:29500
+  done
+  timeout 300 "$CLUSTER" run node2 scripts/launch.sh --nnodes 2 --node-rank 1 --master-addr 10.79.0.9 ordinary.py >second.out 2>&1 3>&- &
+  run timeout 300 "$CLUSTER" run node1 scripts/launch.sh --nnodes 2 --node-rank 0 --master-addr 10.79.0.9 ordinary.py
+  end_of $!
+  for node in node1 node2; do
+    on "$node" iptables -t nat -F OUTPUT
+    on "$node" ip route del 10.79.0.9
+  done
+  echo "$output"
+  cat second.out
+  [[ $status == 0 && $CODE == 0 && $output == *"all 2"* ]]
 }
 
 # bats test_tags=prove,long

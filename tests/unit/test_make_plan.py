@@ -19,6 +19,7 @@ from launcher.plan.make_plan import choose_run_id, make_plan
 from launcher.plan.plan import ROOT, Batch, Plan, print_plan
 from launcher.plan.typed import Typed
 from launcher.record.run_json import note_start
+from launcher.slurm_node import slurm_node
 from launcher.text import PlanError
 
 
@@ -53,6 +54,43 @@ COPIES = [  # one copy's variables, and the variable with the number of copies
     ({"PALS_RANKID": "0", "PMI_SIZE": "2"}, "PMI_SIZE"),
     ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"}, "FLUX_JOB_SIZE"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("given", "address", "port"),
+    [
+        ("10.77.0.1 ", "10.77.0.1", 29500),  # hostname -I, with one address
+        ("tcp://a", "a", 29500),
+        ("a:29400", "a", 29400),
+        ("http://a:80/", "a", 80),
+        ("[fd00::1]:29400", "fd00::1", 29400),
+        ("fd00::1", "fd00::1", 29500),
+    ],
+)
+def test_a_master_in_another_form_is_used(given: str, address: str, port: int) -> None:
+    two = {"nnodes": "2", "node_rank": "1"}
+    for plan in (plan_of({"MASTER_ADDR": given}, **two), plan_of({}, **two, master=given)):
+        assert (plan.master_addr, plan.port) == (address, port)
+        assert plan.environ.get("MASTER_ADDR", address) == address  # what an agent reads
+    assert plan_of({"MASTER_ADDR": given, "MASTER_PORT": "2000"}, **two).port == 2000
+    assert plan_of({"MASTER_ADDR": given}).port is None  # one node needs no master
+
+
+@pytest.mark.parametrize("given", ["10.0.0.1 172.17.0.1 ", "10.0.0.1,10.0.0.2", "a:x", "a/b"])
+def test_a_master_that_can_be_none_is_refused_at_once(given: str) -> None:
+    for typed in (BY_HAND, SSH):
+        with pytest.raises(PlanError, match=r"the master is '.*'; give one address or name"):
+            plan_of({"MASTER_ADDR": given}, **{**typed, "master": None})
+    assert plan_of({"MASTER_ADDR": given}).num_nodes == 1
+
+
+def test_a_name_that_only_slurm_knows_becomes_its_address(tools: Path) -> None:
+    told = "NodeName=gpu-1.invalid Arch=x86_64\n   NodeAddr=10.77.0.1 NodeHostName=gpu-1"
+    make_tool(tools / "scontrol", f'[[ $* == "show node gpu-1.invalid" ]] && echo "{told}"')
+    job = captured("batch-step", SLURM_JOB_NODELIST="gpu-1.invalid,gpu-2.invalid")
+    assert plan_of(job, **SRUN).master_addr == "10.77.0.1"
+    step = captured("one-per-node-step", SLURM_STEP_NODELIST="gpu-1.invalid,gpu-2.invalid")
+    assert slurm_node(step) == (2, 1, "10.77.0.1")
 
 
 FOREIGN = {
