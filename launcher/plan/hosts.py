@@ -12,9 +12,11 @@ from launcher.plan.plan import NodePlan, World, read_nproc
 from launcher.plan.typed import Typed
 from launcher.text import PlanError
 
+LEAST_PORT = 1000  # nobody wants so many processes on a node
 _IPV6 = re.compile(r"([^:]*@)?\[([^]]*:[^]]*)\](?::(.+))?")  # [fd00::1]:4
 _MASTER = re.compile(r"(?:\[(.*)\]|([^:]*))(?::(\d+))?")
 _ADDRESS = re.compile(r"[^\s,;/:]*|[^\s,;/]*:[^\s,;/]*:[^\s,;/]*")  # or IPv6
+_SGE = re.compile(r"(\S+) (\d+) \S+ \S+")  # $PE_HOSTFILE: host, slots, queue, processors
 _SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d+)?")
 
 
@@ -39,6 +41,11 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
     if not re.fullmatch(r"[^-\s/][^/]*", name):
         raise PlanError(
             f"{word!r} is not a node; give NODE, NODE:NPROC or a list such as gpu[01-08]"
+        )
+    if number and number.isdecimal() and (number == "22" or int(number) >= LEAST_PORT):
+        raise PlanError(
+            f"{word!r} asks for {number} processes on {name}; if that is ssh's port, set it in "
+            f"~/.ssh/config, or with SSH_OPTS='-p {number}'"
         )
     if number is not None:
         nproc = read_nproc(f"the number of processes for {word!r}", number)
@@ -73,7 +80,7 @@ def check_master(world: World) -> World:
 
 
 def read_hostfile(file: Path) -> list[str]:
-    """Return the words of a host file: one node per line, or Open MPI's form (`node1 slots=4`).
+    """Return the words of a host file: one node per line, or `node1 slots=4` (Open MPI), or SGE's.
 
     Lines that repeat a name are counted: LSF and OAR write one line for each processor.
     Raises PlanError if there is no such file, or a line cannot be read.
@@ -85,7 +92,7 @@ def read_hostfile(file: Path) -> list[str]:
         fields = line.partition("#")[0].split()
         if len(fields) < 2:
             words += fields
-        elif match := _SLOTS.fullmatch(" ".join(fields)):
+        elif match := _SLOTS.fullmatch(" ".join(fields)) or _SGE.fullmatch(" ".join(fields)):
             words.append(f"{match[1]}:{match[2]}")
         else:
             raise PlanError(

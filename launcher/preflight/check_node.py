@@ -8,7 +8,6 @@ not import torch, so it takes a few hundredths of a second.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from dataclasses import replace
 
 from launcher.handshake import read_access
 from launcher.master_port import open_master_port
-from launcher.preflight import between_nodes, infiniband, must_match
+from launcher.preflight import between_nodes, cgroup, infiniband, must_match
 from launcher.preflight.checks import CHECKS, Machine
 from launcher.preflight.gpus import GpuError, visible_gpus
 from launcher.text import Environ, short_host_name
@@ -103,7 +102,7 @@ def _look_at_machine(request: Request, environ: Environ, port: int, port_error: 
         gpus=gpus,
         gpu_error=gpu_error,
         environ=environ,
-        cpus=len(os.sched_getaffinity(0)),
+        cpus=cgroup.count_cpus(),
         ports=tuple(infiniband.read_ports()),
         can_open_ports=infiniband.can_open_devices(),
     )

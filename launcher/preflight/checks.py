@@ -1,7 +1,4 @@
-"""The checks of one machine, each a small generator of faults (no torch).
-
-To add a check, write a function here, and add a line to CHECKS.
-"""
+"""The checks of one machine: small generators of faults, which CHECKS lists (no torch)."""
 
 from __future__ import annotations
 
@@ -23,14 +20,13 @@ from pathlib import Path
 
 from distributed.network import interface_to
 from launcher.master_port import is_here, is_loopback
-from launcher.preflight import infiniband, must_match
+from launcher.preflight import cgroup, infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow, newest_cuda
 from launcher.text import Environ, count, environment_cure
 from launcher.wire.messages import Fault, Request
 
 OLDEST_TORCH = (2, 4)
-# The first Linux driver for each CUDA version: CUDA Compatibility, table 2 (NVIDIA).
-FIRST_DRIVER = {11: 450, 12: 525, 13: 580}
+FIRST_DRIVER = {11: 450, 12: 525, 13: 580}  # by CUDA version: CUDA Compatibility, table 2 (NVIDIA)
 LEAST_FILES = 1024  # open files of one process; Linux's own default
 LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
 LEAST_DISK = 2 << 30  # bytes free where checkpoints go
@@ -181,6 +177,7 @@ def check_cpus(machine: Machine) -> Iterator[Fault]:
         workers = f", each with {count(machine.num_workers, 'data worker')}"
         cause = f"{count(machine.cpus, 'CPU')} for {count(machine.nproc, 'rank')}"
         cause += workers if machine.num_workers else ""
+        cause += " (by a quota)" if machine.cpus < len(os.sched_getaffinity(0)) else ""
         cure = f"request {wanted} CPUs per node (SLURM: --cpus-per-gpu, per GPU), or start fewer"
         yield warning("few-cpus", cause, cure)
 
@@ -269,6 +266,7 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
     if 0 <= files < LEAST_FILES:
         cause = f"the limit on open files is {files} (data workers need {LEAST_FILES})"
         yield warning("low-nofile", cause, "run ulimit -n 65536 before the launch")
+    yield from cgroup.check_processes(machine.nproc, machine.num_workers)
     shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     if shm < LEAST_SHM:
         cure = "start Docker with --ipc=host or --shm-size=8g"
@@ -291,6 +289,9 @@ def check_folders(machine: Machine) -> Iterator[Fault]:
     # Other nodes save only sharded checkpoints, in a folder that they share with node rank 0.
     saved = machine.checkpoint_dir if machine.node_rank == 0 else None
     for directory in (machine.directory / folder for folder in (machine.log_dir, saved) if folder):
+        if directory.is_symlink():  # perhaps to a folder that was purged
+            with contextlib.suppress(OSError):
+                os.makedirs(os.path.realpath(directory), exist_ok=True)
         place = existing(directory)
         free = shutil.disk_usage(place).free
         if free < LEAST_DISK:
@@ -313,7 +314,7 @@ CHECKS = {  # each with the number of things that it checks
     check_master: 3,
     check_interfaces: 3,
     check_infiniband: 2,
-    check_limits: 3,
+    check_limits: 4,
     check_folders: 2,
 }
 

@@ -727,6 +727,29 @@ PY
   [[ $(tail -n 1 second.out) == "${lines[-1]}" ]]
 }
 
+@test "ssh settings for tunnels, and a connection that the user has opened, such as with a second factor" {
+  local home=$CLUSTER_DIR/home/.ssh node via
+  make_ordinary
+  mkdir -p "$home"
+  printf '%s\n' 'StdinNull yes' 'ForkAfterAuthentication yes' 'SessionType none' 'RequestTTY force' >"$home/config"
+  for via in ssh pdsh; do
+    run on login scripts/launch.sh --hosts node1,node2 --via "$via" --nproc-per-node 1 ordinary.py
+    echo "$output"
+    [[ $status == 0 && $output == *"all 2"* ]]
+  done
+  printf 'ControlPath %s/%%h\n' "$home" >"$home/config"
+  for node in node1 node2; do on login ssh -o ControlMaster=yes -o ControlPersist=yes -fN "$node" 3>&-; done
+  echo 'PubkeyAuthentication no' >>"$home/config" # no other connection can be made
+  run ! on login ssh -o ControlPath=none node1 true
+  for via in ssh pdsh; do
+    run on login scripts/launch.sh --hosts node1,node2 --via "$via" --nproc-per-node 1 ordinary.py
+    echo "$output"
+    [[ $status == 0 && $output == *"all 2"* ]]
+  done
+  for node in node1 node2; do on login ssh -O exit "$node"; done
+  rm "$home/config"
+}
+
 @test "by hand: a master behind the address of a service, which forwards one port" {
   local node
   make_ordinary

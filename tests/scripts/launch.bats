@@ -235,6 +235,17 @@ make_repository() {
   [[ $(cat mine/node_0.log mine/latest) == $'notes\nnotes' && ! -L mine/node_0.log && ! -L mine/latest ]]
 }
 
+# bats test_tags=slow
+@test "a link to a folder that was purged: the folder is made again" {
+  echo pass >own.py
+  ln -s "$PWD/purged/logs" logs
+  RUN_ID=r run launch own.py
+  [[ $status == 0 && -f purged/logs/r/node_0.log ]]
+  rm -r purged
+  RUN_ID=r SKIP_PREFLIGHT=1 run launch own.py
+  [[ $status == 0 && -f purged/logs/r/node_0.log ]]
+}
+
 @test "a missing part of the kit: one line" {
   cp -r "$ROOT"/{scripts,distributed} .
   echo pass >own.py
