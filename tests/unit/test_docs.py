@@ -55,7 +55,7 @@ torchrun --nproc-per-node --node-rank --redirects --tee --use-env --monitor-inte
 SLURM --nodes --gres --time --ntasks --ntasks-per-node --cpus-per-task --cpus-per-gpu --mem
 SLURM --mem-per-gpu --batch --start --jobid --account --partition --requeue --format
 SLURM --signal --het-group --output --error --array --gpus --gpus-per-task --gpu-bind
-docker --device --ipc --shm-size --ulimit
+docker --device --ipc --shm-size --ulimit --cpus --pids-limit, nsys --trace-fork-before-exec
 nvidia-smi --query-gpu, tensorboard --logdir, mypy --strict, py-spy --pid
 bats --no-tempdir-cleanup
 a script of the reader's, or of the guide: --lr --name --conf
