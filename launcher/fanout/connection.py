@@ -34,7 +34,14 @@ CURES = {
     "name-unresolved": "correct the name, or ~/.ssh/config",
     "ssh-refused": "make sure that 'ssh {node} true' works without a prompt",
 }
-_EXPECTED = ("LD_LIBRARY_PATH", "LD_PRELOAD", "http_proxy", "https_proxy", "HTTPS_PROXY")
+_PROXIES = [f"{kind}_proxy" for kind in ("http", "https", "all", "no")]
+_OF_MACHINES = (
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "XDG_CACHE_HOME",
+    *_PROXIES,
+    *map(str.upper, _PROXIES),
+)
 _OF_LOGINS = (
     "HOME",
     "HOSTNAME",
@@ -218,10 +225,10 @@ def find_fault(node: str, environ: Environ) -> str:
 # --- what is sent first -------------------------------------------------------------------------
 
 
-def name_variables(plan: Plan, own: Collection[str], begun: Collection[str]) -> Plan:
+def name_variables(plan: Plan, own: Collection[str]) -> Plan:
     """Return the plan with the names of the variables that are sent, and of those that are not."""
     plan = replace(plan, forwarded=forwarded_names(plan, own))
-    return replace(plan, unsent=unsent_names(plan, own, begun))
+    return replace(plan, unsent=unsent_names(plan, own))
 
 
 def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
@@ -240,20 +247,18 @@ def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
     return sorted(name for name in wanted if re.fullmatch(r"[A-Za-z_]\w*", name))
 
 
-def unsent_names(plan: Plan, own: Collection[str], begun: Collection[str]) -> list[str]:
+def unsent_names(plan: Plan, own: Collection[str]) -> list[str]:
     """Return the variables that a user may expect on the nodes, but that are not sent.
 
-    These are those that the training script names, and those of _EXPECTED that are not among
-    `begun`, the shell's initial variables. Each node has its own HOME, PATH and so on; the
-    launchers send their own variables.
+    These are _OF_MACHINES, and those that the training script names. Each node has its own HOME,
+    PATH and so on; the launchers send their own variables.
     """
-    environ = plan.environ
-    wanted = {name for name in _EXPECTED if f"{name}={environ.get(name)}" not in begun}
+    wanted = {*_OF_MACHINES}
     script = plan.directory / next((word for word in plan.words if word[:1] != "-"), "")
     if script.is_file() and not plan.is_ours:
         wanted |= {*re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", script.read_text(errors="replace"))}
     set_there = {*own, *plan.forwarded, *REPEATED, *NOT_REPEATED, *_OF_LOGINS}
-    return sorted((wanted & environ.keys()) - set_there)
+    return sorted({name for name in wanted if plan.environ.get(name)} - set_there)
 
 
 def write_opening(plan: Plan, added: Environ) -> str:

@@ -54,8 +54,8 @@ class Fanout:
     """A run on nodes that ssh reaches."""
 
     def __init__(self, plan: Plan) -> None:
-        self.own = find_own(plan, begun := read_begun())
-        self.plan = name_variables(plan, self.own.names, begun)
+        self.own = find_own(plan, read_begun())
+        self.plan = name_variables(plan, self.own.names)
         self.token = os.urandom(16).hex()
         self.saving_s = 0 if plan.engine else plan.grace_s  # for agents to save a snapshot
         self.secret = handshake.new_secret()

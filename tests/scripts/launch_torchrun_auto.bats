@@ -14,6 +14,7 @@ nodes_of() { # <argument...>
 
 @test "--dry-run: the plan and the golden command of each node" {
   export RUN_ID=golden MASTER_PORT=23456 OMP_NUM_THREADS=1 SSH_OPTS=-6
+  unset LD_LIBRARY_PATH # the plan would say that it is not sent
   run --separate-stderr launch plain.yaml 2 node1 me@node2:4 --dry-run
   local line="MASTER_PORT=23456 SSH_OPTS=-6 OMP_NUM_THREADS=1 $ROOT/scripts/ssh/launch_torchrun_auto.sh plain.yaml 2 node1 me@node2:4"
   assert_output "# node 0 (node1): ranks 0-1 of 6, rendezvous node1:23456
