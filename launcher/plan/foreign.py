@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from distributed import hostlist
 from distributed.environment import LauncherError, check_run_id
 from distributed.network import PROFILES
 from launcher.plan.plan import MOST_RANKS, read_number
@@ -42,6 +40,7 @@ WORDS = {
     "SHOW_RANKS": ("all", "0"),
     "SKIP_PREFLIGHT": ("0", "1"),
 }
+SHAPES = {"HOSTS": r"[^/=]+", "LOG_DIR": r"(?!\w+://).+"}
 # The node agent and the ranks read these: they must not see another program's value.
 _HIDDEN = (
     *("GRACE", "HANG_SECONDS", "HOSTS", "MASTER_ADDR", "MIN_NODES", "NUMA_BINDING", "RUN_ID"),
@@ -57,19 +56,18 @@ def read_own(typed: Typed, *, is_guest: bool) -> Typed:
     read = {**typed.environ}
     if typed.log_level:
         read["LOG_LEVEL"] = typed.log_level
-    typed_instead = {
+    arguments = {
         "MASTER_PORT": typed.port,
         "MAX_RESTARTS": typed.max_restarts,
         "NPROC_PER_NODE": typed.nproc,
     }
-    for name in filter(read.get, sorted({*NUMBERS, *WORDS, *_CHECKS})):
-        if typed_instead.get(name) is not None and not is_guest:
-            continue
-        try:
-            read[name] = read_value(name, read[name])
-        except (PlanError, LauncherError) as error:
-            ignore(typed, error, is_guest=is_guest or "://" in read[name])
-            del read[name]
+    for name in filter(read.get, sorted({"RUN_ID", *NUMBERS, *WORDS, *SHAPES})):
+        if is_guest or arguments.get(name) is None:
+            try:
+                read[name] = read_value(name, read[name])
+            except (PlanError, LauncherError) as error:
+                ignore(typed, error, is_guest=is_guest or "://" in read[name])
+                del read[name]
     return replace(typed, environ=read)
 
 
@@ -80,51 +78,39 @@ def find_value(name: str, environ: Environ) -> str:
     return ""
 
 
-def hide(typed: Typed, own: Environ) -> Typed:
-    """Return what was typed, without the ignored values that an agent or a rank would read."""
-    kept = typed.environ.items() - {(name, typed.environ.get(name)) for name in _HIDDEN}
-    return replace(typed, environ=dict(kept) | {name: own[name] for name in _HIDDEN if name in own})
-
-
 def read_value(name: str, given: str) -> str:
     """Return a value in our spelling. Raises PlanError or LauncherError if it cannot be ours."""
-    if name in _CHECKS:
-        _CHECKS[name](given)
+    if name == "RUN_ID":
+        return check_run_id(given)
+    if name in SHAPES and re.fullmatch(SHAPES[name], given):
         return given
     words = WORDS.get(name, ())
     if found := [word for word in words if word.lower() == given.lower()]:
         return found[0]
     if name in NUMBERS:
         return str(read_number(name, given, *NUMBERS[name]))
-    cure = f"{did_you_mean(given, words)}choose from {', '.join(words)}"
-    raise PlanError(f"{name} is {given!r}; {cure}")
+    cure = f"choose from {', '.join(words)}" if words else "see --help"
+    raise PlanError(f"{name} is {given!r}; {did_you_mean(given, words)}{cure}")
 
 
-def ignore(typed: Typed, error: ValueError, *, is_guest: bool) -> None:
-    """Warn about a value that is ignored; raise the error if only our user can have set it."""
+def ignore(typed: Typed, error: ValueError, *names: str, is_guest: bool) -> Typed:
+    """Return what was typed without these variables, and warn.
+
+    Raises the error if only our user can have set them.
+    """
     if not is_guest:
         raise error
     cause = re.sub(r" \[[a-z-]+\]$", "", str(error))
     warn(f"{typed.program}: warning: {cause}; ignored")
+    environ = {name: value for name, value in typed.environ.items() if name not in names}
+    return replace(typed, environ=environ)
 
 
-def _check_hosts(given: str) -> None:
-    """Raise PlanError if HOSTS, which says who may join, is no list of names at all."""
-    try:
-        names = hostlist.expand(given)
-    except hostlist.HostlistError:
-        names = [given]
-    if any(re.search(r"[\s/=]", name) for name in names):
-        raise PlanError(f"HOSTS is {given!r}; give a list such as node1,node2")
-
-
-def _check_folder(given: str) -> None:
-    if "://" in given:
-        raise PlanError(f"LOG_DIR is {given!r}; give a folder of this machine")
-
-
-_CHECKS: Mapping[str, Callable[[str], object]] = {
-    "HOSTS": _check_hosts,
-    "LOG_DIR": _check_folder,
-    "RUN_ID": check_run_id,
-}
+def hide(typed: Typed, own: Environ) -> Typed:
+    """Return what was typed, without the ignored values that an agent or a rank would read."""
+    environ = {
+        name: own[name] if name in _HIDDEN else value
+        for name, value in typed.environ.items()
+        if name in own or name not in _HIDDEN
+    }
+    return replace(typed, environ=environ)

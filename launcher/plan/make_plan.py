@@ -56,7 +56,7 @@ def make_plan(typed: Typed) -> Plan:
     try:
         world = spares.keep_back(world, environ, fanout, engine, max_restarts)
     except PlanError as error:
-        typed = spares.ignore(typed, error, is_guest=is_guest)
+        typed = foreign.ignore(typed, error, *spares.NAMES, is_guest=is_guest)
     if fanout == "local" and world.num_nodes > 1:
         read_access(environ)
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from launcher.plan import foreign
 from launcher.plan.plan import World, read_number
-from launcher.plan.typed import Typed
 from launcher.text import Environ, PlanError
 
 NAMES = ("SPARES", "MIN_NODES")
@@ -40,10 +38,3 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
     num_nodes = world.num_nodes - spares
     least = read_number("MIN_NODES", given.get("MIN_NODES", str(num_nodes)), 1, num_nodes)
     return replace(world, num_nodes=num_nodes, num_spares=spares, min_nodes=least)
-
-
-def ignore(typed: Typed, error: PlanError, *, is_guest: bool) -> Typed:
-    """Return what was typed without SPARES and MIN_NODES, if another program may have set them."""
-    foreign.ignore(typed, error, is_guest=is_guest)
-    environ = {name: value for name, value in typed.environ.items() if name not in NAMES}
-    return replace(typed, environ=environ)
