@@ -314,7 +314,7 @@ CHECKS = {  # each with the number of things that it checks
     check_master: 3,
     check_interfaces: 3,
     check_infiniband: 2,
-    check_limits: 4,
+    check_limits: 3,
     check_folders: 2,
 }
 
