@@ -241,7 +241,17 @@ def install_cure(cause: str) -> str:
         return ""
     if missing[1] == _KIT:
         return f"; start the script with scripts/launch.sh, or run {install_command(str(_ROOT))}"
+    if folder := _folder_of(missing[1]):
+        return f"; it is in {folder}: set PYTHONPATH={folder}"
     return f"; if it is a package: {install_command(_PACKAGES.get(missing[1], missing[1]))}"
+
+
+def _folder_of(module: str) -> str:
+    """Return the folder near the working directory that has a user's own module; "" if none."""
+    for folder in (".", "src", "lib", "..", "../src"):
+        if Path(folder, f"{module}.py").exists() or any(Path(folder, module).glob("*.py")):
+            return folder
+    return ""
 
 
 def user_frames(stack: str) -> list[str]:

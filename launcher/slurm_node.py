@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from collections.abc import Mapping
 
 from distributed.environment import LauncherError, Variables, slurm
-from distributed.job import is_task
+from distributed.job import ask_scheduler, is_task
 
 
 def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, str] | None:
@@ -22,4 +24,15 @@ def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, 
     if env.world_size != env.num_nodes:
         cause = f"srun started {env.world_size} tasks on {env.num_nodes} nodes"
         raise LauncherError(f"{cause}; give it --ntasks={env.num_nodes} --ntasks-per-node=1")
-    return env.num_nodes, env.node_rank, env.master_addr
+    address = find_address(env.master_addr) if env.num_nodes > 1 else env.master_addr
+    return env.num_nodes, env.node_rank, address
+
+
+def find_address(node: str) -> str:
+    """Return a node's name, or its address if only SLURM knows it, as in some clouds."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        told = re.search(r" NodeAddr=(\S+)", ask_scheduler("scontrol", "show", "node", node) or "")
+        return told[1] if told else node
+    return node

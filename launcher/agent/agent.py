@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -20,12 +19,12 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from distributed.errors import BAD_INPUT, REFUSED, Refused
-from distributed.stop_signals import handled_signals
 from launcher.agent import elastic
 from launcher.agent.attempt import Attempt
 from launcher.agent.control import (
     AgentNote,
     SupervisorLink,
+    note_signals,
     report_outcome,
 )
 from launcher.agent.diagnosis import nccl_network
@@ -84,14 +83,6 @@ def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: Supervi
         say(str(refused))
         code = REFUSED
     os._exit(code)  # skip torch's cleanup, which takes 0.6 s and is not needed
-
-
-def note_signals() -> list[int]:
-    """Return a list that gets the stop signals until the ranks have started and others know."""
-    came: list[int] = []
-    for signum in handled_signals():
-        signal.signal(signum, lambda received, _: came.append(received))
-    return came
 
 
 class NodeAgent:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.stop_signals import QUERY, stop_signals
+from distributed.stop_signals import QUERY, handled_signals, stop_signals
 from launcher import processes
 from launcher.failure_block import print_outcome
 from launcher.outcome import Outcome
@@ -128,3 +128,11 @@ def report_outcome(
     if is_line_open and outcome.code != 0:
         print(file=sys.stderr)
     print_outcome(outcome, sys.stderr, folder)
+
+
+def note_signals() -> list[int]:
+    """Return a list that gets the stop signals until the ranks have started and others know."""
+    came: list[int] = []
+    for signum in handled_signals():
+        signal.signal(signum, lambda received, _: came.append(received))
+    return came

@@ -75,6 +75,8 @@ def _join_config(values: Values, environ: Environ) -> None:
         values["rest"] = (*words, *values.get("rest", ()))
         values.setdefault("config", "-")
     elif folder and name:
+        beside = (script if script.is_file() else Path(__file__).parents[1]).parent / folder
+        folder = beside if beside.is_dir() and not Path(folder).is_dir() else folder  # as in Hydra
         ending = "" if name.endswith((".yaml", ".yml")) else ".yaml"
         values["config"] = f"{folder}/{name}{ending}"
     else:

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from launcher.agent.command_line import RANGE_CURE
+from launcher.plan.foreign import find_value
 from launcher.text import Environ, PlanError
 
 
@@ -17,7 +18,7 @@ def read_like_torchrun(values: dict[str, Any], environ: Environ) -> None:
     rendezvous = {name: values.pop(f"rdzv_{name}", "") for name in ("backend", "endpoint")}
     is_alone = values.pop("standalone", False)
     if not values.get("hosts"):
-        values.setdefault("nproc", environ.get("NPROC_PER_NODE") or "1")
+        values.setdefault("nproc", find_value("NPROC_PER_NODE", environ) or "1")
         nodes = "1" if is_alone else values.get("nnodes", "")
         find_master(values, nodes, **rendezvous, in_step=bool(environ.get("SLURM_STEP_ID")))
     elif rendezvous["endpoint"]:

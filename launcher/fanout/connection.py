@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from launcher import processes
@@ -19,7 +20,7 @@ from launcher.own_time import SilenceNews
 from launcher.plan.own import asked_names
 from launcher.plan.pbs import JOB_VARIABLES
 from launcher.plan.plan import Plan
-from launcher.plan.resume import FORWARDED
+from launcher.plan.resume import FORWARDED, NOT_REPEATED, REPEATED
 from launcher.text import Environ, PlanError
 from launcher.wire import limits, messages
 from launcher.wire.launcher_link import Answers
@@ -35,6 +36,26 @@ CURES = {
     "name-unresolved": "correct the name, or ~/.ssh/config",
     "ssh-refused": "make sure that 'ssh {node} true' works without a prompt",
 }
+_PROXIES = [f"{kind}_proxy" for kind in ("http", "https", "all", "no")]
+_OF_MACHINES = (
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "XDG_CACHE_HOME",
+    *_PROXIES,
+    *map(str.upper, _PROXIES),
+)
+_OF_LOGINS = (
+    "HOME",
+    "HOSTNAME",
+    "LANG",
+    "LOGNAME",
+    "PATH",
+    "PWD",
+    "SHELL",
+    "TERM",
+    "TMPDIR",
+    "USER",
+)
 T = TypeVar("T")
 
 
@@ -215,6 +236,12 @@ def find_fault(node: str, environ: Environ) -> str:
 # --- what is sent first -------------------------------------------------------------------------
 
 
+def name_variables(plan: Plan, own: Collection[str]) -> Plan:
+    """Return the plan with the names of the variables that are sent, and of those that are not."""
+    plan = replace(plan, forwarded=forwarded_names(plan, own))
+    return replace(plan, unsent=unsent_names(plan, own))
+
+
 def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
     """Return the names of the variables to send to the nodes, except those for this node only.
 
@@ -229,6 +256,20 @@ def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
     wanted = {*asked, *plan.activated, *(name for name in environ if name.startswith(FORWARDED))}
     wanted = (wanted & environ.keys()) - {*own}
     return sorted(name for name in wanted if re.fullmatch(r"[A-Za-z_]\w*", name))
+
+
+def unsent_names(plan: Plan, own: Collection[str]) -> list[str]:
+    """Return the variables that a user may expect on the nodes, but that are not sent.
+
+    These are _OF_MACHINES, and those that the training script names. Each node has its own HOME,
+    PATH and so on; the launchers send their own variables.
+    """
+    wanted = {*_OF_MACHINES}
+    script = plan.directory / next((word for word in plan.words if word[:1] != "-"), "")
+    if script.is_file() and not plan.is_ours:
+        wanted |= {*re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", script.read_text(errors="replace"))}
+    set_there = {*own, *plan.forwarded, *REPEATED, *NOT_REPEATED, *_OF_LOGINS}
+    return sorted({name for name in wanted if plan.environ.get(name)} - set_there)
 
 
 def write_opening(plan: Plan, added: Environ) -> str:

@@ -8,13 +8,15 @@ while child.code is None:
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import selectors
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 from distributed.errors import Refused
 from distributed.stop_signals import QUERY, handled_signals, stop_signals
@@ -27,9 +29,10 @@ _CHUNK = 65536
 # ssh options that the user's ~/.ssh/config must not override. The keep-alives end ssh only after an
 # hour, because the launcher must be the first to notice a silent node.
 FIXED = (
-    *("BatchMode=yes", "RemoteCommand=none"),
+    *("BatchMode=yes", "RemoteCommand=none", "RequestTTY=no"),
     *(f"ServerAliveInterval={limits.SILENCE_S:.0f}", "ServerAliveCountMax=60"),
 )
+SINCE_8_7 = ("StdinNull=no", "ForkAfterAuthentication=no", "SessionType=default")
 
 
 class Loop:
@@ -76,12 +79,25 @@ class Loop:
             child.terminate()
 
 
+@cache
+def fixed_options() -> Sequence[str]:
+    """Return the fixed options that this machine's ssh knows."""
+    with contextlib.suppress(OSError):
+        told = subprocess.run(["ssh", "-V"], stdin=subprocess.DEVNULL, capture_output=True)
+        version = re.search(rb"OpenSSH_(\d+)\.(\d+)", told.stderr)
+        if version and (int(version[1]), int(version[2])) >= (8, 7):
+            return (*FIXED, *SINCE_8_7)
+    return FIXED
+
+
 def ssh_command(node: str, environ: Environ, connect_s: int, log: str) -> list[str]:
-    """Return the ssh command. SSH_OPTS comes first: ssh uses the first value of each option."""
-    options = [
-        *(*FIXED, f"ConnectTimeout={connect_s}"),
-        *("ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes"),
-    ]
+    """Return the ssh command. SSH_OPTS comes first: ssh uses the first value of each option.
+
+    A connection that the user has opened (ControlMaster) is used: with a second factor, no other
+    can be made.
+    """
+    options = [*fixed_options(), f"ConnectTimeout={connect_s}"]
+    options += ["ControlMaster=no", "ClearAllForwardings=yes"]
     ours = [word for option in options for word in ("-o", option)]
     given = given_options(environ)
     return ["ssh", *given, "-T", "-x", "-a", *ours, "-E", log, "--", node, "exec bash -s"]

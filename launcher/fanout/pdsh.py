@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from distributed.errors import Refused
 from launcher.fanout.connection import FAR_SIDE, Connection
-from launcher.fanout.loop import FIXED, Child, given_options
+from launcher.fanout.loop import Child, fixed_options, given_options
 from launcher.fanout.ssh import Fanout, quote_line
 from launcher.plan.plan import Plan
 from launcher.wire import limits
@@ -47,7 +47,7 @@ class PdshFanout(Fanout):
         self.wait_for(Ready, time.monotonic() + limits.PDSH_READY_S + self.slack_s)
         environ = self.plan.environ
         given = [environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS")]
-        options = " ".join([*given, *(f"-o {option}" for option in FIXED)])
+        options = " ".join([*given, *(f"-o {option}" for option in fixed_options())])
         names = [node.name for node in self.plan.nodes]
         words = self.plan.inside(self.plan.module_command(FAR_SIDE))
         if "LD_LIBRARY_PATH" in self.plan.forwarded:  # may lead to Python's own library

@@ -21,7 +21,13 @@ from distributed.errors import REFUSED, Refused
 from distributed.stop_signals import NOTICES, QUERY, stop_signals
 from launcher import handshake
 from launcher.failure_block import print_outcome
-from launcher.fanout.connection import AT_ONCE, Connection, forwarded_names, greet, write_opening
+from launcher.fanout.connection import (
+    AT_ONCE,
+    Connection,
+    greet,
+    name_variables,
+    write_opening,
+)
 from launcher.fanout.loop import Loop, Show, given_options
 from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.swap import choose_master, find_ill, swap
@@ -51,7 +57,7 @@ class Fanout:
 
     def __init__(self, plan: Plan) -> None:
         self.own = find_own(plan, read_begun())
-        self.plan = replace(plan, forwarded=forwarded_names(plan, self.own.names))
+        self.plan = name_variables(plan, self.own.names)
         self.token = os.urandom(16).hex()
         self.saving_s = 0 if plan.engine else plan.grace_s  # for agents to save a snapshot
         self.secret = handshake.new_secret()

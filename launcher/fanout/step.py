@@ -30,7 +30,7 @@ from launcher.outcome import LaunchEnd, NodePart, Outcome
 from launcher.own_time import Deadline
 from launcher.plan import slurm
 from launcher.plan.plan import Plan
-from launcher.plan.slurm import ask_squeue, in_batch_script, is_at_time_limit
+from launcher.plan.slurm import ask_squeue, chain_of, in_batch_script, is_at_time_limit
 from launcher.processes import KILLED
 from launcher.record.run_json import ASKED, NOTICED
 from launcher.terminal import Terminal
@@ -264,7 +264,7 @@ def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
     With a limit, the job ends instead after three restarts in a row without a new checkpoint.
     Returns False if SLURM rejects the request. In a chain of jobs, the next one resumes instead.
     """
-    if plan.environ.get("CHAIN"):
+    if chain_of(plan.environ):
         return True
     if has_limit and plan.checkpoint_dir is not None:
         folder = plan.directory / plan.checkpoint_dir / plan.run_id

@@ -11,6 +11,7 @@ from distributed.errors import Refused
 from launcher.master_port import is_loopback
 from launcher.plan.plan import NodePlan, Plan
 from launcher.record import run_json
+from launcher.slurm_node import find_address
 from launcher.wire.messages import Hello, Report
 
 TWICE = 2  # losses of one node in a run, after which it is not used again
@@ -74,7 +75,7 @@ def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None
         nodes=(),
         hosts=",".join(rest),
         left_out=[*plan.left_out, *(hosts[node_rank] for node_rank in sorted(ill))],
-        master_addr=rest[0] if 0 in ill else plan.master_addr,
+        master_addr=find_address(rest[0]) if 0 in ill else plan.master_addr,
     )
     return swapped, changes
 

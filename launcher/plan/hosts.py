@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from distributed import hostlist
-from launcher.plan.plan import NodePlan, read_nproc
+from launcher.plan.plan import NodePlan, World, read_nproc
+from launcher.plan.typed import Typed
 from launcher.text import PlanError
 
+LEAST_PORT = 1000  # nobody wants so many processes on a node
 _IPV6 = re.compile(r"([^:]*@)?\[([^]]*:[^]]*)\](?::(.+))?")  # [fd00::1]:4
+_MASTER = re.compile(r"(?:\[(.*)\]|([^:]*))(?::(\d+))?")
+_ADDRESS = re.compile(r"[^\s,;/:]*|[^\s,;/]*:[^\s,;/]*:[^\s,;/]*")  # or IPv6
+_SGE = re.compile(r"(\S+) (\d+) \S+ \S+")  # $PE_HOSTFILE: host, slots, queue, processors
 _SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d+)?")
 
 
@@ -37,6 +43,11 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
         raise PlanError(
             f"{word!r} is not a node; give NODE, NODE:NPROC or a list such as gpu[01-08]"
         )
+    if number and number.isdecimal() and (number == "22" or int(number) >= LEAST_PORT):
+        raise PlanError(
+            f"{word!r} asks for {number} processes on {name}; if that is ssh's port, set it in "
+            f"~/.ssh/config, or with SSH_OPTS='-p {number}'"
+        )
     if number is not None:
         nproc = read_nproc(f"the number of processes for {word!r}", number)
     try:
@@ -46,8 +57,31 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
     return (NodePlan(name, nproc) for name in names)
 
 
+def with_plain_master(typed: Typed) -> Typed:
+    """Return what was typed, with the address and port in a master like `n1:29500` or `tcp://n1`.
+
+    An explicit port wins.
+    """
+    environ = {**typed.environ}
+    bare = re.sub(r"^\w+://|/$", "", (typed.master or environ.get("MASTER_ADDR", "")).strip())
+    match = _MASTER.fullmatch(bare)
+    address, port = (match[1] or match[2], match[3]) if match else (bare, None)
+    if port and (typed.nnodes or typed.fanout != "local"):
+        environ.setdefault("MASTER_PORT", port)
+    if typed.master:
+        return replace(typed, master=address, environ=environ)
+    return replace(typed, environ={**environ, "MASTER_ADDR": address} if address else environ)
+
+
+def check_master(world: World) -> World:
+    """Raise PlanError if the master of several nodes cannot be an address or a name."""
+    if world.num_nodes > 1 and not _ADDRESS.fullmatch(world.master_addr):
+        raise PlanError(f"the master is {world.master_addr!r}; give one address or name")
+    return world
+
+
 def read_hostfile(file: Path) -> list[str]:
-    """Return the words of a host file: one node per line, or Open MPI's form (`node1 slots=4`).
+    """Return the words of a host file: one node per line, or `node1 slots=4` (Open MPI), or SGE's.
 
     Lines that repeat a name are counted: LSF and OAR write one line for each processor.
     Raises PlanError if there is no such file, or a line cannot be read.
@@ -59,7 +93,7 @@ def read_hostfile(file: Path) -> list[str]:
         fields = line.partition("#")[0].split()
         if len(fields) < 2:
             words += fields
-        elif match := _SLOTS.fullmatch(" ".join(fields)):
+        elif match := _SLOTS.fullmatch(" ".join(fields)) or _SGE.fullmatch(" ".join(fields)):
             words.append(f"{match[1]}:{match[2]}")
         else:
             raise PlanError(

@@ -14,12 +14,12 @@ from shutil import which
 
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
 from distributed.job import ask_scheduler, in_slurm_step, job_id, job_run_id
-from distributed.network import PROFILES
 from launcher.container import config_texts, read_container
 from launcher.fanout import job_command
 from launcher.handshake import read_access
 from launcher.master_port import is_first, is_loopback
-from launcher.plan import hosts, mpi, pbs, slurm, spares
+from launcher.plan import foreign, hosts, mpi, pbs, slurm, spares
+from launcher.plan.foreign import NUMBERS
 from launcher.plan.plan import ROOT, Plan, World, read_nproc, read_number
 from launcher.plan.resume import command_line
 from launcher.plan.typed import Typed, is_same
@@ -29,18 +29,6 @@ from launcher.wire import limits
 
 MARK = b"# launch-kit: answers --check"  # the line by which we recognize our train.py
 BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another port before they meet
-_WORDS = {  # variables with a fixed set of values
-    "LOG_LEVEL": ("DEBUG", "INFO", "WARNING", "ERROR"),
-    "BACKEND": ("nccl", "gloo"),
-    "NCCL_PROFILE": tuple(name for name in PROFILES if name),
-    "LAUNCHER": ("agent", "srun"),
-    "SHOW_RANKS": ("all", "0"),
-    "FRESH": ("0", "1"),
-    "SKIP_PREFLIGHT": ("0", "1"),
-    "NUMA_BINDING": ("node", "socket", "exclusive", "core-complex"),
-}
-# If launch.sh replaces torchrun, other values of these variables belong to another program.
-_ANYBODYS = ("LOG_LEVEL", "BACKEND", "LAUNCHER", "FRESH")
 _PASSED_ON = (
     *("LOG_LEVEL", "BACKEND", "GRACE", "HANG_SECONDS", "SHOW_RANKS", "FRESH", "NUMA_BINDING"),
 )
@@ -53,24 +41,22 @@ def make_plan(typed: Typed) -> Plan:
     Raises PlanError, LauncherError or HostlistError if the input does not describe a valid run.
     """
     given = _find_hosts(typed) if typed.like_torchrun else typed
-    typed = replace(given, environ=_read_words(given))
+    is_guest = typed.like_torchrun and not _is_ours(typed.rest[0])
+    typed = hosts.with_plain_master(foreign.read_own(given, is_guest=is_guest))
     environ = typed.environ
     words, is_ours, config = choose_program(typed)
-    restarts = _first(typed.max_restarts, environ, "MAX_RESTARTS") or "0"
-    max_restarts = read_number("MAX_RESTARTS", restarts, 0, 1000)
-    if max_restarts and typed.engine:
-        raise PlanError(
-            f"MAX_RESTARTS is {max_restarts}, but {typed.engine} cannot restart ranks; omit it"
-        )
-    wait = environ.get("PREFLIGHT_SECONDS") or "9"
+    max_restarts = _read_restarts(typed)
+    grace_s = read_number("GRACE", typed.grace or str(limits.GRACE_S), *NUMBERS["GRACE"])
     fanout = choose_fanout(typed)
-    in_step = fanout != "local" and environ.get("LAUNCHER") == "srun"
-    engine = typed.engine or "srun" * in_step
+    engine = typed.engine or "srun" * (fanout != "local" and environ.get("LAUNCHER") == "srun")
     is_here = fanout == "local" and not (typed.is_dry_run or environ.get("CONTAINER"))
     if is_here and words[0] in ("-m", "--no-python"):
         _refuse_missing(typed.here, *words[:2])
-    world = read_world(typed, fanout)
-    world = spares.keep_back(world, environ, fanout, engine, max_restarts)
+    world = hosts.check_master(read_world(typed, fanout))
+    try:
+        world = spares.keep_back(world, environ, fanout, engine, max_restarts)
+    except PlanError as error:
+        typed = foreign.ignore(typed, error, *spares.NAMES, is_guest=is_guest)
     if fanout == "local" and world.num_nodes > 1:
         read_access(environ)
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
@@ -78,9 +64,12 @@ def make_plan(typed: Typed) -> Plan:
     directory = ROOT if typed.module else typed.here
     is_namer = world.node_rank == 0 and fanout != "job_command"
     as_set = given.environ if typed.like_torchrun else environ  # the user's script reads them too
+    files = config_texts(Path(typed.config or "-"))
+    named: list[Path | str] = [typed.here, ROOT, log_dir, config, *words, *files]
+    in_job = fanout in ("srun", "job_command", "check")
     return Plan(
         **vars(world),
-        **given.choices(),
+        **foreign.hide(given, typed.environ).choices(),
         fanout=fanout,
         command=command_line(typed, fanout),
         root=ROOT,
@@ -94,19 +83,22 @@ def make_plan(typed: Typed) -> Plan:
         backend=environ.get("BACKEND") or "auto",
         engine=engine,
         max_restarts=max_restarts,
-        grace_s=read_number("GRACE", typed.grace or str(limits.GRACE_S), 0, 86400),
+        grace_s=grace_s,
         silence_s=spares.read_silence(world, environ),
         variables=_choose_variables(environ, as_set, is_ours=is_ours),
-        container=read_container(
-            environ,
-            typed.here,
-            directory,
-            [typed.here, ROOT, log_dir, config, *words, *config_texts(Path(typed.config or "-"))],
-            in_job=fanout in ("srun", "job_command", "check"),
-        ),
+        container=read_container(environ, typed.here, directory, named, in_job=in_job),
         has_checks=environ.get("SKIP_PREFLIGHT") != "1",
-        preflight_s=read_number("PREFLIGHT_SECONDS", wait, 5, 3600),
+        preflight_s=int(environ.get("PREFLIGHT_SECONDS") or 9),
     )
+
+
+def _read_restarts(typed: Typed) -> int:
+    given = _first(typed.max_restarts, typed.environ, "MAX_RESTARTS") or "0"
+    restarts = read_number("MAX_RESTARTS", given, *NUMBERS["MAX_RESTARTS"])
+    if restarts and typed.engine:
+        cause = f"MAX_RESTARTS is {restarts}, but {typed.engine} cannot restart ranks"
+        raise PlanError(f"{cause}; omit it")
+    return restarts
 
 
 def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> dict[str, str]:
@@ -115,26 +107,6 @@ def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> di
     if is_ours and environ.get("LOG_LEVEL") == "DEBUG":  # torch reads _DEBUG when imported
         chosen |= {name: environ.get(name) or "INFO" for name in _DEBUG}
     return chosen
-
-
-def _read_words(typed: Typed) -> dict[str, str]:
-    """Return the environment with the values of _WORDS in our spelling, without unknown ones."""
-    read = {**typed.environ}
-    if typed.log_level:
-        read["LOG_LEVEL"] = typed.log_level
-    is_strict = not typed.like_torchrun or _is_ours(typed.rest[0])
-    for name in filter(read.get, _WORDS):
-        given, known = read.pop(name), _WORDS[name]
-        if found := [word for word in known if word.lower() == given.lower()]:
-            read[name] = found[0]
-            continue
-        cause = f"{name} is {given!r}; {did_you_mean(given, known)}choose from {', '.join(known)}"
-        if is_strict or name not in _ANYBODYS:
-            raise PlanError(cause)
-        warn(f"{typed.program}: warning: {cause}; ignored")
-    if hang := read.get("HANG_SECONDS"):
-        read_number("HANG_SECONDS", hang, 1, 10**6)
-    return read
 
 
 # --- nodes --------------------------------------------------------------------------------------

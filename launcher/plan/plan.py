@@ -120,6 +120,7 @@ class Plan(World, Choices, ConfigFacts):
     variables: Environ = field(default_factory=dict)  # for every node
     container: Container | None = None  # in which the preflight, the agents and the ranks run
     forwarded: Sequence[str] = ()  # names of the variables sent to nodes over ssh
+    unsent: Sequence[str] = ()  # names of others that the training script names
     has_checks: bool = True
     preflight_s: int = 9  # for every node to connect over ssh and be checked
 
@@ -284,6 +285,9 @@ def print_plan(
         print_row("wait", f"at most {plan.join_timeout_s:g} s for all nodes to join", out)
     if plan.forwarded:
         print_row("variables", f"sent to the nodes: {' '.join(plan.forwarded)}", out)
+    if plan.unsent:
+        names = " ".join(plan.unsent)
+        print_row("variables", f"not sent: {names}   (FORWARD_ENV='{names}' sends them)", out)
     print_row("preflight", _preflight(plan, preflight), out)
     if plan.engine and not plan.is_ours:
         return  # there is no log

@@ -14,9 +14,18 @@ from launcher.plan.plan import ROOT
 from launcher.plan.typed import Typed, is_same
 from launcher.text import OwnEnviron
 
-FORWARDED = (  # over ssh
-    *("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING"),
+FORWARDED = (  # over ssh: names and beginnings of names; docs/reference.md says why each
+    *("NCCL_", "GLOO_", "UCX_", "FI_", "MELLANOX_", "SHARP_"),  # how ranks communicate
+    *("TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TRITON_", "NVTE_"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    *("CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "CUDA_CACHE_", "CUBLAS_", "CUDNN_"),
+    *("NVIDIA_TF32_OVERRIDE", "HSA_", "MIOPEN_"),
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_"),  # threads
+    *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DIFFUSERS_", "TOKENIZERS_", "ACCELERATE_"),
+    *("WANDB_", "MLFLOW_", "COMET_", "CLEARML_", "NEPTUNE_"),  # trackers
+    *("DEEPSPEED_", "DS_", "XLA_", "TF_CPP_MIN_LOG_LEVEL"),
+    *("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONUTF8"),
+    *("PYTHONFAULTHANDLER", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
 )
 REPEATED = (
     *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),

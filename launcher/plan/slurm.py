@@ -13,7 +13,7 @@ from distributed.errors import STOPPED
 from distributed.job import ask_scheduler, in_slurm_step, job_id
 from launcher.master_port import is_loopback
 from launcher.plan.plan import World, read_nproc, read_number
-from launcher.slurm_node import slurm_node
+from launcher.slurm_node import find_address, slurm_node
 from launcher.text import Environ, PlanError, warn
 
 _REPEATED = {  # sbatch's options that a resumed job needs, and where its record has their values
@@ -66,7 +66,8 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
             "the first node's address [loopback-address]"
         )
     first = hostlist.first(nodes)
-    return World(num_nodes, master or first, nproc=nproc, hosts=nodes, job=environ["SLURM_JOB_ID"])
+    master = master or (find_address(first) if num_nodes > 1 else first)
+    return World(num_nodes, master, nproc=nproc, hosts=nodes, job=environ["SLURM_JOB_ID"])
 
 
 def tasks_per_node(environ: Environ) -> int | None:
@@ -204,7 +205,7 @@ def end_chain(code: int, environ: Environ) -> None:
 
     They are still needed if the run saved and stopped, lost a node, or reached its time limit.
     """
-    name = environ.get("CHAIN")
+    name = chain_of(environ)
     is_needed = code in (STOPPED, 128 + signal.SIGKILL)
     if name and in_batch_script(environ) and not (is_needed or is_at_time_limit(environ)):
         subprocess.run(["scancel", "--state=PENDING", f"--name={name}"])
@@ -222,6 +223,15 @@ def end_step(environ: Environ) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process exits with its own code
         step = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
         subprocess.run(["scancel", "--quiet", "--signal=TERM", step])
+
+
+def chain_of(environ: Environ) -> str:
+    """Return the name of this job's chain; "" if it is in none.
+
+    submit_with_config.sh sets CHAIN to the run's id; other values belong to other programs.
+    """
+    name = environ.get("CHAIN", "")
+    return name if name == environ.get("RUN_ID") else ""
 
 
 def is_at_time_limit(environ: Environ) -> bool:

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from distributed import hostlist
 from distributed.environment import new_run_id
@@ -28,6 +29,7 @@ OWN = (
 )
 _OF_TRAINING = ("seed", "task", "resume")  # train.py's settings without a dot
 _GPUS = re.compile(r"gpu:(?:[^:,(]+:)?(\d+)")  # as in gpu:a100:8(S:0-1)
+_JOB_ID = re.compile(r"(\d+)(?:;\S+)?")  # a cluster's name may follow
 MOST_GPUS = 100_000
 MOST_JOBS = 1000  # of a chain
 
@@ -149,7 +151,8 @@ def gpus_of_nodes(partition: str) -> list[int]:
 
 def read_sinfo(text: str, *, of_default: bool) -> list[int]:
     """Return the GPU count of each node with GPUs, in any partition or in the default one (`*`)."""
-    lines = [line.split(maxsplit=2) for line in text.splitlines()]
+    fields = (line.split(" ") for line in text.splitlines())
+    lines = [line for line in fields if len(line) == 3 and all(line)]  # a site may print others
     has_default = of_default and any(partition.endswith("*") for partition, *_ in lines)
     nodes = {
         node: gres for partition, node, gres in lines if partition[-1] == "*" or not has_default
@@ -178,24 +181,24 @@ def submit_all(
             "sinfo shows what is available"
         )
         return REFUSED
+    submit = Submission(typed.program, is_dry_run=typed.is_dry_run)
     after = own["dependency"]
     if own["prepare"]:
         first = ["--nodes=1", f"--gpus-per-node={own['num_gpus'] or 0}"]
         first += ["--output=logs/slurm-%j.out", *([f"--dependency={after}"] if after else [])]
         first += [own["prepare"], own["config"]]
-        after = f"afterok:{submit([*common, *first], is_dry_run=typed.is_dry_run)[0]}"
+        after = f"afterok:{submit.run([*common, *first])}"
     if (number := int(own["chain"] or 1)) > 1:
         common += ["--no-requeue", f"--job-name={chain}"]
         common += [f"--export=ALL,RUN_ID={chain},CHAIN={chain}"]
         for _ in range(number):
-            job_id, _ = submit([*depend(after), *common, *job], is_dry_run=typed.is_dry_run)
-            after = f"afterany:{job_id}"
+            after = f"afterany:{submit.run([*depend(after), *common, *job])}"
         return 0
     words = depend(after) + (["--wait"] if typed.wait else [])
-    job_id, sbatch = submit([*common, *words, *job], is_dry_run=typed.is_dry_run)
-    if sbatch is None or not typed.wait:
+    job_id = submit.run([*common, *words, *job], waits=typed.wait)
+    if submit.sbatch is None or not typed.wait:
         return 0
-    return follow(typed.program, job_id, sbatch, after)
+    return follow(typed.program, job_id, submit.sbatch, after)
 
 
 def depend(after: str) -> list[str]:
@@ -205,25 +208,58 @@ def depend(after: str) -> list[str]:
 def refusal(words: Sequence[str]) -> str:
     """Return why SLURM could never start a job; empty if it could."""
     command = ["sbatch", "--test-only", *words]
-    result = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
-    )
-    return (result.stdout.strip().splitlines() or ["no answer"])[-1] if result.returncode else ""
+    # A site's banner goes to stdout.
+    result = subprocess.run(command, capture_output=True, errors="replace")
+    return (result.stderr.strip().splitlines() or ["no answer"])[-1] if result.returncode else ""
 
 
-def submit(words: Sequence[str], *, is_dry_run: bool) -> tuple[str, subprocess.Popen[str] | None]:
-    """Print the sbatch command and run it. Returns the job's id and sbatch's process."""
-    command = ["sbatch", "--parsable", *words]
-    print_row("submit", shlex.join(command))
-    if is_dry_run:
-        return "JOBID", None
-    sbatch = subprocess.Popen(command, stdout=subprocess.PIPE, errors="replace")
-    assert sbatch.stdout is not None
-    job_id = sbatch.stdout.readline().strip().partition(";")[0]  # a cluster's name may follow
-    if not job_id:  # sbatch has printed why
+class Submission:
+    """Submits the jobs of one command. If one is not accepted, names those that are queued."""
+
+    def __init__(self, program: str, *, is_dry_run: bool) -> None:
+        self.program, self.is_dry_run = program, is_dry_run
+        self.queued: list[str] = []
+        self.sbatch: subprocess.Popen[str] | None = None  # the last one
+
+    def run(self, words: Sequence[str], *, waits: bool = False) -> str:
+        """Print the sbatch command and run it. Returns the job's id; exits if there is none.
+
+        With `waits`, sbatch itself ends only when the job does.
+        """
+        command = ["sbatch", "--parsable", *words]
+        print_row("submit", shlex.join(command))
+        if self.is_dry_run:
+            return "JOBID"
+
+        self.sbatch = sbatch = subprocess.Popen(command, stdout=subprocess.PIPE, errors="replace")
+        job_id = self._read_id(sbatch, waits=waits)
+        code = 0 if waits and job_id else sbatch.wait()
+        if code or not job_id:
+            self._leave(code)
+        print_row("job", f"{job_id}    (tail -f logs/slurm-{job_id}.out, scancel {job_id})")
+        self.queued.append(job_id)
+        return job_id
+
+    @staticmethod
+    def _read_id(sbatch: subprocess.Popen[str], *, waits: bool) -> str:
+        """Return the last line that is an id, and show the others: a site's sbatch may add some."""
+        assert sbatch.stdout is not None
+        job_id = ""
+        for line in sbatch.stdout:
+            if match := _JOB_ID.fullmatch(line.strip()):
+                job_id = match[1]
+                if waits:
+                    break
+            else:
+                warn(line.rstrip("\n"))
+        return job_id
+
+    def _leave(self, code: int) -> NoReturn:
+        why = f"failed with exit code {code}, see above" if code else "printed no job id"
+        ids = " ".join(self.queued)
+        rest = f"queued before it: {ids}; to cancel, run scancel {ids}"
+        warn(f"{self.program}: sbatch {why}; {rest if ids else 'see squeue --me'}")
         raise SystemExit(REFUSED)
-    print_row("job", f"{job_id}    (tail -f logs/slurm-{job_id}.out, scancel {job_id})")
-    return job_id, sbatch
 
 
 def follow(program: str, job_id: str, sbatch: subprocess.Popen[str], after: str) -> int:

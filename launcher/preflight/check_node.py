@@ -8,7 +8,6 @@ not import torch, so it takes a few hundredths of a second.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from dataclasses import replace
 
 from launcher.handshake import read_access
 from launcher.master_port import open_master_port
-from launcher.preflight import between_nodes, infiniband, must_match
+from launcher.preflight import between_nodes, cgroup, infiniband, must_match
 from launcher.preflight.checks import CHECKS, Machine, warning
 from launcher.preflight.gpus import GpuError, visible_gpus
 from launcher.text import Environ, short_host_name
@@ -73,13 +72,6 @@ def _check(machine: Machine) -> Iterator[Fault]:
             yield warning("not-checked", cause, "if the run starts, nothing needs to be done")
 
 
-def _count_cpus() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except OSError:
-        return os.cpu_count() or 1
-
-
 def _meet(
     request: Request,
     port: int,
@@ -120,7 +112,7 @@ def _look_at_machine(request: Request, environ: Environ, port: int, port_error: 
         gpus=gpus,
         gpu_error=gpu_error,
         environ=environ,
-        cpus=_count_cpus(),
+        cpus=cgroup.count_cpus(),
         ports=tuple(infiniband.read_ports()),
         can_open_ports=infiniband.can_open_devices(),
     )

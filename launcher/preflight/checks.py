@@ -1,10 +1,8 @@
-"""The checks of one machine, each a small generator of faults (no torch).
-
-To add a check, write a function here, and add a line to CHECKS.
-"""
+"""The checks of one machine: small generators of faults, which CHECKS lists (no torch)."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import importlib.machinery
@@ -22,14 +20,13 @@ from pathlib import Path
 
 from distributed.network import interface_to
 from launcher.master_port import find_holder, is_here, is_loopback, is_loopback_up
-from launcher.preflight import infiniband, must_match
+from launcher.preflight import cgroup, infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow, newest_cuda
 from launcher.text import Environ, count, environment_cure, unwritable_fault
 from launcher.wire.messages import Fault, Request
 
 OLDEST_TORCH = (2, 4)
-# The first Linux driver for each CUDA version: CUDA Compatibility, table 2 (NVIDIA).
-FIRST_DRIVER = {11: 450, 12: 525, 13: 580}
+FIRST_DRIVER = {11: 450, 12: 525, 13: 580}  # by CUDA version: CUDA Compatibility, table 2 (NVIDIA)
 AGENT_FILES = 64  # of a node agent, beside its connections
 LEAST_FILES = 1024  # open files of one process; Linux's own default
 LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
@@ -181,6 +178,7 @@ def check_cpus(machine: Machine) -> Iterator[Fault]:
         workers = f", each with {count(machine.num_workers, 'data worker')}"
         cause = f"{count(machine.cpus, 'CPU')} for {count(machine.nproc, 'rank')}"
         cause += workers if machine.num_workers else ""
+        cause += " (by a quota)" if machine.cpus < len(os.sched_getaffinity(0)) else ""
         cure = f"request {wanted} CPUs per node (SLURM: --cpus-per-gpu, per GPU), or start fewer"
         yield warning("few-cpus", cause, cure)
 
@@ -208,7 +206,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
         yield Fault("loopback-address", cause, cure, warns=literal)
     if machine.num_nodes > 1 and machine.node_rank == 0 and addresses and not is_here(addresses[0]):
         cause = f"the master's address {addresses[0]} does not belong to this node (node rank 0)"
-        cure = "set MASTER_ADDR to an address of this node; behind NAT, ignore this"
+        cure = "set MASTER_ADDR to an address of this node; behind NAT or a service, ignore this"
         yield warning("no-such-interface", cause, cure)
     if machine.port_error == errno.EADDRINUSE:
         holder = find_holder(port)
@@ -274,6 +272,7 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
     if 0 <= files < LEAST_FILES:
         cause = f"the limit on open files is {files} (data workers need {LEAST_FILES})"
         yield warning("low-nofile", cause, "run ulimit -n 65536 before the launch")
+    yield from cgroup.check_processes(machine.nproc, machine.num_workers)
     shm, _, free = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else (0, 0, 0)
     if free < LEAST_SHM:
         cause = f"/dev/shm has only {free >> 20} MiB free, of {shm >> 20} MiB"
@@ -296,6 +295,9 @@ def check_folders(machine: Machine) -> Iterator[Fault]:
     # Other nodes save only sharded checkpoints, in a folder that they share with node rank 0.
     saved = machine.checkpoint_dir if machine.node_rank == 0 else None
     for directory in (machine.directory / folder for folder in (machine.log_dir, saved) if folder):
+        if directory.is_symlink():  # perhaps to a folder that was purged
+            with contextlib.suppress(OSError):
+                os.makedirs(os.path.realpath(directory), exist_ok=True)
         place = existing(directory)
         free = shutil.disk_usage(place).free
         if free < LEAST_DISK:

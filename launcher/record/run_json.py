@@ -137,9 +137,12 @@ def _one_writer(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Make a folder for logs. Raises Refused if the caller then cannot write to it."""
+    """Make a folder for logs. Raises Refused if the caller then cannot write to it.
+
+    If a part of the path is a link to a folder that was removed, that folder is made again.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         cause = f"cannot write to '{folder}' ({error.strerror})"

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 from distributed.errors import Refused
 from launcher import own_time
@@ -78,9 +79,7 @@ def gather(
                 free = min(awaited - here.keys(), default=0)
                 report = said if said.node_rank >= 0 else replace(said, node_rank=free)
                 if admit(link, report) and report.node_rank in awaited - here.keys():
-                    address = ""
-                    with contextlib.suppress(OSError):  # the node is already gone
-                        address = str(connection.getpeername()[0]).removeprefix("::ffff:")
+                    address = address_of(connection.getpeername)
                     member = Member(
                         report.node_rank, report.host, report.nproc, address, report.failover_port
                     )
@@ -88,6 +87,13 @@ def gather(
                     continue
             link.close()
     return dict(sorted(here.items()))
+
+
+def address_of(end: Callable[[], Any]) -> str:
+    """Return the address of one end of a connection; "" if the node is already gone."""
+    with contextlib.suppress(OSError):
+        return str(end()[0]).removeprefix("::ffff:")
+    return ""
 
 
 def introduce(link: Link, me: NodeReport) -> socket.socket:
@@ -121,11 +127,13 @@ def try_pairs(
     """
     until = own_time.now() + within_s
     with open_failover_port(first.address) as listener:
-        members = [replace(first, failover_port=listener.getsockname()[1])]
-        members += [member for _, member in here.values()] if within_s > 0 else ()
+        first = replace(first, failover_port=listener.getsockname()[1])
+        others = [member for _, member in here.values()] if within_s > 0 else []
         for node_id, (link, _) in here.items():
-            link.send(PairTest(neighbours(members, node_id), file))
-        nearest = neighbours(members, first.node_id)
+            # The master's address may lead here through a service that forwards only its port.
+            own = replace(first, address=address_of(link.socket.getsockname))
+            link.send(PairTest(neighbours([own, *others], node_id), file))
+        nearest = neighbours([first, *others], first.node_id)
         found = [(first.node_id, fault) for fault in try_members(nearest, first.node_id, within_s)]
         for node_id, (link, _) in here.items():
             answer = link.wait(until + more_s)

@@ -2,7 +2,7 @@
 # Copy this project into your own repository, as one folder in it (make init DIR=...).
 set -euo pipefail
 
-ROOT=$(cd -P -- "$(dirname -- "$0")/../.." && pwd)
+ROOT=$(CDPATH='' cd -P -- "$(dirname -- "$0")/../.." && pwd)
 PARTS=(scripts launcher distributed training config examples docs train.py requirements.txt pyproject.toml
   LICENSE {README,LAUNCH_GUIDE,TROUBLESHOOTING,SECURITY,CONTRIBUTING,CHANGELOG}.md bench/{README,proofs}.md)
 

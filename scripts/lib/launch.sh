@@ -3,6 +3,7 @@
 # unparsed: launcher/cli/ has the grammar.
 
 set +o posix # if sh is bash
+unset CDPATH # with it, cd prints a path, and may find another folder
 
 # Prints a path as the user names it. If that name contains a link, other nodes may have only that
 # name: for example, /home may be a link to /export/home on this machine.
@@ -19,7 +20,7 @@ as_typed() { # <path without links> <folders as typed...>
 }
 
 ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." && pwd)
-ROOT=$(as_typed "$ROOT" "$PWD" "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)")
+ROOT=$(as_typed "$ROOT" "$PWD" "$(cd -- "$(dirname -- "$0")" && pwd)")
 PROGRAM=${0##*/}
 case $PROGRAM in *.SC | slurm_script) # a scheduler's copy
   PROGRAM=$(sed -n 's|^# usage: .*/\([a-z_]*\.sh\).*|\1|p' "$0")

@@ -8,6 +8,8 @@ choose_python() {
   [[ -z ${PYTHON:-} ]] || type -P -- "$PYTHON" >/dev/null ||
     ! ignore_foreign PYTHON "which is not a program" || PYTHON=''
   [[ -z ${VENV:-} || -d $VENV ]] || ! ignore_foreign VENV "which is not a folder" || VENV=''
+  [[ -z ${CONDA_ENV:-} ]] || type -P -- "${CONDA_EXE:-conda}" >/dev/null ||
+    ! ignore_foreign CONDA_ENV "and this machine has no conda" || CONDA_ENV=''
   local -A before=()
   for name in $(compgen -A export); do before[$name]=${!name}; done
   [[ ${MODULES:-none} == [Nn]one ]] || load_modules
@@ -19,10 +21,8 @@ choose_python() {
     activate_conda
   elif [[ -n ${LAUNCH_PYTHON:-} ]]; then # a command that pip installed
     PYTHON=$LAUNCH_PYTHON
-  elif [[ -n ${VIRTUAL_ENV:-} ]]; then
-    use_folder VIRTUAL_ENV
-  elif [[ -n ${CONDA_PREFIX:-} && ${CONDA_DEFAULT_ENV:-base} != base ]]; then
-    use_folder CONDA_PREFIX
+  elif use_active; then
+    :
   elif [[ -x $ROOT/.venv/bin/python ]]; then
     PYTHON=$ROOT/.venv/bin/python
   elif [[ $ROOT == */site-packages/* && -x ${ROOT%/lib*/python*}/bin/python ]]; then # where pip installed us
@@ -58,9 +58,52 @@ ignore_foreign() { # <variable> <"why">
 
 # If CONTAINER is set, PYTHON and VENV are paths inside it. The launcher uses this machine's Python.
 choose_inside() {
+  is_image "${CONTAINER:-}" || ! ignore_foreign CONTAINER "which is not an image" || CONTAINER=''
   [[ -n ${CONTAINER:-} ]] || return 0
   INSIDE=${PYTHON:-${VENV:+$VENV/bin/}python3}
   PYTHON='' VENV='' CONDA_ENV=''
+}
+
+is_image() { # <CONTAINER> as launcher/container.py interprets it; pyxis loads images by name
+  case $1 in
+    '' | podman:* | .* | */* | *.sif | *.sqsh) ;;
+    docker | podman | oci | lxc | singularity | apptainer | [Tt]rue | [Yy]es | [0-9]) return 1 ;;
+    *) [[ -d $1 || -n ${SLURM_JOB_ID:-} ]] ;;
+  esac
+}
+
+# Uses the active environment, if there is one. If VIRTUAL_ENV or CONDA_PREFIX disagrees with PATH,
+# as in an editor's terminal, PATH wins, as for torchrun, unless only the former has torch.
+use_active() {
+  local name first named=()
+  first=$(type -P python || type -P python3) || first=/
+  for name in VIRTUAL_ENV CONDA_PREFIX; do
+    [[ -n ${!name:-} && ($name == VIRTUAL_ENV || ${CONDA_DEFAULT_ENV:-base} != base) ]] || continue
+    if [[ ${first%/*} -ef ${!name}/bin || $(prefix_of "$first") -ef ${!name} ]]; then
+      use_folder "$name" && return
+    fi
+    named+=("$name")
+  done
+  ((${#named[@]})) || return 1
+
+  if has_torch "$first"; then
+    PYTHON=$first
+    echo "$PROGRAM: warning: ${named[0]} is ${!named[0]@Q}, but PATH leads to $first, which is used; to use another, set VENV" >&2
+    return
+  fi
+  for name in "${named[@]}"; do
+    [[ ! -x ${!name}/bin/python ]] || { use_folder "$name" && return; }
+  done
+  echo "$PROGRAM: warning: ${named[0]} is ${!named[0]@Q}, which has no bin/python; ignored" >&2
+  return 1
+}
+
+prefix_of() { # <python, or a script that starts it, as pyenv's>
+  "$1" -I -c 'import sys; print(sys.prefix)' 2>/dev/null
+}
+
+has_torch() { # <python>; a torch.py in the working directory does not count
+  "$1" -c 'import sys; sys.path = [p for p in sys.path if p]; import importlib.util as u; sys.exit(not u.find_spec("torch"))' 2>/dev/null
 }
 
 use_folder() { # <variable that names an environment's folder>

@@ -993,6 +993,20 @@ TABLE
   [[ $output == *" - -- '' 'a b'" ]]
 }
 
+@test "submit_with_config.sh: an sbatch that prints a banner submits a whole chain" {
+  local jobs
+  mkdir site
+  printf '#!/bin/bash\necho ------\necho "Welcome to cluster 9"\nexec %s "$@"\n' "$(on login bash -c "type -P sbatch")" >site/sbatch
+  chmod +x site/sbatch
+  # shellcheck disable=SC2016 # expanded on login
+  run --separate-stderr on login bash -c 'PATH=$PWD/site:$PATH; exec "$@"' "" scripts/submit_with_config.sh \
+    config=config/local3.yaml num_gpus_train=2 chain=2 --begin=now+1hour "${SMALL[@]}"
+  [[ $status == 0 ]]
+  mapfile -t jobs < <(sed -n 's/^job  *\([0-9]*\) .*/\1/p' <<<"$stderr")
+  [[ ${#jobs[@]} == 2 && $(field "${jobs[1]}" Dependency) == "Dependency=afterany:${jobs[0]}"* ]]
+  on login scancel "${jobs[@]}"
+}
+
 # bats test_tags=prove,long
 @test "submit_with_config.sh: the preparation job runs before the training; --wait returns the training's code" {
   # shellcheck disable=SC2016 # expanded in the job
@@ -1013,6 +1027,18 @@ TABLE
   cat never.out
   ((CODE == 1))
   grep -qE '^submit_with_config.sh: job [0-9]+ did not start: job [0-9]+ failed; see logs/slurm-[0-9]+.out$' never.out
+}
+
+# bats test_tags=prove,long
+@test "node names that only SLURM knows, as in some clouds: the nodes meet at an address" {
+  local hosts=$CLUSTER_DIR/etc/hosts code=0
+  cp "$hosts" hosts
+  grep -v ' node' hosts >"$hosts" # in place: the hosts have mounted this file
+  job --nodes=2 --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}" || code=$?
+  cat hosts >"$hosts"
+  cat job.out
+  ((code == 0))
+  grep -qE '^hosts      10\.0\.0\.[0-9]+:' job.out
 }
 
 nothing_queued() {

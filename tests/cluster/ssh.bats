@@ -789,8 +789,50 @@ PY
   echo "$output"
   cat second.out
   ((status == 3 && CODE == 3))
-  [[ ${lines[-1]} == "node agent: node1: cannot reach node2 (10.0.0.2:"*") (it answers, but packets of 1448 bytes are lost), node2: cannot reach node1 (node1:"*") (no answer in 3 s); "*" [mtu-too-large]" ]]
+  [[ ${lines[-1]} == "node agent: node1: cannot reach node2 (10.0.0.2:"*") (it answers, but packets of 1448 bytes are lost), node2: cannot reach node1 (10.0.0.1:"*") (no answer in 3 s); "*" [mtu-too-large]" ]]
   [[ $(tail -n 1 second.out) == "${lines[-1]}" ]]
+}
+
+@test "ssh settings for tunnels, and a connection that the user has opened, such as with a second factor" {
+  local home=$CLUSTER_DIR/home/.ssh node via
+  make_ordinary
+  mkdir -p "$home"
+  printf '%s\n' 'StdinNull yes' 'ForkAfterAuthentication yes' 'SessionType none' 'RequestTTY force' >"$home/config"
+  for via in ssh pdsh; do
+    run on login scripts/launch.sh --hosts node1,node2 --via "$via" --nproc-per-node 1 ordinary.py
+    echo "$output"
+    [[ $status == 0 && $output == *"all 2"* ]]
+  done
+  printf 'ControlPath %s/%%h\n' "$home" >"$home/config"
+  for node in node1 node2; do on login ssh -o ControlMaster=yes -o ControlPersist=yes -fN "$node" 3>&-; done
+  echo 'PubkeyAuthentication no' >>"$home/config" # no other connection can be made
+  run ! on login ssh -o ControlPath=none node1 true
+  for via in ssh pdsh; do
+    run on login scripts/launch.sh --hosts node1,node2 --via "$via" --nproc-per-node 1 ordinary.py
+    echo "$output"
+    [[ $status == 0 && $output == *"all 2"* ]]
+  done
+  for node in node1 node2; do on login ssh -O exit "$node"; done
+  rm "$home/config"
+}
+
+@test "by hand: a master behind the address of a service, which forwards one port" {
+  local node
+  make_ordinary
+  for node in node1 node2; do
+    on "$node" ip route add 10.79.0.9 dev eth0
+    on "$node" iptables -t nat -A OUTPUT -d 10.79.0.9 -p tcp --dport 29500 -j DNAT --to 10.0.0.1:29500
+  done
+  timeout 300 "$CLUSTER" run node2 scripts/launch.sh --nnodes 2 --node-rank 1 --master-addr 10.79.0.9 ordinary.py >second.out 2>&1 3>&- &
+  run timeout 300 "$CLUSTER" run node1 scripts/launch.sh --nnodes 2 --node-rank 0 --master-addr 10.79.0.9 ordinary.py
+  end_of $!
+  for node in node1 node2; do
+    on "$node" iptables -t nat -F OUTPUT
+    on "$node" ip route del 10.79.0.9
+  done
+  echo "$output"
+  cat second.out
+  [[ $status == 0 && $CODE == 0 && $output == *"all 2"* ]]
 }
 
 # bats test_tags=prove,long

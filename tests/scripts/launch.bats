@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# shellcheck disable=SC2030,SC2031 # each test is a subshell, on purpose
+# shellcheck disable=SC2030,SC2031,SC2153 # each test is a subshell, on purpose
 bats_require_minimum_version 1.5.0
 load helper
 
@@ -259,6 +259,17 @@ make_repository() {
   [[ $(cat mine/node_0.log mine/latest) == $'notes\nnotes' && ! -L mine/node_0.log && ! -L mine/latest ]]
 }
 
+# bats test_tags=slow
+@test "a link to a folder that was purged: the folder is made again" {
+  echo pass >own.py
+  ln -s "$PWD/purged/logs" logs
+  RUN_ID=r run launch own.py
+  [[ $status == 0 && -f purged/logs/r/node_0.log ]]
+  rm -r purged
+  RUN_ID=r SKIP_PREFLIGHT=1 run launch own.py
+  [[ $status == 0 && -f purged/logs/r/node_0.log ]]
+}
+
 @test "a missing part of the kit: one line" {
   cp -r "$ROOT"/{scripts,distributed} .
   echo pass >own.py
@@ -279,8 +290,49 @@ make_repository() {
   unset MODULES VENV
   MODULES=none SITE='' run --separate-stderr launch --dry-run x.py
   [[ $status == 0 && $stderr != *MODULES* ]]
+  unset BACKEND LAUNCHER LOG_LEVEL SITE FRESH
+  export MASTER_PORT=tcp://10.96.0.7:80 CONTAINER=docker MIN_NODES=1 SPARES=one RUN_ID=team/exp:1 GRACE=forever MAX_RESTARTS=always
+  export NUMA_BINDING=1 SHOW_RANKS=true SKIP_PREFLIGHT=true HANG_SECONDS=never NPROC_PER_NODE=many HOSTS=/etc/hosts NCCL_PROFILE=perf CONDA_ENV=mine
+  CONDA_EXE=no-conda run --separate-stderr launch --dry-run x.py
+  [[ $status == 0 && $stderr == *"ranks      1 = 1 node x 1, gloo"* ]]
+  for name in MASTER_PORT CONTAINER MIN_NODES SPARES RUN_ID GRACE MAX_RESTARTS NUMA_BINDING SHOW_RANKS SKIP_PREFLIGHT HANG_SECONDS HOSTS NCCL_PROFILE CONDA_ENV; do
+    [[ $(grep -c "^launch.sh: warning: $name" <<<"$stderr") == 1 ]]
+  done
   SITE=missing/site.env run launch --dry-run x.py # a path can only be meant for us
   [[ $status == 2 && $output == *"SITE names 'missing/site.env', which cannot be read"* ]]
+}
+
+# Shows the Python that a dry run would use, after a warning about a variable.
+python_of() { # <variable>... <command>
+  local output
+  output=$(env --unset=PYTHON --unset=LAUNCH_PYTHON "$@" "$ROOT/scripts/launch.sh" --dry-run x.py 2>&1)
+  sed -nE 's/^launch.sh: warning: ([A-Z_]+) is .*/\1/p; s|^cd .* env .* (/[^ ]*/bin/python[^ ]*) .*/agent.py .*|\1|p' <<<"$output" | paste -sd' '
+}
+
+@test "PATH's Python wins over an environment that was removed, or that PATH does not lead to" {
+  touch x.py
+  local ours=${PYTHON%/*} plain=/usr/bin:/bin
+  mkdir -p other/bin shims scripts/lib
+  cat >other/bin/python <<<'exit 1' # without torch
+  chmod +x other/bin/python
+  [[ $(python_of VIRTUAL_ENV=/gone PATH="$ours:$PATH") == "VIRTUAL_ENV $ours/python" ]]
+  [[ $(python_of VIRTUAL_ENV="$PWD/other" PATH="$ours:$PATH") == "VIRTUAL_ENV $ours/python" ]]
+  [[ $(python_of CONDA_PREFIX=/gone CONDA_DEFAULT_ENV=x PATH="$ours:$PATH") == "CONDA_PREFIX $ours/python" ]]
+  [[ $(python_of VIRTUAL_ENV="${ours%/*}" PATH="$ours:$PATH") == "$ours/python" ]]
+  # A shell that resets PATH keeps VIRTUAL_ENV; only there is torch.
+  ln -s "$PWD/other/bin/python" shims/python
+  [[ $(python_of VIRTUAL_ENV="${ours%/*}" PATH="$PWD/shims:$plain") == "$ours/python" ]]
+  run env --unset=PYTHON VENV=/gone PATH="$ours:$PATH" "$ROOT/scripts/launch.sh" --dry-run x.py
+  assert_refused 3 "VENV names '/gone', which has no bin/python; correct VENV" env-missing
+}
+
+@test "CDPATH: PATH and the project's folder are as without it" {
+  mkdir -p "elsewhere/${PYTHON%/*/*}" elsewhere/scripts/lib
+  ln -s "${PYTHON%/*/*}" mine
+  echo 'import os; print(repr(os.environ["PATH"].partition(":")[0]))' >x.py
+  ln -s "$ROOT/scripts" scripts
+  CDPATH=$PWD/elsewhere:$PWD PYTHON='' VENV=mine SKIP_PREFLIGHT=1 run --separate-stderr scripts/launch.sh x.py
+  [[ $status == 0 && $output == "'$PWD/mine/bin'" ]]
 }
 
 # bats test_tags=slow

@@ -14,6 +14,7 @@ nodes_of() { # <argument...>
 
 @test "--dry-run: the plan and the golden command of each node" {
   export RUN_ID=golden MASTER_PORT=23456 OMP_NUM_THREADS=1 SSH_OPTS=-6
+  unset LD_LIBRARY_PATH # the plan would say that it is not sent
   run --separate-stderr launch plain.yaml 2 node1 me@node2:4 --dry-run
   local line="MASTER_PORT=23456 SSH_OPTS=-6 OMP_NUM_THREADS=1 $ROOT/scripts/ssh/launch_torchrun_auto.sh plain.yaml 2 node1 me@node2:4"
   assert_output "# node 0 (node1): ranks 0-1 of 6, rendezvous node1:23456
@@ -55,6 +56,8 @@ logs       logs/golden/   (tail -f logs/node_*.log)" ]]
   [[ $(nodes_of 2 'gpu[01-03],login' me@n[1-2]:1) == "gpu01 0-1,gpu02 2-3,gpu03 4-5,login 6-7,me@n1 8-8,me@n2 9-9" ]]
   [[ $(nodes_of 2 fd00::1 '[fd00::2]:3' 'me@[fd00::3]' 10.0.0.1:1) == "fd00::1 0-1,fd00::2 2-4,me@fd00::3 5-6,10.0.0.1 7-7" ]]
   [[ $(nodes_of 2 -f hosts) == "a 0-2,b 3-3,c1 4-5,c2 6-7,e 8-9,d 10-11" ]]
+  printf '%s\n' 'a 4 all.q@a UNDEFINED' 'b.site 2 all.q@b.site <NULL>' >pe_hostfile # of Grid Engine
+  [[ $(nodes_of 2 -f pe_hostfile) == "a 0-3,b.site 4-5" ]]
   echo "a b" >hosts
   run launch plain.yaml 2 -f hosts
   assert_refused 2 "line 1 of 'hosts' is 'a b'; give NODE, NODE:NPROC or NODE slots=NPROC, one per line"
@@ -95,6 +98,8 @@ node1 node2|the number of processes is 'node1'
 2 node1:x|the number of processes for 'node1:x' is 'x'
 2 node1:|the number of processes for 'node1:' is ''
 2 :3|':3' is not a node
+2 node1:2222|'node1:2222' asks for 2222 processes on node1; if that is ssh's port, set it in ~/.ssh/config, or with SSH_OPTS='-p 2222'
+2 me@node1:22|'me@node1:22' asks for 22 processes on me@node1; if that is ssh's port,
 2 gpu[3-1]|the range '3-1' is reversed
 2 -f none|there is no host file 'none'
 2 node1 -f|option -f needs a value

@@ -30,6 +30,14 @@ $command"
   [[ $output == *" --config conf/small.yaml" ]]
   run --separate-stderr launch --config-path conf --config-name small.yaml --dry-run
   [[ $output == *" --config conf/small.yaml" ]]
+  mkdir code
+  echo pass >code/own.py
+  cd code
+  TRAIN_SCRIPT=own.py run --separate-stderr launch --config-path=../conf --config-name=small --dry-run
+  [[ $output == *" --config ../conf/small.yaml" ]]
+  cd "$OLDPWD"
+  TRAIN_SCRIPT=code/own.py run --separate-stderr launch --config-path=../conf --config-name=small --dry-run
+  [[ $output == *" --config code/../conf/small.yaml" ]] # relative to the script, as in Hydra
   run --separate-stderr launch --dry-run
   [[ $output == *" --config $ROOT/config/local3.yaml" ]]
   TRAIN_SCRIPT=own.py run --separate-stderr launch --dry-run

@@ -346,7 +346,7 @@ def test_what_a_data_worker_raised_is_the_cause() -> None:
 
 @pytest.mark.parametrize("has_pip", [True, False])
 def test_what_installs_a_package_names_the_python(
-    has_pip: bool, monkeypatch: pytest.MonkeyPatch
+    has_pip: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/env/bin/python")
     monkeypatch.setattr("launcher.text.PathFinder.find_spec", lambda name: has_pip or None)
@@ -359,6 +359,17 @@ def test_what_installs_a_package_names_the_python(
     for name in ("distributed", "distributed.torch", "launcher", "training"):
         told = failure.install_cure(f"{missing} '{name}'")
         assert told == f"; if it is the launch kit's: from torch_launch_kit.{name} import ..."
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "src/own_package").mkdir(parents=True)
+    (tmp_path / "src/own_package/loss.py").touch()
+    (tmp_path / "own_data").mkdir()  # no code
+    (tmp_path / "own_file.py").touch()
+    for name, told in (
+        ("own_package", "; it is in src: set PYTHONPATH=src"),
+        ("own_file", "; it is in .: set PYTHONPATH=."),
+        ("own_data", f"; if it is a package: {pip} own_data"),
+    ):
+        assert failure.install_cure(f"{missing} '{name}'") == told
     told = failure.install_cure(f"{missing} 'torch_launch_kit'")
     assert told.startswith("; start the script with scripts/launch.sh, or run ")
     for other in (f"{missing} 'a.b'", "ValueError: No module named 'a'"):

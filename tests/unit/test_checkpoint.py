@@ -10,7 +10,7 @@ import re
 import shutil
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -424,6 +424,25 @@ def test_another_job_of_the_same_id_is_refused(
     with pytest.raises(Refused, match=whose) if is_refused else contextlib.nullcontext():
         lock_as_job(*later, "12")
     lock_as_job(*later, "mine")  # a RUN_ID chosen by the user
+
+
+@pytest.mark.parametrize(
+    ("files", "saved"), [((), "{}/12"), (("run.json",), "checkpoints/12 (or in checkpoint.dir)")]
+)
+def test_a_foreign_run_is_continued_from_its_checkpoints(
+    tools: Path, files: Sequence[str], saved: str
+) -> None:
+    """The folder of a run's log, which has a run.json, has no checkpoints."""
+    make_tool(tools / "squeue", f"echo {SUBMITTED}")
+    os.environ["SLURM_JOB_ID"] = "12"
+    (tools / "12").mkdir()
+    for cluster, refusal in (("box", contextlib.nullcontext()), ("other", pytest.raises(Refused))):
+        os.environ["SLURM_CLUSTER_NAME"] = cluster
+        with refusal as raised:
+            RunLock(tools / "12", "run 12").close()
+        for file in files:
+            (tools / "12" / file).touch()
+    assert raised and f"add resume={saved.format(tools)}" in str(raised.value)
 
 
 def test_what_takes_over_waits_for_a_commit(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from distributed.environment import port_from_id
 from distributed.errors import Refused
 from launcher import text
 from launcher.master_port import open_master_port, open_port
-from launcher.preflight import checks, gpus, must_match
+from launcher.preflight import cgroup, checks, gpus, must_match
 from launcher.preflight.check_node import check_node
 from launcher.preflight.checks import Machine
 from launcher.preflight.gpus import Gpu, GpuError, find_slow, visible_gpus
@@ -127,6 +127,70 @@ def test_what_a_check_finds(check: str, changes: dict[str, Any], fault: str, cau
     found = find(getattr(checks, f"check_{check}"), **changes)
     assert (f"{found.name}{'?' * found.warns}" if found else "") == fault
     assert cause in (found.cause if found else "")
+
+
+@pytest.mark.parametrize(
+    ("mine", "files", "cpus", "left"),
+    [
+        ("0::/", {}, 8, None),
+        ("0::/a/b", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, 1, None),
+        ("0::/a/b", {"a/b/cpu.max": "400000 100000"}, 4, None),
+        ("0::/", {"cpu.max": "20000 100000"}, 1, None),  # at least one
+        ("0::/gone", {"cpu.max": "200000 100000"}, 2, None),  # a container without a namespace
+        (
+            "4:cpu,cpuacct:/a\n0::/",
+            {
+                "cpu,cpuacct/a/cpu.cfs_quota_us": "300000",
+                "cpu,cpuacct/a/cpu.cfs_period_us": "100000",
+            },
+            3,
+            None,
+        ),
+        (
+            "4:cpu:/\n0::/",
+            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+            8,
+            None,
+        ),
+        ("0::/a", {"a/pids.max": "max", "a/pids.current": "7"}, 8, None),
+        ("0::/a", {"a/pids.max": "60", "a/pids.current": "40"}, 8, 20),
+        ("8:pids:/a", {"pids/a/pids.max": "60", "pids/a/pids.current": "70"}, 8, 0),
+    ],
+)
+def test_quotas_of_cpus_and_processes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mine: str,
+    files: dict[str, str],
+    cpus: int,
+    left: int | None,
+) -> None:
+    for name, content in files.items():
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_text(f"{content}\n")
+    (tmp_path / "mine").write_text(f"{mine}\n")
+    monkeypatch.setattr(cgroup, "CGROUPS", tmp_path / "tree")
+    monkeypatch.setattr(cgroup, "MINE", tmp_path / "mine")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert (cgroup.count_cpus(), cgroup.count_processes_left()) == (cpus, left)
+    found = find(checks.check_cpus, cpus=cgroup.count_cpus(), nproc=10)
+    assert found and found.cause.endswith(" (by a quota)") == (cpus < 8)
+    found = find(checks.check_limits, only="low-nproc", nproc=2)
+    told = f"only {left} more processes and threads can start here, for 2 ranks"
+    assert (found.cause if found else "") == (told if left is not None else "")
+
+
+def test_the_limit_of_processes_of_a_user() -> None:
+    """In a process of its own, whose limit stays low; a user's threads are all counted."""
+    code = """import os, resource
+from launcher.preflight import cgroup
+if os.getuid() == 0:  # who has no limit
+    os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_NPROC, (50, 50))
+print(cgroup.count_processes_left())"""
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert 0 <= int(told.stdout) < 50, told.stderr
 
 
 def test_a_python_without_torch_gets_a_command_that_is_there(

@@ -26,7 +26,7 @@ from launcher.cli import tools
 from launcher.cli.options import COMMANDS, COMMON, TASKS
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import RULES, UNKNOWN, match
-from launcher.plan import make_plan
+from launcher.plan import foreign, make_plan, resume
 from launcher.record.run_json import Record
 from launcher.wire import limits
 from training.settings import KNOWN, Settings, Train, load
@@ -55,7 +55,7 @@ torchrun --nproc-per-node --node-rank --redirects --tee --use-env --monitor-inte
 SLURM --nodes --gres --time --ntasks --ntasks-per-node --cpus-per-task --cpus-per-gpu --mem
 SLURM --mem-per-gpu --batch --start --jobid --account --partition --requeue --format
 SLURM --signal --het-group --output --error --array --gpus --gpus-per-task --gpu-bind
-docker --device --ipc --shm-size --ulimit
+docker --device --ipc --shm-size --ulimit --cpus --pids-limit, nsys --trace-fork-before-exec
 nvidia-smi --query-gpu, tensorboard --logdir, mypy --strict, py-spy --pid
 bats --no-tempdir-cleanup
 a script of the reader's, or of the guide: --lr --name --conf
@@ -476,8 +476,19 @@ def test_every_variable_of_the_help_is_in_the_reference() -> None:
     cells = dict(re.findall(r"^\| `([A-Z_]+)` \| (.*) \|$", ours, re.M))
     for name, default in DEFAULTS.items():
         assert re.search(rf"(^| )`?{default}`?[ ,]", cells[name].partition("|")[0]), name
-    for name, words in make_plan._WORDS.items():
+    for name, words in foreign.WORDS.items():
         assert not [word for word in words if f"`{word}`" not in cells[name]], name
+
+
+def test_the_reference_says_why_a_variable_is_sent_to_the_nodes() -> None:
+    section = section_of(REFERENCE, "Environment variables").partition("### What is sent")[2]
+    lines = section.partition("\n- those that the activation")[0]
+    names = [
+        name
+        for row in re.findall(r"^  - (.*?): ", re.sub(r"\n    ", " ", lines), re.M)
+        for name in re.findall(r"`(\w+)\*?`", row)
+    ]
+    assert sorted(names) == sorted(resume.FORWARDED)
 
 
 # Variables whose default is a value in the code.

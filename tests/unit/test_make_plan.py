@@ -19,6 +19,7 @@ from launcher.plan.make_plan import choose_run_id, make_plan
 from launcher.plan.plan import ROOT, Batch, Plan, print_plan
 from launcher.plan.typed import Typed
 from launcher.record.run_json import note_start
+from launcher.slurm_node import slurm_node
 from launcher.text import PlanError
 
 
@@ -53,6 +54,93 @@ COPIES = [  # one copy's variables, and the variable with the number of copies
     ({"PALS_RANKID": "0", "PMI_SIZE": "2"}, "PMI_SIZE"),
     ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"}, "FLUX_JOB_SIZE"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("given", "address", "port"),
+    [
+        ("10.77.0.1 ", "10.77.0.1", 29500),  # hostname -I, with one address
+        ("tcp://a", "a", 29500),
+        ("a:29400", "a", 29400),
+        ("http://a:80/", "a", 80),
+        ("[fd00::1]:29400", "fd00::1", 29400),
+        ("fd00::1", "fd00::1", 29500),
+    ],
+)
+def test_a_master_in_another_form_is_used(given: str, address: str, port: int) -> None:
+    two = {"nnodes": "2", "node_rank": "1"}
+    for plan in (plan_of({"MASTER_ADDR": given}, **two), plan_of({}, **two, master=given)):
+        assert (plan.master_addr, plan.port) == (address, port)
+        assert plan.environ.get("MASTER_ADDR", address) == address  # what an agent reads
+    assert plan_of({"MASTER_ADDR": given, "MASTER_PORT": "2000"}, **two).port == 2000
+    assert plan_of({"MASTER_ADDR": given}).port is None  # one node needs no master
+
+
+@pytest.mark.parametrize("given", ["10.0.0.1 172.17.0.1 ", "10.0.0.1,10.0.0.2", "a:x", "a/b"])
+def test_a_master_that_can_be_none_is_refused_at_once(given: str) -> None:
+    for typed in (BY_HAND, SSH):
+        with pytest.raises(PlanError, match=r"the master is '.*'; give one address or name"):
+            plan_of({"MASTER_ADDR": given}, **{**typed, "master": None})
+    assert plan_of({"MASTER_ADDR": given}).num_nodes == 1
+
+
+def test_a_name_that_only_slurm_knows_becomes_its_address(tools: Path) -> None:
+    told = "NodeName=gpu-1.invalid Arch=x86_64\n   NodeAddr=10.77.0.1 NodeHostName=gpu-1"
+    make_tool(tools / "scontrol", f'[[ $* == "show node gpu-1.invalid" ]] && echo "{told}"')
+    job = captured("batch-step", SLURM_JOB_NODELIST="gpu-1.invalid,gpu-2.invalid")
+    assert plan_of(job, **SRUN).master_addr == "10.77.0.1"
+    step = captured("one-per-node-step", SLURM_STEP_NODELIST="gpu-1.invalid,gpu-2.invalid")
+    assert slurm_node(step) == (2, 1, "10.77.0.1")
+
+
+FOREIGN = {
+    "GRACE": "30s",
+    "HANG_SECONDS": "0",
+    "HOSTS": "/etc/hosts",
+    "LOG_DIR": "s3://bucket/logs",
+    "MASTER_PORT": "tcp://10.96.0.7:80",
+    "MAX_RESTARTS": "unlimited",
+    "MIN_NODES": "1",
+    "NCCL_PROFILE": "perf",
+    "NUMA_BINDING": "on",
+    "PREFLIGHT_SECONDS": "1",
+    "RUN_ID": "manual__2026-11-29T00:00:00+00:00",
+    "SHOW_RANKS": "true",
+    "SKIP_PREFLIGHT": "yes",
+    "SPARES": "x",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_launch_sh_ignores_what_other_programs_set(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of({name: FOREIGN[name]}, **LIKE)
+    told = capsys.readouterr().err
+    assert re.fullmatch(rf"x\.sh: warning: {name}( is |=).*; ignored\n", told)
+    expected = plan_of({}, **LIKE)  # with the run id of this process
+    assert replace(plan, environ=expected.environ, command=expected.command) == expected
+    assert {*plan.environ} <= {"LOG_DIR", "MASTER_PORT", "MAX_RESTARTS", *SEEN_BY_SCRIPTS}
+
+
+SEEN_BY_SCRIPTS = ("NCCL_PROFILE", "PREFLIGHT_SECONDS", "SHOW_RANKS", "SKIP_PREFLIGHT")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_other_scripts_refuse_it_unless_it_is_a_url(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "://" in FOREIGN[name]:
+        assert plan_of({name: FOREIGN[name]}).port is None
+        assert f"warning: {name} is " in capsys.readouterr().err
+        return
+    with pytest.raises((PlanError, LauncherError), match=name):
+        plan_of({name: FOREIGN[name]}, **BY_HAND)
+
+
+def test_launch_sh_refuses_what_was_typed_as_an_option() -> None:
+    with pytest.raises(PlanError, match="MAX_RESTARTS is 'unlimited'"):
+        plan_of({}, **LIKE, max_restarts="unlimited")
 
 
 @pytest.mark.parametrize(
@@ -195,10 +283,10 @@ def test_world_of_a_slurm_job(
 @pytest.mark.parametrize(
     ("typed", "environ", "cause"),
     [
-        ({}, {"NPROC_PER_NODE": "two"}, "the number of processes is 'two'"),
+        ({}, {"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE is 'two'; give a whole"),
         ({"port": "65536"}, {}, "the port is '65536'"),
-        ({}, {"MASTER_PORT": "-1"}, "the port is '-1'"),
-        ({}, {"MASTER_PORT": "0"}, "the port is '0'; give a whole number from 1 to 65535"),
+        ({}, {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'"),
+        ({}, {"MASTER_PORT": "0"}, "MASTER_PORT is '0'; give a whole number from 1 to 65535"),
         ({}, {"FRESH": "2"}, "FRESH is '2'; choose from 0, 1"),
         ({}, {"SKIP_PREFLIGHT": "false"}, "SKIP_PREFLIGHT is 'false'; choose from 0, 1"),
         ({**MODULE, "rest": ("no.such",)}, {}, "there is no module 'no.such'; correct its name"),

@@ -24,6 +24,7 @@ from agents import PATIENCE_S, ROOT, execute
 from ports import free_port
 
 from distributed.errors import Refused
+from launcher import own_time
 from launcher.agent import join
 from launcher.agent.nodes import checkin
 from launcher.agent.torchrun_arguments import parse
@@ -37,7 +38,18 @@ from launcher.typed_json import encode
 from launcher.wire import meeting
 from launcher.wire.launcher_link import tell
 from launcher.wire.meeting import Wait
-from launcher.wire.messages import Fault, Member, NodeReport, PairTest, Report, Request
+from launcher.wire.messages import (
+    Fault,
+    Member,
+    NodeReport,
+    PairResult,
+    PairTest,
+    Report,
+    Request,
+)
+from launcher.wire.node_link import Link
+
+OWN = ["127.0.0.1"]
 
 
 def make_request(folder: Path, **changes: Any) -> Request:
@@ -290,6 +302,28 @@ def test_clocks(listener: int, ahead: float, sound: bool) -> None:
     for fault in faults:
         assert (fault.name, fault.warns) == ("clock-skew", True)
         assert fault.cause == f"the clock differs from node rank 0's by {ahead:+d} s"
+
+
+def test_other_ports_of_a_master_behind_a_service_are_tried_at_its_own_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = socket.create_connection(server.getsockname())
+        here, _ = server.accept()
+    tried: list[str] = []
+
+    def answer() -> None:
+        test = node.wait(own_time.now() + PATIENCE_S)
+        assert isinstance(test, PairTest)
+        tried.append(test.members[0].address)
+        node.send(PairResult([*meeting.try_members(test.members, 1, 3.0)] if tried == OWN else []))
+
+    with contextlib.closing(Link(there)) as node, contextlib.closing(Link(here)) as master:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        service = replace(FIRST, address="203.0.113.9")  # leads here, for one port
+        others = {1: (master, Member(1, "n1", 1, "127.0.0.1"))}
+        assert meeting.try_pairs(service, others, PATIENCE_S, PATIENCE_S) == []
+        thread.join()
+    assert tried == OWN
 
 
 def test_another_port_that_is_closed() -> None:

@@ -11,10 +11,10 @@ from agents import ROOT, execute, rarely
 
 from distributed.errors import REFUSED
 from launcher.agent.fork import cpus_of_ranks
-from launcher.plan.make_plan import _WORDS
+from launcher.plan.foreign import WORDS
 
 binding = pytest.importorskip("torch.numa.binding")
-MODES = _WORDS["NUMA_BINDING"]
+MODES = WORDS["NUMA_BINDING"]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -30,6 +30,7 @@ from launcher.plan.submit_with_config import (
     choose_preparation,
     choose_size,
     read_sinfo,
+    refusal,
     submit_all,
     take_own_settings,
 )
@@ -289,12 +290,19 @@ def test_the_rest_of_a_chain_is_cancelled_unless_it_is_needed(
 ) -> None:
     make_tool(tools / "scancel", f'echo "$@" >{tmp_path}/told')
     make_tool(tools / "scontrol", f"echo JobId=7 Reason={reason} Dependency=x")
-    slurm.end_chain(code, {**captured("batch-step"), "CHAIN": "linked"})
+    linked = {"CHAIN": "linked", "RUN_ID": "linked"}
+    slurm.end_chain(code, {**captured("batch-step"), **linked})
     told = tmp_path / "told"
     assert (told.read_text() if told.exists() else "") == (
         "--state=PENDING --name=linked\n" if is_cancelled else ""
     )
-    slurm.end_chain(0, {"CHAIN": "linked"})  # no batch script
+    slurm.end_chain(0, linked)  # no batch script
+
+
+def test_the_chain_of_another_program_is_no_chain_of_jobs(tmp_path: Path, tools: Path) -> None:
+    make_tool(tools / "scancel", f"touch {tmp_path}/told")
+    slurm.end_chain(0, {**captured("batch-step"), "CHAIN": "A"})
+    assert not (tmp_path / "told").exists()
 
 
 @pytest.mark.parametrize(("fault", "is_cancelled"), [("run-is-live", False), ("few-cpus", True)])
@@ -307,7 +315,7 @@ def test_a_copy_of_a_live_run_leaves_the_chain_of_that_run_alone(
     make_tool(tools / "scancel", f"touch {tmp_path}/told")
     call = Call("slurm_train", "x.sh", "", "/", "", "", "", "x.sh")
     monkeypatch.setattr(start, "make_plan", refuse)
-    assert start.start(call, [], captured("batch-step", CHAIN="linked")) == REFUSED
+    assert start.start(call, [], captured("batch-step", CHAIN="linked", RUN_ID="linked")) == REFUSED
     assert (tmp_path / "told").exists() == is_cancelled
 
 
@@ -376,6 +384,7 @@ def test_gpus_of_any_type_of_the_partition_that_the_job_goes_to() -> None:
     assert read_sinfo(f"big n4 gpu:16\nbig n1 gpu:6\n{default}", of_default=False) == [16, 6, 8]
     assert read_sinfo("big n1 gpu:16\nbig n2 gpu:16\n", of_default=True) == [16, 16]
     assert read_sinfo("cpu* n1 (null)\n", of_default=True) == []
+    assert read_sinfo(f"\n***\n** a site's banner *\n{default}", of_default=True) == [6, 8]
 
 
 def own_of(**given: str) -> dict[str, str]:
@@ -430,6 +439,64 @@ def test_other_options_of_sbatch_are_passed_on(
     assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"], chain="") == 0
     told = "--partition=gpu --chdir=/home/own --mail-user=me@here '--constraint=a100&ib' x.sh"
     assert f"sbatch --parsable {told}" in capsys.readouterr().err
+
+
+BANNER = "echo '--------'; echo 'Welcome to cluster 9'; echo"
+
+
+def submit_chain(tools: Path, script: str, number: str) -> int:
+    """Submit jobs with an sbatch that appends its words to a file, then runs the script."""
+    start = f'cd {tools}; [[ $* == *--test-only* ]] && exit; echo "$*" >>calls'
+    make_tool(tools / "sbatch", f"{start}; {script}")
+    own = own_of(config="c.yaml", chain=number)
+    size = Size(1, 2, is_exclusive=False)
+    return submit_all(Typed("submit", program="x.sh"), own, size, ["x.sh"], chain="it")
+
+
+NUMBER_OF_CALLS = "$(wc -l <calls)"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"{BANNER}; echo 4{NUMBER_OF_CALLS}",
+        f'echo "4{NUMBER_OF_CALLS};other-cluster"; {BANNER}',
+        f"echo 2026; {BANNER}; echo 4{NUMBER_OF_CALLS}; echo; echo 'your job is 7'",
+    ],
+)
+def test_the_last_number_that_a_sites_sbatch_prints_is_the_job(
+    script: str, tools: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert submit_chain(tools, script, "2") == 0
+    told = capfd.readouterr().err
+    assert re.findall(r"^job +(\S+)", told, re.M) == ["41", "42"]
+    assert "Welcome to cluster 9\n" in told
+    assert "--dependency=afterany:41 " in (tools / "calls").read_text().splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        (f"echo 41; [[ {NUMBER_OF_CALLS} == 1 ]] || exit 7", "failed with exit code 7, see above"),
+        (f"{BANNER}; [[ {NUMBER_OF_CALLS} != 1 ]] || echo 41", "printed no job id"),
+    ],
+)
+def test_a_chain_that_is_half_submitted_names_its_jobs(
+    script: str, cause: str, tools: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        submit_chain(tools, script, "5")
+    assert raised.value.code == 3
+    assert len((tools / "calls").read_text().splitlines()) == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last == f"x.sh: sbatch {cause}; queued before it: 41; to cancel, run scancel 41"
+
+
+def test_a_banner_of_sbatch_is_no_cause(tools: Path) -> None:
+    make_tool(
+        tools / "sbatch", f"{BANNER}; echo 'allocation failure: no node' >&2; {BANNER}; exit 1"
+    )
+    assert refusal(["x.sh"]) == "allocation failure: no node"
 
 
 # --- what a PBS job received, from the output of a real OpenPBS -----------------------------------

@@ -32,6 +32,7 @@ needs_pdsh = pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is no
 
 SCRIPTS = ROOT / "scripts/ssh"
 SSH = """# As the launcher and pdsh call it: options, the host, the command.
+[[ $* != -V ]] || exit
 host=${*: -2:1} command=${*: -1}
 echo "$host" >>"$FAKE_NODES/asked"
 export SSH_CONNECTION="10.0.0.1 1 127.0.0.1 22"
@@ -295,6 +296,44 @@ def test_arguments_of_230_kb_arrive(nodes: Nodes) -> None:
     assert code == 0, err
     arguments, environ = json.loads((nodes.nodes / "0").read_text())
     assert arguments[-2300:] == words and environ["RUN_ID"]
+
+
+NEEDED = {
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "FI_PROVIDER": "efa",
+    "HF_HOME": "/hf",
+    "KMP_AFFINITY": "none",
+    "MKL_NUM_THREADS": "2",
+    "MLFLOW_TRACKING_URI": "http://head:5000",
+    "NVTE_FLASH_ATTN": "0",
+    "PYTHONHASHSEED": "7",
+    "PYTHONPATH": "src:",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHINDUCTOR_CACHE_DIR": "/inductor",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TRITON_CACHE_DIR": "/triton",
+    "UCX_TLS": "tcp",
+    "WANDB_MODE": "offline",
+}
+
+
+def test_what_training_reads_is_sent_or_named(nodes: Nodes) -> None:
+    nodes.agent(DUMP)
+    for node in ("n0", "n1"):  # a login has none of them
+        without = " ".join(f"-u {name}" for name in (*NEEDED, "MY_DATA", "OTHER"))
+        (nodes.nodes / node).write_text(f"exec env {without} bash -s")
+    (nodes.folder / "own.py").write_text("print(os.environ['MY_DATA'], os.getenv('HOME'))\n")
+    others = {"MY_DATA": "/data", "OTHER": "1", "LD_LIBRARY_PATH": "/opt/lib"}
+    code, _, err = nodes.launch("-", "1", "n0", "n1", **NEEDED, **others)
+    names = "LD_LIBRARY_PATH MY_DATA"
+    assert code == 0 and f"variables  not sent: {names}   (FORWARD_ENV='{names}' sends them)" in err
+    for rank in ("0", "1"):
+        environ = json.loads((nodes.nodes / rank).read_text())[1]
+        assert {name: environ.get(name) for name in NEEDED} == NEEDED
+        assert "MY_DATA" not in environ
 
 
 PBSDSH = """for node in 0 1; do

@@ -1,0 +1,77 @@
+"""How many CPUs and processes a container, a scheduler or a service manager allows here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from launcher.text import count
+from launcher.wire.messages import Fault
+
+CGROUPS, MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+OF_A_RANK = 24  # processes and threads of a rank, with its share of the agent's
+FEW_PROCESSES = 4096  # with a higher limit for each user, nobody's processes are counted
+
+
+def count_cpus() -> int:
+    """Return the number of CPUs that this process may use, by its affinity and its quotas."""
+    quotas = []
+    for group in _groups():
+        words = _read(group / "cpu.max")  # cgroups v2; "max" means no quota
+        words = words or _read(group / "cpu.cfs_quota_us") + _read(group / "cpu.cfs_period_us")
+        if len(words) == 2 and words[0].isdecimal():
+            quotas.append(int(words[0]) // int(words[1]))
+    cpus = os.cpu_count() or 1
+    with contextlib.suppress(OSError):  # a sandbox refuses it
+        cpus = len(os.sched_getaffinity(0))
+    return max(1, min([cpus, *quotas]))
+
+
+def check_processes(nproc: int, num_workers: int) -> Iterator[Fault]:
+    """Enough processes and threads can start here for all ranks and their data workers."""
+    left, wanted = count_processes_left(), nproc * (OF_A_RANK + 2 * num_workers)
+    if left is not None and left < wanted:
+        cause = f"only {left} more processes and threads can start here, for {count(nproc, 'rank')}"
+        cure = f"raise the limit by {wanted - left} (ulimit -u; pids.max of the container or job)"
+        yield Fault("low-nproc", cause, cure, warns=True)
+
+
+def count_processes_left() -> int | None:
+    """Return how many more processes and threads can start here; None if there is no limit."""
+    lefts = []
+    for group in _groups():
+        words = _read(group / "pids.max") + _read(group / "pids.current")
+        if len(words) == 2 and words[0].isdecimal():
+            lefts.append(int(words[0]) - int(words[1]))
+    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if 0 <= most < FEW_PROCESSES and os.geteuid() != 0:  # root has no limit
+        lefts.append(most - _count_own_threads())
+    return max(0, min(lefts)) if lefts else None
+
+
+def _count_own_threads() -> int:
+    number = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if process.stat().st_uid == os.getuid():
+                number += len(os.listdir(process / "task"))
+    return number
+
+
+def _groups() -> Iterator[Path]:
+    """Yield this process's cgroups and their parents."""
+    for line in MINE.read_text(errors="surrogateescape").splitlines() if MINE.exists() else ():
+        _, controllers, name = line.split(":", 2)
+        top = CGROUPS / controllers  # cgroups v1 have a tree for each controller
+        group = top / name.lstrip("/")
+        yield from (one for one in (group, *group.parents) if one.is_relative_to(top))
+
+
+def _read(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:
+        return []
