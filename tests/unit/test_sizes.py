@@ -17,8 +17,8 @@ from agents import ROOT
 # The sizes aimed at, in tokens. A wing may exceed its size by SILENT, and by MOST with a warning: a
 # size that is met exactly is met by inlining names. Raise one only in a commit of its own.
 WINGS = {
-    ("launcher",): 97_000,
-    ("distributed",): 13_100,
+    ("launcher",): 101_000,
+    ("distributed",): 13_200,
     ("distributed/checkpoint",): 10_100,
     ("training", "train.py"): 23_000,
 }
