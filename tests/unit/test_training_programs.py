@@ -316,6 +316,17 @@ def test_no_byte_sees_what_comes_after_it(ngrams: int) -> None:
     assert not torch.equal(before[0, 5:], after[0, 5:])
 
 
+def test_a_model_that_writes_slowly_is_not_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(3):
+        (tmp_path / f"{n}").write_text("abcdefg" * 40)
+    beats: list[int] = []
+    monkeypatch.setattr("training.tasks.language_model.beat", lambda: beats.append(1))
+    generate(task_of(tmp_path, "model.width=16", "model.layers=1").model(), b"abcd", 12)
+    assert len(beats) == 12
+
+
 @pytest.mark.slow
 def test_an_untrained_model_knows_nothing_and_a_trained_one_its_text(tmp_path: Path) -> None:
     for n in range(3):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distributed.heartbeat import beat
 from training import settings as config
 from training.config_file import SettingsError
 from training.progress import shown
@@ -86,6 +87,7 @@ def generate(
         shares = F.softmax(logits / max(temperature, 1e-6), -1)  # at 0: only the likeliest
         drawn = torch.multinomial(shares, 1, generator=generator)
         text = torch.cat([text, drawn.to(device)], 1)
+        beat()  # a slow machine must not look like a stuck run
     tokens: list[int] = text[0].tolist()
     return tokens
 
