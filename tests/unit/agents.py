@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from launcher import processes
 
 ROOT = Path(__file__).resolve().parents[2]
+GLOO_SAYS = re.compile(r"^\[Gloo\] Rank .*\n", re.M)  # on stdout, in some versions of torch
 AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
 LOOPS = str(ROOT / "tests/unit/own_loops.py")
 PROMISED_S = 2.0  # from the kill of one process to the end of all; `make prove` checks it

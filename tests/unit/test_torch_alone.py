@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch_alone
 import yaml
-from agents import ROOT, run_program
+from agents import GLOO_SAYS, ROOT, run_program
 
 pytestmark = pytest.mark.slow
 LAUNCH = [ROOT / "scripts/launch.sh", "--nproc-per-node=2"]
 RUN_ID = f"alone-{os.getpid()}"  # a run's port is derived from it
-GLOO_SAYS = re.compile(r"^\[Gloo\] Rank .*\n", re.M)  # on stdout, in some versions of torch
 PLAN = re.compile(r"\A(?:[a-z].*\n)*logs  .*\n")
 RAISES = """
 import os, time
