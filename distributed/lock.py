@@ -88,7 +88,9 @@ class RunLock:
             if is_named_after_it and _is_foreign(holder, me):
                 whose = f"cluster {holder.get('cluster')}, submitted {holder.get('submitted')}"
                 cause = f"{self.what} belongs to another job with the same id ({whose})"
-                cure = f"choose another RUN_ID; to continue this run, add resume=checkpoints/{name}"
+                is_log = self.path.with_name("run.json").exists()
+                saved = f"checkpoints/{name} (or in checkpoint.dir)" if is_log else self.path.parent
+                cure = f"choose another RUN_ID; to continue this run, add resume={saved}"
                 raise Refused("foreign-run", f"{cause}; {cure}")
             refuse_holder(before, self.what, me)
             os.replace(new, self.path)

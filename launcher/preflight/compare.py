@@ -70,21 +70,20 @@ def print_findings(preflight: Preflight, program: str, *, is_strict: bool, out: 
     Returns whether any fault prevents the start. With `is_strict`, every warning does.
     """
     by_weight = sorted(preflight.findings, key=lambda finding: finding.fault.warns)
-    hosts: dict[Fault, list[str]] = {}
+    hosts: dict[Fault, dict[str, None]] = {}  # each host once, in their order
     for finding in by_weight:
-        hosts.setdefault(finding.fault, []).append(finding.host)
+        hosts.setdefault(finding.fault, {})[finding.host] = None
 
     lines = []
     for finding in by_weight:
-        fault, names = finding.fault, hosts[finding.fault]
+        fault, names = finding.fault, [*hosts[finding.fault]]
         if len(names) <= MANY:
             names = [finding.host]
         elif finding.host != names[0]:
             continue
         kind = "warning: " if fault.warns and not is_strict else ""
-        lines.append(
-            f"{kind}{', '.join(fold_names(names))}: {fault.cause}; {fault.cure} [{fault.name}]"
-        )
+        who = ", ".join(fold_names(names))
+        lines.append(f"{kind}{who}: {fault.cause}; {fault.cure} [{fault.name}]")
 
     for line in lines[:MOST_SHOWN]:
         print(f"{program}: {printable(line, LONGEST)}", file=out, flush=True)

@@ -143,13 +143,12 @@ def try_pairs(
 
 
 def neighbours(members: Sequence[Member], node_id: int) -> Sequence[Member]:
-    """Return the other members, beginning with the next one, but no more than MOST_TRIED.
+    """Return the members from the next one on, as many as each node tries; itself last, if at all.
 
     `members` are sorted by node id; the first follows the last.
     """
     place = next((n for n, one in enumerate(members) if one.node_id > node_id), len(members))
-    ahead = [*members[place:], *members[:place]]
-    return [one for one in ahead if one.node_id != node_id][:MOST_TRIED]
+    return [*members[place:], *members[:place]][:MOST_TRIED]
 
 
 def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator[Fault]:

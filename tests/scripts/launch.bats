@@ -59,6 +59,7 @@ PY
   for word in -h --help; do
     run --separate-stderr launch --nproc-per-node 4 --hosts nowhere1,nowhere2 own.py --lr 1 "$word"
     [[ $status == 0 && $(grep -c '^usage: own.py' <<<"$output") == 1 && ${lines[0]} == "world 1" ]]
+    # shellcheck disable=SC2154 # bats sets it
     [[ $stderr == "launch.sh: shows the help of own.py --lr 1; no rank is started" ]]
   done
   run launch "$ROOT/train.py" -h

@@ -352,9 +352,9 @@ def test_what_installs_a_package_names_the_python(
     monkeypatch.setattr("launcher.text.PathFinder.find_spec", lambda name: has_pip or None)
     pip = "/env/bin/python -m pip install" if has_pip else "uv pip install --python /env/bin/python"
     missing = "ModuleNotFoundError: No module named"
+    kept = f"torch=={importlib.metadata.version('torch')}"
     for name, package in (("pandas", "pandas"), ("sklearn", "scikit-learn")):
         told = failure.install_cure(f"{missing} '{name}'")
-        kept = f"torch=={importlib.metadata.version('torch')}"
         assert told == f"; if it is a package: {pip} {package} {kept}"
     for name in ("distributed", "distributed.torch", "launcher", "training"):
         told = failure.install_cure(f"{missing} '{name}'")
@@ -367,7 +367,7 @@ def test_what_installs_a_package_names_the_python(
     for name, told in (
         ("own_package", "; it is in src: set PYTHONPATH=src"),
         ("own_file", "; it is in .: set PYTHONPATH=."),
-        ("own_data", f"; if it is a package: {pip} own_data"),
+        ("own_data", f"; if it is a package: {pip} own_data {kept}"),
     ):
         assert failure.install_cure(f"{missing} '{name}'") == told
     told = failure.install_cure(f"{missing} 'torch_launch_kit'")

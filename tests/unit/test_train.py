@@ -215,7 +215,7 @@ def test_a_run_ends_with_all_it_promises(trained: Path) -> None:
     labels = [line.split()[0] for line in stdout.splitlines() if line[:1].strip()]
     assert labels == ["done", "validation", "sample", "checkpoint", "logs", "resume"]
     assert "order-0 entropy" in stdout
-    assert "RUN_ID=first python" in stdout
+    assert "RUN_ID=first torchrun --nproc-per-node=2 " in stdout
 
 
 @pytest.mark.parametrize("umask", [0o077, *rarely(0o002)])
