@@ -25,7 +25,7 @@ SITE_PATH = $${PYTHONPATH:+:$$PYTHONPATH}
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-gpu test-login test-torch
-.PHONY: help init no-run given setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-failures bench-shapes bench-faults bench-gpu pictures clean
+.PHONY: help init no-run given setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-failures bench-shapes bench-faults bench-gpu bench-scale pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -116,6 +116,9 @@ bench-failures: $(READY) ## compare what launchers do when a rank fails or the l
 
 bench-shapes: $(READY) ## run copies of well-known scripts under torchrun and our launchers (as root)
 	$(PYTHON) bench/shapes.py
+
+bench-scale: $(READY) ## measure node rank 0 in runs of up to 1,024 nodes, of which it alone is real
+	PYTHONPATH=. $(PYTHON) bench/scale.py
 
 bench-gpu: $(READY) ## measure training on one GPU: train.py, a bare loop, accelerate, Lightning
 	PYTHONPATH=. $(PYTHON) bench/gpu.py
