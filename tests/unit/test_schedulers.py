@@ -817,11 +817,12 @@ def test_another_job_of_the_same_id_is_refused(
 ) -> None:
     be_in_job("26.head")
     (tmp_path / run).mkdir()
+    (tmp_path / run / "run.json").touch()  # in the log folder: the checkpoints are elsewhere
     note(qstat, FIRST)
     RunLock(tmp_path / run, f"run {run}").close()
     note(qstat, later)
     cause = r"another job with the same id \(cluster head, submitted Thu Nov 26 08:.*"
-    cause += rf"add resume=checkpoints/{run} \[foreign-run\]"
+    cause += rf"add resume=checkpoints/{run} \(or in checkpoint.dir\) \[foreign-run\]"
     refusal = pytest.raises(Refused, match=cause) if is_refused else contextlib.nullcontext()
     with refusal:
         RunLock(tmp_path / run, f"run {run}").close()
