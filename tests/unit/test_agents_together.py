@@ -461,10 +461,7 @@ def test_a_stolen_node_can_only_end_the_run(
     with connect(port) as stolen:
         handshake.introduce(stolen, secret.encode())
         stolen.sendall(hello(script) + b'{"PairResult":{"faults":[]}}\n')
-        said = b""
-        while b'"Assignment"' not in said:
-            said += (more := stolen.recv(65536))
-            assert more, said
+        read_until(stolen, b'"Assignment"')
         stolen.sendall(message + b"\n")
         with contextlib.suppress(OSError):  # the end of the connection ends the run
             stolen.shutdown(socket.SHUT_WR)
@@ -522,17 +519,21 @@ def test_a_stop_before_the_ranks_have_started_reaches_all_nodes(
     with connect(port) as other:
         handshake.introduce(other, secret.encode())
         other.sendall(hello(script) + b'{"PairResult":{"faults":[]}}\n')
-        said = b""
-        while b'"Assignment"' not in said:
-            said += other.recv(65536)
+        read_until(other, b'"Assignment"')
         run.process.terminate()
-        while b'"StopRequest"' not in said:
-            said += (more := other.recv(65536))
-            assert more, said
+        read_until(other, b'"StopRequest"')
         other.sendall(f"{messages.write(NodeEnd((), 1, [143]))}\n".encode())
         while other.recv(65536):
             pass
     assert "stopped  by SIGTERM: ranks 0-1 ended by SIGTERM (code 143)" in run.finish()
+
+
+def read_until(connection: socket.socket, text: bytes) -> None:
+    """Read what node rank 0 sends, until this text has come."""
+    said = b""
+    while text not in said:
+        said += (more := connection.recv(65536))
+        assert more, said
 
 
 def hello(script: Path, nproc: int = 1) -> bytes:
