@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from queue import SimpleQueue
 
 from distributed import hostlist
 from distributed.errors import STOPPED
@@ -74,11 +75,27 @@ class Output:
         self.membership: Membership | None = None  # the nodes that the run still has; None: all
         self.begun: set[int] = set()
         self._answers = Answers(token)
+        self._news: SimpleQueue[tuple[int, object]] = SimpleQueue()  # filled by the thread
         self._screen = Terminal(1)
         assert srun.stdout is not None
         self._fd = srun.stdout.fileno()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
+
+    def receive(self) -> None:
+        """Take in what the agents have reported since the last call."""
+        while not self._news.empty():
+            rank, message = self._news.get()
+            self.begun.add(rank)
+            match message:
+                case Outcome():
+                    self.outcomes[rank] = message
+                case Exit():
+                    self.exits[rank] = message.code
+                case Membership() if (
+                    self.membership is None or message.attempt >= self.membership.attempt
+                ):
+                    self.membership = message
 
     @property
     def has_outcome(self) -> bool:
@@ -103,6 +120,7 @@ class Output:
     def close(self) -> None:
         """Show the remaining output, and end an unfinished line."""
         self._thread.join(limits.DRAIN_S)
+        self.receive()
         self._screen.drain(limits.DRAIN_S)
         if self._screen.open_by is self:
             print(file=sys.stderr)
@@ -112,17 +130,8 @@ class Output:
         while data:
             data = os.read(self._fd, 65536)
             text, told = self._answers.read(data)
-            for rank, message in told:
-                self.begun.add(rank)
-                match message:
-                    case Outcome():
-                        self.outcomes[rank] = message
-                    case Exit():
-                        self.exits[rank] = message.code
-                    case Membership() if (
-                        self.membership is None or message.attempt >= self.membership.attempt
-                    ):
-                        self.membership = message
+            for one in told:
+                self._news.put(one)
             if told:
                 os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
             if text:
@@ -172,6 +181,8 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -
     """Wait for srun to end, and add the signals that ask for a stop to `asked`."""
     handled, interrupts, begun, end = handled_signals(), Interrupts(), 0, Deadline()
     while srun.poll() is None:
+        if output:
+            output.receive()
         if output and output.has_outcome:
             may_go_on = plan.min_nodes and output.unreported  # without the ended nodes
             end.set_within(limits.DECIDE_S + plan.grace_s if may_go_on else limits.SRUN_END_S)

@@ -242,6 +242,18 @@ def run_step(folder: Path, min_nodes: int = 0) -> tuple[subprocess.CompletedProc
     return run_program(command, folder, LAUNCH_TOKEN="t0ken"), time.monotonic() - began
 
 
+def test_what_nodes_report_changes_nothing_until_it_is_received(
+    tmp_path: Path, tools: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "told").write_text(told(1, capfd, Exit(0, 0)))
+    srun = subprocess.Popen(["cat", "told"], cwd=tmp_path, stdout=subprocess.PIPE)
+    output = step.Output(srun, "t0ken")
+    output._thread.join()
+    assert (output.begun, output.exits) == (set(), {})  # may be in use
+    output.receive()
+    assert (output.begun, output.exits) == ({1}, {1: 0})
+
+
 # --- the end ------------------------------------------------------------------------------------
 
 
