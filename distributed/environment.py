@@ -316,9 +316,8 @@ def port_from_id(run_id: str) -> int:
 
 @cache
 def new_run_id() -> str:
-    """Return YYYYMMDD-HHMMSS-<4 hex digits>, from time and process id; the same at each call."""
-    mixed = zlib.crc32(f"{time.time_ns()} {os.getpid()}".encode())
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{mixed & 0xFFFF:04x}"
+    """Return YYYYMMDD-HHMMSS-<4 random hex digits>; the same at each call."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 def refuse_others(who: str, *told: tuple[str, int | None, int]) -> None:

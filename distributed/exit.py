@@ -74,8 +74,8 @@ def _limit(code: int) -> None:
 
 def _exit_late(code: int) -> None:
     end = time.monotonic() + limits.EXIT_S
-    while (left := end - time.monotonic()) > 0:
-        time.sleep(min(1.0, left))
+    while time.monotonic() < end:
+        time.sleep(0.5)
         beat()
     text = f"threads or exit handlers are still running after {limits.EXIT_S:g} s; exiting anyway"
     os.write(2, f"process {os.getpid()}: {text}\n".encode())  # another thread may hold sys.stderr

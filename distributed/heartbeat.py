@@ -8,6 +8,7 @@ because the other ranks wait for them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import mmap
@@ -23,6 +24,7 @@ from . import limits
 STACK_SIGNAL = signal.SIGRTMIN + 9  # makes a rank write its stacks; scripts do not use it
 LIMIT_OF_LONGEST = 10  # times the longest silence seen so far
 RECORD = struct.Struct("<qqqddB?6x")
+_SIGNAL_STACK_SIZE = 1 << 20  # bytes, for all signals at once; a page is used only when needed
 
 
 class Beat(NamedTuple):
@@ -56,6 +58,7 @@ class Heart:
         except OSError:  # a full disk, or the folder is gone: no stacks, but the run continues
             self._stack_file = open(os.devnull, "w")  # noqa: SIM115
         faulthandler.register(STACK_SIGNAL, self._stack_file, all_threads=True)
+        _deepen_signal_stack()
 
     @property
     def newest(self) -> Beat:
@@ -95,6 +98,14 @@ class Heart:
             return limits.FIRST_SILENCE_S
         least_s = limits.FIRST_SILENCE_S if self.is_counted else limits.SILENCE_S
         return max(least_s, LIMIT_OF_LONGEST * self._longest_s)
+
+
+def _deepen_signal_stack() -> None:
+    """Replace faulthandler's signal stack, which five signals at the same moment overflow."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_size_t
+    place = libc.malloc(_SIGNAL_STACK_SIZE)  # never freed: signals come until the very end
+    libc.sigaltstack((ctypes.c_size_t * 3)(place, 0, _SIGNAL_STACK_SIZE), None)
 
 
 def beat(

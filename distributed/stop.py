@@ -138,7 +138,7 @@ def _restore_handlers() -> None:
     """Restore them in a forked child, which is not asked to stop: it must end when terminated."""
     for signum, before in _before.items():
         if _is_ours(signal.getsignal(signum)):
-            signal.signal(signum, signal.SIG_DFL if before is None else before)
+            signal.signal(signum, before or signal.SIG_DFL)
     _release_signals()
 
 

@@ -140,9 +140,9 @@ def test_a_signal_to_all_processes_as_slurm_sends_it_ends_none_of_ours(tmp_path:
     run = Run(["--nproc-per-node", "1", str(written(tmp_path / "handles.py", HANDLES_ALL))])
     run.wait_for("ready")
     others = (signal.SIGALRM, signal.SIGXCPU, signal.SIGPROF, signal.SIGPWR, signal.SIGRTMIN)
-    for signum in (*others, signal.SIGUSR2):
-        for pid in (run.process.pid, run.agent_pid(), *run.rank_pids()):
-            os.kill(pid, signum)
+    for pid in (run.process.pid, run.agent_pid(), *run.rank_pids()):
+        for signum in (signal.SIGSTOP, *others, signal.SIGUSR2, signal.SIGCONT):
+            os.kill(pid, signum)  # a stopped process gets them all at the same moment
     err = run.finish()
     run.assert_gone()
     assert (run.process.returncode, "all came" in run.output) == (75, True)
