@@ -53,7 +53,7 @@ from training.model import (
     validate,
 )
 from training.optimizer import Schedule, choose_optimizer, find_last_step, norm_of_weights
-from training.progress import Limits, Progress, shown_speed
+from training.progress import ConsoleLog, Limits, Progress, shown_speed
 from training.settings import Settings
 from training.tasks import SCORES, load_task, loss_of, metrics_of, score
 from training.trackers import RunFacts, Trackers
@@ -129,7 +129,8 @@ def join(arguments: argparse.Namespace, settings: Settings) -> helper.Environmen
     except (OSError, ValueError) as error:  # variables, the config, or the other ranks
         refuse(error)
     if environment.is_main or arguments.log_level == "DEBUG":
-        logging.basicConfig(level=arguments.log_level, format="%(message)s")
+        handlers = [ConsoleLog(is_result_only=arguments.json)]
+        logging.basicConfig(level=arguments.log_level, format="%(message)s", handlers=handlers)
     return environment
 
 

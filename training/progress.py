@@ -31,6 +31,22 @@ LINE_EVERY_S = 5.0
 _log = logging.getLogger(__name__)
 
 
+class ConsoleLog(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10
+    """Writes progress to stdout, and warnings to stderr; all of it if stdout is for results only.
+
+    Both are looked up for each line: while rich shows its bar, they write above it.
+    """
+
+    def __init__(self, *, is_result_only: bool) -> None:
+        super().__init__()
+        self._is_result_only = is_result_only
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_error = self._is_result_only or record.levelno >= logging.WARNING
+        self.stream = sys.stderr if is_error else sys.stdout
+        super().emit(record)
+
+
 @contextlib.contextmanager
 def may_be_lost(folder: Path, what: str = "") -> Iterator[None]:
     """If the body fails to show or record something, report it once; the run continues.
@@ -104,18 +120,14 @@ class Progress:
                 self._file = self._metrics.open("a")  # a new file: an earlier process keeps its own
             is_terminal = sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
             if is_terminal and is_installed("rich", "no progress bar, only lines"):
-                stderr = sys.stderr
                 with may_be_lost(folder, "no progress bar"):
                     self._bar = _open_bar(limits)
-                    _log_to(sys.stderr, instead_of=stderr)  # rich's: log lines appear above the bar
 
     def close(self) -> None:
         """Close the bar and the trackers, and draw loss.png."""
         if self._bar is not None:
             with may_be_lost(self._folder, "no progress bar"):
-                above = sys.stderr
                 self._bar.stop()
-                _log_to(sys.stderr, instead_of=above)
         if self._trackers.close():
             self._draw_at = 0.0
             self.draw()
@@ -203,20 +215,19 @@ def _tell_details(values: Mapping[str, float]) -> str:
     return "".join(f"  {f.format(values[name])}" for name, f in forms.items() if name in values)
 
 
-def _log_to(stream: TextIO, *, instead_of: TextIO) -> None:
-    for handler in logging.root.handlers:
-        if isinstance(handler, logging.StreamHandler) and handler.stream is instead_of:
-            handler.setStream(stream)
-
-
 def _open_bar(limits: Limits) -> Bar:
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
     # No auto_refresh: its thread would take time from the steps.
-    columns = (BarColumn(), TextColumn("{task.description}"))
-    bar = Bar(*columns, console=Console(stderr=True), auto_refresh=False)
+    bar = Bar(
+        BarColumn(),
+        TextColumn("{task.description}"),
+        console=Console(stderr=True),
+        auto_refresh=False,
+        redirect_stdout=sys.stdout.isatty(),
+    )
     bar.add_task("", total=limits.last_step, completed=limits.first_step)
     bar.start()
     bar.console.show_cursor(True)  # a killed process could not restore it

@@ -82,7 +82,7 @@ def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None
         count = f"{world_size} {'process' if world_size == 1 else 'processes'}"
         told.append(f"{count} (was {len(saved.ranks)}): sums are rounded differently")
     for change in told:
-        _log.warning(f"           with {change}")
+        _log.warning(f"resumed    with {change}")
 
 
 def changes(before: Tree, now: Tree, prefix: str = "") -> Iterator[str]:

@@ -29,7 +29,7 @@ from distributed import torch as torch_helper
 from training import plot, progress, trackers
 from training.config_file import SettingsError
 from training.meter import Meter, Pace, Stopwatch
-from training.progress import Limits, Progress
+from training.progress import ConsoleLog, Limits, Progress
 from training.settings import load
 from training.trackers import RunFacts, Trackers
 
@@ -154,23 +154,42 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_warning_stands_on_a_line_of_its_own_above_the_bar(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    handler = logging.StreamHandler()
-    monkeypatch.setattr(logging.root, "handlers", [handler])
+@pytest.fixture
+def to_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [ConsoleLog(is_result_only=False)])
     monkeypatch.setattr(logging.root, "level", logging.INFO)
     logging.getLogger("training.progress").setLevel(logging.INFO)
+
+
+def test_progress_is_on_stdout_and_warnings_are_on_stderr(
+    tmp_path: Path, to_console: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = make(tmp_path)
     shown.step(1)
     logging.getLogger("x").warning("be careful")
     shown.close()
+    out, err = capsys.readouterr()
+    assert (out.startswith("step 1"), err) == (True, "be careful\n")
+
+
+@pytest.mark.parametrize("stdout", [io.StringIO(), Terminal()])
+def test_lines_stand_above_the_bar_if_stdout_is_the_terminal_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to_console: None, stdout: io.StringIO
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setenv("TERM", "xterm")
+    shown = make(tmp_path)
+    shown.step(1)
+    logging.getLogger("x").warning("be careful")
+    logging.getLogger("x").info("resumed")
+    shown.close()
     before, after = terminal.getvalue().split("be careful")
     assert before.endswith(("\r\x1b[2K", "\n")) and after.startswith("\n"), terminal.getvalue()
-    assert handler.stream is terminal and sys.stderr is terminal
+    told = "" if stdout.isatty() else "resumed\n"
+    assert (stdout.getvalue(), "resumed" in terminal.getvalue()) == (told, not told)
+    assert (sys.stdout, sys.stderr) == (stdout, terminal)
 
 
 def test_a_run_that_was_taken_over_adds_no_line(tmp_path: Path) -> None:

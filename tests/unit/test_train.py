@@ -212,7 +212,9 @@ def test_a_run_ends_with_all_it_promises(trained: Path) -> None:
     saved = ["best", "latest", "lock", "step-3", "step-6"]
     assert sorted(os.listdir(trained / "checkpoints/first")) == saved
     stdout = (trained / "stdout").read_text()
-    labels = [line.split()[0] for line in stdout.splitlines() if line[:1].strip()]
+    assert re.search(r"^step 6/6  loss ", stdout, re.M)
+    result = stdout[stdout.index("\ndone ") :]
+    labels = [line.split()[0] for line in result.splitlines() if line[:1].strip()]
     assert labels == ["done", "validation", "sample", "checkpoint", "logs", "resume"]
     assert "order-0 entropy" in stdout
     assert "RUN_ID=first torchrun --nproc-per-node=2 " in stdout
@@ -312,12 +314,12 @@ def test_the_settings_are_kept_and_a_resume_with_others_names_them(
     shutil.copytree(trained / "checkpoints/first", trained / "checkpoints/longer", symlinks=True)
     more = ("train.max_steps=8", "train.learning_rate=1e-3", "resume=never", "resume=auto")
     done = run_tiny(trained, text, "longer", *more, "train.batch_size=8", processes=1)
-    told = done.stderr.partition("resumed    after step 6\n")[2].partition("model ")[0]
-    assert told.splitlines() == [
-        "           with train.max_steps 8 (was 6)",
-        "           with train.batch_size 8 (was 4)",
-        "           with train.learning_rate 0.001 (was 0.003)",
-        "           with 1 process (was 2): sums are rounded differently",
+    assert "resumed    after step 6\nmodel " in done.stdout
+    assert re.findall("^resumed .*", done.stderr, re.M) == [
+        "resumed    with train.max_steps 8 (was 6)",
+        "resumed    with train.batch_size 8 (was 4)",
+        "resumed    with train.learning_rate 0.001 (was 0.003)",
+        "resumed    with 1 process (was 2): sums are rounded differently",
     ]
     kept = trained / "logs/longer/config.yaml"
     first, longer = (
@@ -327,7 +329,7 @@ def test_the_settings_are_kept_and_a_resume_with_others_names_them(
     before = hash_of(trained / "checkpoints/longer")
     words = ("--config", kept, "train.max_steps=8")
     again = run(trained, *words, RUN_ID="longer", LAUNCH_COMMAND="launch 'a b'")
-    assert "resumed    after step 8\nmodel " in again.stderr  # it has no steps left
+    assert "resumed    after step 8\nmodel " in again.stdout  # it has no steps left
     assert "resume     RUN_ID=longer launch 'a b'\n" in again.stdout
     assert hash_of(trained / "checkpoints/longer") == before
 
@@ -391,7 +393,7 @@ def test_files_in_the_runs_folder_save_and_stop(tmp_path: Path, text: Path) -> N
         (folder / name).touch()
     longer = (*never, "train.max_steps=9")
     done = run_tiny(tmp_path, text, "by-hand", *longer, processes=1, code=STOPPED)
-    assert "stopped    after step 4, which is saved (the stop file)" in done.stderr
+    assert "stopped    after step 4, which is saved (the stop file)" in done.stdout
     assert not {"save", "stop"} & {path.name for path in folder.iterdir()}
 
 
@@ -454,8 +456,8 @@ def test_the_batch_of_a_run_that_is_resumed(
     [
         ({}, []),  # an older checkpoint
         ({"sizes": [5]}, []),  # the training data had no length
-        ({"sizes": [5, 64]}, ["           with 67 training samples (was 64)"]),
-        ({"sizes": [7, 67]}, ["           with 5 validation samples (was 7)"]),
+        ({"sizes": [5, 64]}, ["resumed    with 67 training samples (was 64)"]),
+        ({"sizes": [7, 67]}, ["resumed    with 5 validation samples (was 7)"]),
     ],
 )
 def test_data_that_has_changed_is_named_after_a_resume(
