@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from launcher.failure import Failure
 from launcher.text import count
@@ -97,8 +98,9 @@ class Team:
             spares=[*self.spares],
         )
         assignments = {spare.node_id: common for spare in self.spares}
-        for rank, member in enumerate(self.members):
-            own = dataclasses.replace(common, node_rank=rank, first_rank=sum(counts[:rank]))
+        first_ranks = accumulate(counts, initial=0)
+        for rank, (member, first_rank) in enumerate(zip(self.members, first_ranks, strict=False)):
+            own = dataclasses.replace(common, node_rank=rank, first_rank=first_rank)
             assignments[member.node_id] = own
         return assignments
 
