@@ -57,6 +57,7 @@ class Attempt:
     facts: Facts  # its signals include those received between attempts
     grace_s: float  # for the ranks to save, after a request to stop
     verdict_s: float  # node rank 0's wait for other nodes after a failure; theirs is twice that
+    is_last: bool  # no restart follows a failure
     query: Query
     snapshots: Snapshots
     on_beat: Callable[[], None]  # what the agent does every BEAT_S
@@ -175,7 +176,8 @@ class Attempt:
             return True
         if self.facts.is_ending:
             others_s = self.grace_s if self.facts.asked else self.savers.others_s
-            limit_s = limits.VERDICT_S if self.facts.signals else self.verdict_s
+            is_final = self.is_last or self.facts.signals
+            limit_s = self.verdict_s if is_final else limits.RANKS_END_S
             self.over.set_within(limit_s * (1 if self.is_first_node else 2) + others_s)
         return self.over.take()
 

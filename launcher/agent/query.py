@@ -85,7 +85,7 @@ class Query:
         if self._start.take() and not self._told:  # otherwise a request is in progress
             self._send(StackRequest())
             if self.ranks.node_rank == 0:
-                self._end.set_within(limits.STACKS_ANSWER_S)
+                self._end.set_within(limits.for_nodes(limits.STACKS_ANSWER_S, len(self.peers)))
                 self._take(0, self._here())
         return self._conclude() if self._end.take() else None
 

@@ -56,6 +56,11 @@ class Nodes:
         places = self._membership.nodes
         return [self.connections[place] for place in places if 0 <= place < len(self.connections)]
 
+    @property
+    def others_s(self) -> float:
+        """The limit for the other nodes' parts to end after one has."""
+        return limits.for_nodes(limits.OTHERS_S, len(self.connections))
+
     def is_overdue(self, rest_s: float) -> bool:
         """Whether a node has ended, and the run has neither ended nor continued in time."""
         ended = any(node.lost or node.answer(Exit) is not None for node in self.current)

@@ -70,7 +70,7 @@ class PdshFanout(Fanout):
     def note(self, node: Connection) -> None:
         super().note(node)
         if self.pdsh is not None and self.pdsh.code is not None:
-            self.close_within(limits.OTHERS_S)
+            self.close_within(self.nodes.others_s)
 
     def paste_line(self, node: str, line: str) -> str:
         options = shlex.quote(" ".join(["-tt", *given_options(self.plan.environ)]))

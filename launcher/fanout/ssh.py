@@ -258,7 +258,7 @@ class Fanout:
                 for silent in self.silence.recall():
                     self.say_lost(silent)
             may_save = any(other.is_silent for other in self.connections)
-            self.close_within(limits.OTHERS_S + (self.saving_s if may_save else 0))
+            self.close_within(self.nodes.others_s + (self.saving_s if may_save else 0))
         elif (node.code is not None or is_cut) and self.is_open:
             which = "the pdsh connection" if is_cut else "the ssh connection"
             words = "" if is_cut else node.last_words

@@ -185,7 +185,8 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -
             output.receive()
         if output and output.has_outcome:
             may_go_on = plan.min_nodes and output.unreported  # without the ended nodes
-            end.set_within(limits.DECIDE_S + plan.grace_s if may_go_on else limits.SRUN_END_S)
+            end_s = limits.for_nodes(limits.SRUN_END_S, plan.num_agents)
+            end.set_within(limits.DECIDE_S + plan.grace_s if may_go_on else end_s)
         else:
             end = Deadline()
         if output and len(output.begun) > begun:  # a new node may have missed signals

@@ -134,7 +134,7 @@ class Plan(World, Choices, ConfigFacts):
         """The number of nodes with an agent, including spares."""
         return self.num_nodes + self.num_spares
 
-    def request(self, *, meeting_size: int = 0, within_s: float = 7.0) -> Request:
+    def request(self, *, meeting_size: int = 0, within_s: float = 0.0) -> Request:
         """Return the preflight request for this machine, or for every node of a step."""
         return Request(
             run_id=self.run_id,
@@ -152,7 +152,7 @@ class Plan(World, Choices, ConfigFacts):
             has_checks=self.has_checks and not self.is_dry_run,
             backend=self.backend,
             meeting_size=meeting_size,
-            within_s=within_s,
+            within_s=within_s or limits.for_nodes(limits.MEETING_S, self.num_agents),
         )
 
     def run_variables(self) -> dict[str, str]:

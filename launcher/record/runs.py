@@ -215,7 +215,8 @@ def show_stacks(run: Run, program: str) -> int:
     shown = run.folder / SHOWN
     size = shown.stat().st_size if shown.exists() else 0
     (run.folder / ASKED).touch()
-    deadline = time.monotonic() + limits.STACKS_SHOW_S
+    limit_s = limits.for_nodes(limits.STACKS_SHOW_S, len(run.record.hosts))
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         time.sleep(5 * limits.POLL_S)
         with contextlib.suppress(OSError), open_own(shown, "rb") as file:
@@ -226,7 +227,7 @@ def show_stacks(run: Run, program: str) -> int:
     (run.folder / ASKED).unlink(missing_ok=True)
     return _refuse(
         program,
-        f"the node agent of run {run.id} did not answer within {limits.STACKS_SHOW_S:g} s; "
+        f"the node agent of run {run.id} did not answer within {limit_s:g} s; "
         "check that it is running, and that this is its LOG_DIR",
     )
 

@@ -6,6 +6,16 @@ longer than any process that it waits for. The helper has its own limits (distri
 
 from __future__ import annotations
 
+# Each node adds this to a limit in which all nodes must answer: 10 times the processor time that
+# the answer of one takes node rank 0 (`make bench-scale`).
+EACH_NODE_S = 0.005
+
+
+def for_nodes(limit_s: float, nodes: int) -> float:
+    """Return the limit for an answer from this many nodes."""
+    return limit_s + EACH_NODE_S * nodes
+
+
 GRACE_S = 30  # for the ranks to save when they are stopped, unless GRACE is set
 POLL_S = 0.01  # between two checks of something that sends no event
 
@@ -25,6 +35,7 @@ CLIENT_LOOK_S = 0.2  # between two checks for podman's client
 JOIN_S = 300.0  # the default of distributed.join_timeout
 LOGIN_NODE_S = 3  # for a scheduler to answer, which identifies a login node
 CHECKS_S = 3  # of the preflight's time, reserved for the checks of a node
+MEETING_S = 7.0  # for all nodes of a step to come to the master's port
 SSH_CONNECT_S = 5
 PDSH_CONNECT_S = 10
 PDSH_READY_S = 8.0  # for every node to report that it is ready for pdsh

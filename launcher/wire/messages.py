@@ -20,6 +20,7 @@ from launcher.agent.diagnosis.stuck import RankState
 from launcher.failure import Failure
 from launcher.outcome import NodeEnd, Outcome
 from launcher.typed_json import MessageError, decode, encode, parse_json
+from launcher.wire import limits
 
 MOST_RANKS = 1 << 20
 
@@ -56,7 +57,7 @@ class Request:
     backend: str = "auto"
     num_workers: int = 0  # data-loading processes of each rank
     meeting_size: int = 0  # the number of nodes that meet at the port; 0 if they do not
-    within_s: float = 7.0  # for all of them to arrive
+    within_s: float = limits.MEETING_S  # for all of them to arrive
 
 
 @dataclass(frozen=True)

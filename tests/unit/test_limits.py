@@ -69,6 +69,31 @@ def test_whoever_waits_for_another_waits_longer(shorter: float, longer: float) -
     assert shorter < longer
 
 
+LARGE = 1000  # nodes
+
+
+@pytest.mark.parametrize(
+    ("shorter_s", "longer_s"),
+    [
+        (limits.SETTLE_S, limits.VERDICT_S),
+        (limits.VERDICT_S, limits.SRUN_END_S),
+        (limits.SRUN_END_S, limits.OTHERS_S),
+        (limits.ASKED_LOOK_S + limits.STACKS_ANSWER_S, limits.STACKS_SHOW_S),
+        (limits.CHECKIN_CONNECT_S, limits.PAIRS_S),
+    ],
+)
+def test_limits_for_many_nodes_keep_their_order(shorter_s: float, longer_s: float) -> None:
+    assert limits.for_nodes(shorter_s, LARGE) < limits.for_nodes(longer_s, LARGE)
+    assert limits.for_nodes(longer_s, 4) < longer_s + 0.05  # a small run does not wait for it
+
+
+def test_limits_for_many_nodes_stay_within_those_that_do_not_grow() -> None:
+    assert limits.for_nodes(limits.MEETING_S, LARGE) < limits.STEP_PREFLIGHT_S
+    assert limits.for_nodes(2 * limits.VERDICT_S, 2 * LARGE) < limits.RANKS_END_S
+    stop_s = limits.STOP_CLOSE_S + limits.CONTROL_END_S
+    assert limits.for_nodes(limits.OTHERS_S, LARGE) < stop_s  # as long as a stop may take
+
+
 def test_no_other_file_has_a_time_limit() -> None:
     """No other file in launcher/ or distributed/ defines a constant that ends in _S."""
     found = [

@@ -85,7 +85,7 @@ def meet(
     with contextlib.closing(Acceptor(listener, access, say)) as acceptor:
         here = gather(acceptor, me, wait)
     members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
-    within_s, losses = limits.PAIRS_S, []
+    within_s, losses = limits.for_nodes(limits.PAIRS_S, len(members)), []
     if tries_pairs and here:
         losses = meeting.try_pairs(members[0], here, within_s, within_s)
     if losses:
