@@ -46,6 +46,7 @@ class Team:
             return "not restarting: a node's agent is gone"
         if not self.lost:
             return ""
+
         if not self.is_majority:  # the others may continue the run without this node
             there = len(self.peers) + len(self.spares)
             return f"stopping: this node reaches only {there} of {self.counted - 1} other agents"
@@ -61,6 +62,7 @@ class Team:
             took_over.append(f"{spare.host} replaces {self.members[rank].host}")
             self.members[rank] = spare
             self.peers[rank] = self.spares.pop(spare)
+
         if gaps := self.lost:
             hosts = ", ".join(self.members[rank].host for rank in gaps)
             kept = [rank for rank in range(len(self.members)) if rank not in gaps]
@@ -69,6 +71,7 @@ class Team:
             self.peers.update(peers)
             self.members[:] = [self.members[rank] for rank in kept]
             took_over.append(f"continuing on {count(len(kept), 'node')}, without {hosts}")
+
         self.counted = len(self.members) + len(self.spares)
         return took_over
 
@@ -96,6 +99,7 @@ class Team:
             members=self.members if self.min_nodes else (),
             spares=[*self.spares],
         )
+
         assignments = {spare.node_id: common for spare in self.spares}
         for rank, member in enumerate(self.members):
             own = dataclasses.replace(common, node_rank=rank, first_rank=sum(counts[:rank]))
