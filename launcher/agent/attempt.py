@@ -87,6 +87,7 @@ class Attempt:
         processes.outlive_parent()  # the loop notices the supervisor's death, and ends the ranks
         beat, pulse = Deadline(), Pulse(self.everyone)
         beat.set_within(0.0)
+
         while not self._is_over():
             shown_at, now = time.monotonic(), own_time.now()
             due = beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at
@@ -104,6 +105,7 @@ class Attempt:
             if beat.take():
                 beat.set_within(limits.BEAT_S)
                 self._beat(pulse)
+
         pulse.end()
         signal.set_wakeup_fd(-1)
         wake.close()

@@ -23,11 +23,13 @@ def read_checked(arguments: Sequence[str]) -> Namespace:
     if args.rdzv_backend not in known:
         cause = f"--rdzv-backend {args.rdzv_backend}: unknown"
         raise ValueError(f"{cause}; give one of {', '.join(sorted(known))}")
+
     handler = vars(args).get("event_log_handler") or "null"  # older torch lacks it
     try:
         handlers.get_logging_handler(handler)
     except KeyError as error:
         raise ValueError(f"--event-log-handler {handler}: unknown; give null or console") from error
+
     try:
         torchrun.config_from_args(args)
     except ValueError as error:

@@ -42,11 +42,13 @@ def fork_ranks(
     agent = os.getpid()
     # Until a rank has reset its signals, they would reach the agent's handlers in it, and be lost.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, handled_signals())
+
     for local_rank, (variables, cpus) in enumerate(given):
         number, error_file = int(variables["RANK"]), Path(variables["TORCHELASTIC_ERROR_FILE"])
         with contextlib.suppress(OSError):  # it does not exist, or the disk is read-only
             error_file.unlink()
         (stdout, out), (stderr, err) = outputs.open(part, local_rank)
+
         if (pid := os.fork()) == 0:
             processes.take_name(f"rank{number}")
             descriptors.give_back_limit()
@@ -55,9 +57,11 @@ def fork_ranks(
             if cpus:
                 os.sched_setaffinity(0, cpus)
             run_and_exit(program, variables, stdout=stdout, stderr=stderr, parent=agent)
+
         os.close(stdout)
         os.close(stderr)
         ranks.append(Rank(number, local_rank, pid, (out, err), error_file))
+
     signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     return ranks
 
@@ -91,12 +95,14 @@ def variables_of(
     }
     if args.log_dir is not None:
         variables["LOG_DIR"] = args.log_dir
+
     proposed = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": 1}
     if args.nproc > 1:
         proposed["OMP_NUM_THREADS"] = 1
     if is_nccl_available():
         proposed[RECORDER_SIZE] = DEFAULT_SIZE
     variables |= {name: value for name, value in proposed.items() if name not in args.environ}
+
     if args.virtual_gpus:
         variables |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": args.virtual_gpus[local_rank]}
     return {name: str(value) for name, value in variables.items()}
@@ -112,6 +118,7 @@ def cpus_of_ranks(mode: str, nproc: int) -> Sequence[set[int] | None]:
         return [None] * nproc
     if not has_numa_binding:
         raise Refused("numa-unknown", "this torch cannot bind ranks; install torch 2.9 or newer")
+
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as child:
         try:
             return [*child.map(partial(cpus_near_gpu, mode), range(nproc))]

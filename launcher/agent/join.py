@@ -29,6 +29,7 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     is_compared = not (is_by_hand or is_skipped)
     task_file = environ.pop("LAUNCH_TASK_FILE", "")
     agents = args.num_nodes + args.num_spares
+
     if agents > 1:
         if not is_compared:
             words = [args.program.name, *args.program.arguments]
@@ -37,6 +38,7 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
             who = "a process on any of HOSTS" if args.access.addresses else "anyone on the network"
             where = f"port {args.master_port} on {args.master_addr}"
             say(f"warning: {who} can join this run at {where}; set RUN_SECRET [stranger]")
+
     me = NodeReport(
         node_rank=args.node_rank,
         num_nodes=agents,
@@ -46,6 +48,7 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         versions=nccl_version() if is_compared else versions(),
         files=files,
     )
+
     address, port = args.master_addr, args.master_port
     named = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME", "")
     is_same = not named or network.interface_to(address) in re.split("[,=]", named)
@@ -59,11 +62,13 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         min_nodes=args.min_nodes,
         tries_pairs=is_by_hand and is_same and not is_skipped,
     )
+
     chosen = network.choose_variables(address, agents, environ)  # the address resolves by now
     environ.update(chosen)
     if chosen and args.node_rank == 0 and agents > 1:
         exact = " (= before a name: only this one)" if "NCCL_SOCKET_IFNAME" in chosen else ""
         say(f"setting {' '.join(f'{name}={value}' for name, value in chosen.items())}{exact}")
+
     if args.node_rank != 0 and is_by_hand and not args.is_in_step:
         where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
         say(f"checked in with node rank 0 on {where}, as node rank {meeting.assignment.node_rank}")

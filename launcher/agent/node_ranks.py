@@ -194,10 +194,12 @@ class NodeRanks:
         line = err.traceback_line or err.last_line or out.last_line
         log = failure.short_path(str(out.log.path)) if out.log.path else ""
         unknown = self._unknown_failure(each)
+
         raised = failure.read_error(each.error_file)
         if raised is None and err.traceback_line > 0 and each.code == 1:
             raised = failure.read_traceback(err.last_text, unknown.time)
         raised = raised or read_crash(err.recent_lines, each.code or 0, unknown.time)
+
         return failure.describe_end(
             replace(unknown, log=f"{log}:{line}" if log and line else log),
             raised,
@@ -230,6 +232,7 @@ class NodeRanks:
         living = self.living()
         if not living:
             return None
+
         named = next((each for each in living if each.rank == suspect), living[0])
         beat = self.heartbeats.read(named.local_rank)
         cause = f"no progress reported for {self.heartbeats.silence_s(named.local_rank):.0f} s"
@@ -238,6 +241,7 @@ class NodeRanks:
         if processes.is_stopped(named.pid):
             cause += f", and {stuck.STOPPED}"
         cause += f"; {_LIMITS[beat.limit_by]} is {beat.limit_s:.0f} s"
+
         unknown = self._unknown_failure(named)  # before stacks() resumes a stopped rank
         stacks = self.stacks(are_ending=True)
         return replace(
@@ -269,6 +273,7 @@ class NodeRanks:
             if (are_ending or each not in stopped)
             and processes.has_signal(each.pid, "SigCgt", STACK_SIGNAL)
         ]
+
         running = {each.stack_file: stuck.size_of(each.stack_file) for each in writing}
         waiting = {
             each.stack_file: running.pop(each.stack_file) for each in writing if each in stopped
@@ -278,6 +283,7 @@ class NodeRanks:
         if waiting:
             processes.send([each.pid for each in stopped], signal.SIGCONT)
             stuck.wait_for_stacks(waiting, limits.STACKS_WRITE_S)
+
         stacks = {each.rank: stuck.read_stack(each.stack_file) for each in writing}
         halted = {each.rank: [stuck.STOPPED] for each in stopped}
         return {each.rank: [] for each in living} | halted | stacks

@@ -34,12 +34,14 @@ class Notice:
         came = next((one for one in notices() if one in self._facts.signals), None)
         if came is None:
             return
+
         for each in self._ranks.living():
             # A newly forked rank still has the agent's handlers and session.
             is_ready = os.getsid(each.pid) == each.pid and processes.handles(each.pid, came)
             if is_ready and each.rank not in self._facts.noticed:
                 processes.send([each.pid], came)
                 self._facts.noticed.add(each.rank)
+
         self._warn_at = self._warn_at or own_time.now() + limits.NOTICE_WARN_S
         if own_time.now() >= self._warn_at:
             self._warn_at = math.inf

@@ -82,6 +82,7 @@ class Query:
                 with contextlib.suppress(OSError):  # no file means no request
                     (self.folder / name).unlink()
                     signal.raise_signal(signum) if signum else self.ask()
+
         if self._start.take() and not self._told:  # otherwise a request is in progress
             self._send(StackRequest())
             if self.ranks.node_rank == 0:
@@ -111,6 +112,7 @@ class Query:
         unheard = [self.hosts[node] for node in self.peers if node not in self._told]
         silent, self._silent = self._silent, None
         self._told.clear()
+
         head = "where the ranks are, innermost call first:"
         if silent is not None:
             odd = stuck.find_odd(silent, places)
@@ -122,6 +124,7 @@ class Query:
             who = "all ranks are at the same point" if odd is None else f"rank {odd} is behind"
             again = f"kill -QUIT {os.getppid()} repeats this; HANG_SECONDS=N ends a hung run"
             head = f"no step for {silent.silence_s:.0f} s, {when}: {who}; {again}; {head}"
+
         lines = [
             head,
             *name_groups(stuck.group_stacks(places)),
@@ -130,6 +133,7 @@ class Query:
         lines += find_mismatches(calls)
         text = "\n  ".join(printable(line, LONGEST) for line in lines)
         self.show(text)
+
         if self.folder is not None:
             with (
                 contextlib.suppress(OSError),

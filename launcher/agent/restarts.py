@@ -52,10 +52,12 @@ class Restarts:
             return f"not restarting: it would fail the same way ({first.cause})"
         if not self.all or first.fault in _FROM_OUTSIDE:
             return ""
+
         last = self.all[-1]
         is_same = (first.step, first.fault, first.cause) == (last.step, last.fault, last.cause)
         if is_same and first.step >= 0:
             return f"not restarting: step {first.step} failed twice with the same cause"
+
         is_known = not self.beats.are_counted()  # a script may start over at step 0
         is_new = self.before == (-1, -1) or self.beats.reached() != self.before
         if is_known and not is_new and held_step <= last.saved_step:
@@ -77,9 +79,11 @@ class Restarts:
         """
         saved_step, step = self.beats.reached()
         is_known = first.rank < 0 <= max(saved_step, held_step)  # another node was lost
+
         # Later losses count towards the next restart.
         if self.all and not (last := self.all[-1]).lost_s:
             self.all[-1] = replace(last, lost_s=first.time - last.failed)
+
         restart = Restart(
             number=number,
             fault=first.fault,
@@ -93,6 +97,7 @@ class Restarts:
             lost=tuple(lost),
             replaced=tuple(replaced),
         )
+
         self.all.append(restart)
         self.write()
         return restart.describe(self.most)
@@ -108,6 +113,7 @@ class Restarts:
             if self.record.is_taken_over():
                 say("the scheduler has started this job again; stopping this start")
                 os.kill(os.getpid(), signal.SIGTERM)
+
         if step >= 0 and not self.has_begun:
             self.has_begun = True
             self.write(first_step=time.time())

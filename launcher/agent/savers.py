@@ -53,9 +53,11 @@ class Savers:
         is_first, self._is_judged = not self._is_judged, True
         if not is_first or not self._all:
             return []
+
         now = self._stacks()
         same = [rank for rank, stack in now.items() if stack and stack == self._before.get(rank)]
         working = [each for each in self._all if each.code is None and each.rank not in same]
+
         if working:
             names = name_ranks([each.rank for each in working])
             handle = "handles" if len(working) == 1 else "handle"

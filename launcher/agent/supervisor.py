@@ -95,6 +95,7 @@ def main() -> int:
     if started_by == "step":
         control = Control(None, f"{environ['LAUNCH_TOKEN']}.{environ['SLURM_NODEID']}")
         launcher_link.tell(control.mark)  # from now on, a missing Exit means a kill
+
     agent = fork_agent(sys.argv[1:], environ, control, is_launcher=started_by == "local")
     code = guard(agent)
     if control is not None:
@@ -128,6 +129,7 @@ def fork_agent(
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     me, words = os.getpid(), processes.anonymous_file("words")
+
     if (pid := os.fork()) == 0:
         ours.close()
         for fd in (reapers[0], control.fd if control else None, held):
@@ -143,6 +145,7 @@ def fork_agent(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
         link = SupervisorLink(theirs, control, reapers[1], words)
         sys.exit(_run_agent(arguments, environ, link, me))
+
     theirs.close()
     close(reapers[1])
     given = find_option(arguments, "--node-rank") or environ.get("SLURM_NODEID", "")
@@ -152,6 +155,7 @@ def fork_agent(
     note = AgentNote(run_id, node_rank, 0.0, 0)
     grace_s = read_grace(arguments, environ)
     agent = Agent(pid, ours, words, note, control, grace_s, pausing, folder)
+
     if control is not None and control.fd is not None:
         silence_s = read_silence(environ)
         end_after(lambda fd: follow_stream(fd, silence_s), control.fd, agent.kill)
@@ -171,12 +175,14 @@ def _run_agent(
             from torch.distributed.launch import launch, parse_args  # torch does the rest
         launch(read_for_torch(parse_args, arguments))  # type: ignore[no-untyped-call]
         return 0
+
     given = set(environ)
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # NumPy is not needed
     with _importing(link.words):
         from launcher.agent.agent import run_agent  # imports torch
     for name in environ.keys() - given:  # added by the import, not meant for the ranks
         del environ[name]
+
     try:
         return run_agent(arguments, environ, link)
     except Exception:
@@ -198,6 +204,7 @@ def _importing(file: int) -> Iterator[None]:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+
     gc.freeze()  # the garbage collector must not write to pages shared with the ranks
     gc.enable()
     sys.stderr.flush()
@@ -227,6 +234,7 @@ def start_reaper(token: str) -> tuple[int, int]:
                 ended = wait_for_input([supervisor], limits.STOP_AGENT_S)
             processes.end_marked(token, limits.ORPHANS_S if ended else 0)
         os._exit(0)
+
     os.close(supervisor)
     os.close(agent)
     os.waitpid(child, 0)
@@ -239,6 +247,7 @@ def guard(agent: Agent) -> int:
     status = _await_end(agent)
     left = processes.end_descendants()
     code = processes.exit_code(status)
+
     said = os.pread(agent.words, 1 << 16, 0)  # while importing torch, or on exit
     has_torch = said.startswith(HAS_TORCH)
     text = said.removeprefix(HAS_TORCH).decode(errors="replace")
@@ -250,6 +259,7 @@ def guard(agent: Agent) -> int:
         why = _explain_death(code, words, has_torch=has_torch, is_out_of_memory=has_kills)
         is_asked = os.WTERMSIG(status) in agent.passed_on
         _report_death(agent, code, None if is_asked else why, words, left=len(left))
+
     agent.notes.close()
     if agent.folder is not None:  # the agent may have exited before it recorded the run
         run_json.note_end(agent.folder, code)
@@ -291,9 +301,11 @@ def _report_death(
         note = typed_json.parse(AgentNote, agent.notes.recv(65536))
     except (OSError, ValueError):  # the agent exited before the run began
         note = replace(agent.note, started=time.time())
+
     folder = Path(note.folder) if note.folder else None
     if folder is not None:
         run_json.note_end(folder, code, agent=agent.pid)
+
     if why is not None:
         frames = words[-3:] if signal_name(code) else words[-4:-1]
         failure = Failure(
@@ -301,6 +313,7 @@ def _report_death(
         )
     elif code == KILLED:  # the launcher is gone
         return
+
     outcome = Outcome(
         code,
         failure,
@@ -326,6 +339,7 @@ def _explain_death(
     if by_signal := signal_name(code):
         when = "from outside this run" if has_torch else "while it imported torch"
         return "agent-killed", f"{by_signal} to the node agent, {when}"
+
     last = words[-1] if words else f"exit code {code}"
     if has_torch:
         rule = find_rule("\n".join(words))

@@ -183,6 +183,7 @@ def _place_in_step(args: argparse.Namespace, spares: int, environ: OwnEnviron) -
     step = slurm_node(environ, master=args.master_addr if is_named else "")
     if step is None or any(getattr(args, name) != usual[name] for name in names):
         return False
+
     num_nodes, args.node_rank, args.master_addr = step
     args.nnodes = str(num_nodes - spares)
     return True
@@ -242,6 +243,7 @@ def _virtual_gpus(args: argparse.Namespace, nproc: int, visible: str | None) -> 
         return []
     if visible is None:
         return [*map(str, range(nproc))]
+
     gpus = [gpu.strip() for gpu in visible.split(",")]
     if len(gpus) < nproc:
         cause = f"--virtual-local-rank: {nproc} ranks, but CUDA_VISIBLE_DEVICES={visible}"

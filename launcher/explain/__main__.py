@@ -47,6 +47,7 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
     """Run the command line. Returns the exit code."""
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     names = arguments or [str(log_dir / "latest")]
+
     try:
         return explain([*map(_without_pipe, names)], log_dir)
     except OSError as error:
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
         if starting := [run for run in runs if run.id == str(error.filename)]:
             print(describe(starting))  # the run has no log yet
             return 1
+
         known = [*sections(), *(run.id for run in runs)]
         cure = f"{did_you_mean(str(error.filename), known)}give a RUN, a FILE or a FAULT"
         warn(f"{program}: {error.filename}: {error.strerror}; {cure}")
@@ -89,6 +91,7 @@ def explain(names: Sequence[str], log_dir: Path) -> int:
     if not files[0].exists() and names[0] in sections():
         print(sections()[names[0]])
         return 0
+
     ends = [end for file in files if (end := find_end(file, lambda row: split(row)[1]))]
     has_stopped = bool(ends) and ends[0].startswith("stopped")
     found = (find_refusals(file, has_stopped=has_stopped) for file in files)
@@ -98,6 +101,7 @@ def explain(names: Sequence[str], log_dir: Path) -> int:
             print_refusals(refusals)
         print(ends[0])
         return 0
+
     seen = [sighting for file in files for sighting in read(file)]
     sightings = [sighting for sighting in seen if sighting.text not in refusals]
     cause = find_cause(sightings)
@@ -110,6 +114,7 @@ def explain(names: Sequence[str], log_dir: Path) -> int:
         if runs := [run for run in find_all(log_dir) if run.folder.resolve() in folders]:
             print(describe(runs))  # the run is live, or was killed with its launcher
         return 1
+
     print_cause(cause, sightings, find_ranks(cause, files))
     return 0
 
@@ -152,6 +157,7 @@ def print_cause(cause: Sighting, sightings: Sequence[Sighting], ranks: Sequence[
     equal = [rank for rank in ranks if f"rank {rank}" != cause.rank]
     also = [f"{name_ranks(equal)} with the same error"] if equal else []
     also += [f"{lines} a failure, probably as a consequence"] if others else []
+
     file = STDIN if cause.file.is_relative_to(COPIES) else cause.file
     rows = [
         ("FAILED", f"{cause.rank or 'a rank'}{where}       [{cause.fault}]"),
@@ -161,6 +167,7 @@ def print_cause(cause: Sighting, sightings: Sequence[Sighting], ranks: Sequence[
         ("log", f"{file}:{cause.line}"),
         ("see", f"TROUBLESHOOTING.md#{cause.fault}"),
     ]
+
     for name, text in rows:
         if text:
             print(f"{name:<8} {printable(text)}")

@@ -123,6 +123,7 @@ def read(file: Path) -> list[Sighting]:
     first_seen, tables = None, list[First]()
     table: deque[bytes] = deque(maxlen=TABLE)
     lines = chain(_lines_of_last_start(file), [(0, b"")] * TABLE)  # they complete the last table
+
     for row, text in lines:
         recent.append(text[:LONGEST_ABOVE])
         table.append(text[:LONGEST_ABOVE])
@@ -130,12 +131,14 @@ def read(file: Path) -> list[Sighting]:
             shapes.clear()  # how this rank ended may differ from the others only in a number
         if b"Root Cause" in table[0]:
             tables += filter(None, [_read_first(b"\n".join(table).decode(errors="replace"))])
+
         shape = text.translate(None, _DIGITS)
         if hash(shape) in shapes:
             continue
         shapes.add(hash(shape))
         if not (shape.endswith(b"]") or HINT.search(shape)):
             continue
+
         line = text.decode(errors="replace")
         if (seen := look(line)) is not None:
             above = b"\n".join([*recent][:-1]).decode(errors="replace")
@@ -148,6 +151,7 @@ def read(file: Path) -> list[Sighting]:
             first_seen = first_seen or _read_first(f"{above}\n{line}")
         if len(sightings) == MOST_SIGHTINGS:
             break
+
     first = min(tables, default=first_seen)
     return _with_first(sightings, first) if first else sightings
 
@@ -163,6 +167,7 @@ def look(line: str) -> Sighting | None:
         kind, fault = Kind.EXCEPTION, UNKNOWN
     else:
         return None
+
     mentioned = [rank or task for rank, task in _RANK.findall(text)]
     number = next(filter(None, [_rank_in(prefix, text), *mentioned]), "")
     return Sighting(kind, fault, text.strip(), number and f"rank {number}", prefix.get("host", ""))
@@ -273,6 +278,7 @@ def _with_first(sightings: Sequence[Sighting], first: First) -> list[Sighting]:
         else seen
         for seen in sightings
     ]
+
     if first.code in ("", "-9"):
         return told
     return [

@@ -35,12 +35,14 @@ def receive_others(
     with listener, contextlib.ExitStack() as stack:
         acceptor = Acceptor(listener, access, say=lambda text: None)  # the check-in reports it
         stack.enter_context(contextlib.closing(acceptor))
+
         file = ""
         if folder is not None:
             with contextlib.suppress(OSError):  # which check_folders reports
                 file = stack.enter_context(
                     tempfile.NamedTemporaryFile(dir=existing(folder), prefix=".shared-")
                 ).name
+
         here = meeting.gather(acceptor, {*range(1, number + 1)}, wait)
         for link, _ in here.values():
             stack.enter_context(contextlib.closing(link))
@@ -67,10 +69,12 @@ def visit_master(
         why = f"no answer in {limits.GREETING_S:g} s" if is_silent else error.strerror or error
         cause = f"cannot reach {address}:{port} ({why})"
         return [Fault("port-blocked", cause, "open the port in the firewall")], []
+
     with contextlib.closing(master), meeting.introduce(master, me):
         test = master.wait(wait.deadline + 1)
         if not isinstance(test, PairTest):
             return [], ["port"]
+
         done = ["port", "clock", *(["folder"] if test.file else []), "other port"]
         done += ["pairs"] if len(test.members) > 1 else []
         differences = [*_compare(test)]

@@ -33,6 +33,7 @@ def check_node(request: Request, environ: Environ) -> Report:
     start = time.perf_counter()
     port, listener, port_error = open_master_port(request)
     is_compared = request.has_checks and request.num_nodes > 1
+
     with ThreadPoolExecutor(1) as beside:
         visit = beside.submit(_meet, request, port, listener, environ)
         machine = _look_at_machine(request, environ, port, port_error)
@@ -40,9 +41,11 @@ def check_node(request: Request, environ: Environ) -> Report:
         if machine.nproc == 0 and machine.gpu_error and not request.has_checks:
             faults = [Fault("gpu-unhealthy", machine.gpu_error, "give the number of processes")]
         files = must_match.hash_files(request.words, request.directory) if is_compared else {}
+
     if is_compared and machine.script is not None:
         files.setdefault(machine.script.name, "")
     met, done = visit.result()
+
     return Report(
         node_rank=request.node_rank,
         num_nodes=request.num_nodes,
@@ -84,11 +87,13 @@ def _meet(
         if listener is not None:
             listener.close()
         return (), ()
+
     wait, address, host = Wait(request.within_s), request.master_addr, short_host_name()
     access = read_access(environ)
     if listener is None:
         me = NodeReport(request.node_rank, request.num_nodes, 1, host, request.run_id)
         return between_nodes.visit_master(address, port, me, access.secret, wait)
+
     # A SLURM job may restart on other nodes. Outside SLURM, full checkpoints are only for node
     # rank 0, and the ranks themselves check the folder of sharded ones.
     folder = None
@@ -103,9 +108,11 @@ def _look_at_machine(request: Request, environ: Environ, port: int, port_error: 
         gpus, gpu_error = visible_gpus(environ), ""
     except GpuError as error:
         gpus, gpu_error = (), str(error)
+
     given = environ.get("SLURM_GPUS_ON_NODE", "")
     nproc = request.nproc or len(gpus) or int(given.isdecimal() and given)
     nproc = nproc or (0 if gpu_error else request.cpu_nproc)
+
     return Machine(
         **vars(replace(request, nproc=nproc, port=port)),
         port_error=port_error,

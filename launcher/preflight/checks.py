@@ -93,6 +93,7 @@ def missing_of_torch() -> str:
         traced = subprocess.run(command, capture_output=True, errors="replace", timeout=3)
     except (OSError, subprocess.TimeoutExpired):
         return ""  # ldd is not on every system
+
     lines = [line.split() for line in traced.stdout.splitlines()]
     missing = {words[0] for words in lines if words[1:] == ["=>", "not", "found"]}
     missing -= {file.name for file in folder.parent.glob("nvidia/*/lib/*")}  # torch loads these
@@ -113,6 +114,7 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
     if 0 < len(machine.gpus) < machine.nproc and machine.backend != "gloo":
         cause = f"{machine.nproc} processes, but only {count(len(machine.gpus), 'visible GPU')}"
         yield Fault("too-few-gpus", cause, "start fewer, or check CUDA_VISIBLE_DEVICES")
+
     for gpu in machine.gpus:
         if gpu.memory_errors:
             cause = f"GPU {gpu.index} has {count(gpu.memory_errors, 'uncorrected memory error')}"
@@ -141,6 +143,7 @@ def check_build(machine: Machine) -> Iterator[Fault]:
         return
     if not machine.gpus or machine.backend == "gloo":
         return
+
     cuda, driver, cure = torch.get("cuda"), machine.gpus[0].driver, "or set BACKEND=gloo"
     if torch and not cuda:
         cause = f"{count(len(machine.gpus), 'GPU')} here, but torch {torch['__version__']} is built"
@@ -195,6 +198,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
         if is_awaited:
             cure = f"the nodes wait until it resolves; if it is wrong, {cure}"
         yield Fault("name-unresolved", cause, cure, warns=is_awaited)
+
     loopback = [address for address in addresses if is_loopback(address)]
     if machine.num_nodes > 1 and loopback:
         means = "is a loopback address" if name == loopback[0] else f"resolves to {loopback[0]}"
@@ -208,6 +212,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
         cause = f"the master's address {addresses[0]} does not belong to this node (node rank 0)"
         cure = "set MASTER_ADDR to an address of this node; behind NAT or a service, ignore this"
         yield warning("no-such-interface", cause, cure)
+
     if machine.port_error == errno.EADDRINUSE:
         holder = find_holder(port)
         if f" --rdzv-id {machine.run_id} " in holder:
@@ -226,6 +231,7 @@ def check_interfaces(machine: Machine) -> Iterator[Fault]:
     if not is_loopback_up():
         cause = "the loopback interface is down, so no rank here can reach another"
         yield Fault("no-such-interface", cause, "run ip link set lo up")
+
     names = [name for _, name in socket.if_nameindex()]
     leads = interface_to(machine.master_addr)
     cure = f"unset it, or name one of {', '.join(names)}"
@@ -248,6 +254,7 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
     ports = infiniband.ports_of_nccl(machine.ports, machine.environ)
     active = [port.name for port in ports if port.is_active]
     down = [f"{port.name} is {port.state} ({port.physical})" for port in ports if port.is_down]
+
     if down:
         others = f"{count(len(active), 'other')} active" if active else "none active"
         cure = "check its cable and switch, or name the ports to use in NCCL_IB_HCA"
@@ -277,6 +284,7 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
     if free < LEAST_SHM:
         cause = f"/dev/shm has only {free >> 20} MiB free, of {shm >> 20} MiB"
         yield warning("small-shm", cause, "empty it, or give Docker --ipc=host or --shm-size=8g")
+
     ports = infiniband.ports_of_nccl(machine.ports, machine.environ)
     is_active = any(port.is_active for port in ports)
     is_used = machine.may_use_infiniband and machine.can_open_ports and is_active
@@ -303,6 +311,7 @@ def check_folders(machine: Machine) -> Iterator[Fault]:
         if free < LEAST_DISK:
             cause = f"{free >> 20} MiB free under {str(directory)!r}"
             yield warning("disk-low", cause, "free some space, or choose another folder")
+
         try:
             with tempfile.TemporaryFile(dir=place) as probe:
                 probe.write(b"\0")

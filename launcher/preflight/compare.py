@@ -53,6 +53,7 @@ def differences(reports: Sequence[Report]) -> Iterator[Finding]:
     is_master_there = first.node_rank == 0 and not names & {"port-in-use", "run-is-live"}
     if is_master_there:
         yield from (Finding(first.host, fault) for fault in first.met)
+
     for report in others:
         for name, cause in mismatches(first, report):
             yield Finding(report.host, Fault(name, cause, "make them the same"))

@@ -86,6 +86,7 @@ def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:
     """
     until = time.monotonic() + limits.NVIDIA_SMI_S
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
+
     if shutil.which("nvidia-smi"):
         gpus = [*_nvidia_gpus(until)]
     elif shutil.which("rocm-smi"):
@@ -96,6 +97,7 @@ def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:
         wanted = environ.get("HIP_VISIBLE_DEVICES", wanted)
     else:
         return ()
+
     return tuple(gpus if wanted is None else _select(gpus, wanted))
 
 
@@ -112,6 +114,7 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
         rows = _query("gpu", columns, until)
     if not rows:
         return
+
     users: list[list[str]] = []
     nvlinks: dict[str, int] = {}
     # Two queries at once take as long as one.
@@ -120,6 +123,7 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
         users = _query("compute-apps", "gpu_uuid,pid,process_name", more_until)
         nvlinks = linked.result() if linked else {}
     instances = _mig_instances(until) if any(row[4] == "Enabled" for row in rows) else {}
+
     for index, uuid, errors, driver, mode, *more in rows:
         memory_errors = _number(errors) or 0  # "[N/A]" without ECC
         if mode != "Enabled":
@@ -229,6 +233,7 @@ def find_slow(gpus: Sequence[Gpu]) -> Iterator[str]:
         if gpu.lanes and gpu.max_lanes and gpu.lanes < gpu.max_lanes:
             narrow.setdefault(f"{gpu.lanes} of {gpu.max_lanes}", []).append(gpu.index)
     yield from (f"{_have(indices)} {lanes} PCIe lanes" for lanes, indices in narrow.items())
+
     for model in dict.fromkeys(gpu.model for gpu in gpus):
         alike = [gpu for gpu in gpus if gpu.model == model]
         full = [gpu for gpu in alike if gpu.lanes == gpu.max_lanes]

@@ -40,9 +40,11 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
             "--detach needs the run id now, but node rank 0 chooses it later; "
             "set the same RUN_ID on every node"
         )
+
     log = plan.log_dir / plan.run_id / f"launcher_{short_host_name()}.log"
     sys.stdout.flush()
     sys.stderr.flush()
+
     reader, writer = os.pipe()
     me = os.getpid()
     child = os.fork()
@@ -56,6 +58,7 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
             print_row("status", f"{again} --status {shlex.quote(plan.run_id)}")
             print_row("stop", f"{again} --stop {shlex.quote(plan.run_id)}")
         os._exit(code or 0)
+
     os.close(reader)
     os.setsid()
     processes.die_with_parent(me)
@@ -85,18 +88,21 @@ def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
     if plan.has_transcript:  # the log is the transcript
         file = transcript.new_file(plan)
         update_link(file, os.path.relpath(log, file.parent))
+
     processes.outlive_parent()
     try:
         os.write(writer, b"r")
     except OSError:  # the parent is gone: the user cancelled the run
         os._exit(1)
     os.close(writer)
+
     sys.stdout.flush()
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (fd, 1), (fd, 2)):
         os.dup2(source, target)
     os.close(null)
     os.close(fd)
+
     sys.stderr = shown.stream
     print(COLOURS.sub("", shown.getvalue()), end="", file=sys.stderr, flush=True)
 

@@ -96,6 +96,7 @@ def read(folder: Path) -> Record | None:
             text = file.read(LONGEST_FILE)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
     try:
         content = json.loads(text)
         known = {name: content[name] for name in vars(Record()) if name in content}
@@ -183,6 +184,7 @@ def refuse_live(folder: Path, environ: Environ) -> None:
         with contextlib.suppress(OSError), (folder / "lock").open("r+b") as lock:
             refuse_holder(lock.fileno(), f"run {folder.name}", this_process())
         return
+
     record = read(folder)
     launcher = record.launcher if record and not record.is_over else None
     is_ours = launcher is not None and launcher.is_here
@@ -293,6 +295,7 @@ class LiveRecord:
         self._progress = (-1, -1)
         self._written = time.monotonic()
         self._is_lost = False
+
         if is_takeover:
             self.note(hosts=fields["hosts"], world_size=fields["world_size"])
             return

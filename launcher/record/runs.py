@@ -116,6 +116,7 @@ def describe(runs: Sequence[Run]) -> str:
         )
         for run in runs
     ]
+
     columns = [column for column in zip(*rows, strict=True) if any(column)]
     widths = [max(map(len, column)) for column in columns]
     rows = [*zip(*columns, strict=True)]
@@ -126,6 +127,7 @@ def progress(run: Run) -> str:
     """Return why a run failed, otherwise its latest metrics, otherwise its last line of output."""
     if cause := run.cause:
         return cause
+
     with contextlib.suppress(ValueError, AttributeError, OSError):
         values = json.loads(_last_line(run.folder / "metrics.jsonl"))
         newest = [
@@ -134,6 +136,7 @@ def progress(run: Run) -> str:
             if type(value) in (int, float) and name not in ("step", "time")
         ]
         return "  ".join(newest)
+
     logs = [run.folder / "node_0.log"]
     if run.record.state == "running":  # node rank 0's log may be only on that node's own disk
         logs += sorted(run.folder.glob("launcher_*.log"))
@@ -191,10 +194,12 @@ def print_status(log_dir: Path, words: Sequence[str], program: str) -> int:
     """Print the newest runs or, if some are named, those, with failure blocks or process ids."""
     run_ids = [word for word in words if word != ALL]
     found = [find(log_dir, run_id) for run_id in run_ids] or find_all(log_dir)
+
     if runs := found if run_ids or ALL in words else found[:MOST]:
         print(describe(runs))
         if len(runs) < len(found):
             warn(f"{program}: the newest {MOST} of {len(found)} runs; --status {ALL} lists all")
+
         for run in runs if run_ids else ():
             if run.record.restarts:
                 print(goodput(run.record, time.time()))
@@ -212,9 +217,11 @@ def show_stacks(run: Run, program: str) -> int:
     launcher = run.record.launcher
     if run.record.is_over or (launcher and launcher.is_here and not launcher.is_alive):
         return _refuse(program, f"run {run.id} is not running: {run.state}; it has no stacks")
+
     shown = run.folder / SHOWN
     size = shown.stat().st_size if shown.exists() else 0
     (run.folder / ASKED).touch()
+
     limit_s = limits.for_nodes(limits.STACKS_SHOW_S, len(run.record.hosts))
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
@@ -224,6 +231,7 @@ def show_stacks(run: Run, program: str) -> int:
             if (text := file.read(LONGEST_FILE)).endswith(b"\n"):
                 print(*map(printable, text.decode(errors="replace").splitlines()), sep="\n")
                 return 0
+
     (run.folder / ASKED).unlink(missing_ok=True)
     return _refuse(
         program,
@@ -243,6 +251,7 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
     if is_dry_run:
         print(f"kill -TERM {launcher.process}")
         return 0
+
     with contextlib.suppress(ProcessLookupError):  # it has just ended
         os.kill(launcher.process, signal.SIGTERM)
     warn(f"{program}: asked run {run.id} to stop; waiting up to {limit_s:.0f} s for it to end")
@@ -250,6 +259,7 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
     with contextlib.suppress(KeyboardInterrupt):  # the user stops waiting
         while launcher.is_alive and time.monotonic() < deadline:
             time.sleep(5 * limits.POLL_S)
+
     if launcher.is_alive:
         cure = f"kill -KILL {launcher.process} ends it without saving"
         return _refuse(program, f"run {run.id} has not ended yet; {cure}")

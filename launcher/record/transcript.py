@@ -41,6 +41,7 @@ def keep(file: Path) -> None:
             os.execvp("tee", ["tee", "-a", "--", str(file)])
         os._exit(0)
     os.waitpid(child, 0)
+
     for fd in (1, 2):
         os.dup2(writer, fd)
     os.close(reader)

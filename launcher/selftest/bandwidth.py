@@ -81,12 +81,14 @@ def measure(names: Sequence[str], seconds: float) -> Iterator[Measured]:
     ranks = dist.get_world_size()
     sizes = GPU_SIZES if device().type == "cuda" else SIZES
     share_s = seconds / len(sizes) / len(names)
+
     for name in names:
         call, factor = COLLECTIVES[name]
         measured: list[Measured] = []
         for size in sizes:
             if _expected_s(measured, size) > limits.CALL_S:
                 break
+
             part = torch.zeros(max(1, size // 4 // ranks), device=device())  # float32
             whole = torch.zeros(part.numel() * ranks, device=device())
             once = call_seconds(call, whole, part, 2)  # the first call is slower

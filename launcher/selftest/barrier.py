@@ -34,6 +34,7 @@ class Barrier:
         here, deadline = f"selftest/{self._name}/{self._met}", time.monotonic() + limit_s
         if self._store.add(here, 1) == self._size:
             self._store.set(f"{here}/all", "")
+
         while True:
             with contextlib.suppress(dist.DistStoreError):
                 self._store.wait([f"{here}/all"], timedelta(seconds=limits.SELFTEST_LOOK_S))

@@ -29,6 +29,7 @@ def find_slow_ranks(
         suspects = slow_ranks(compared, kinds, SUSPECT)
         if not suspects:
             break
+
         latest = compute(ranks_to_compare(best, kinds, suspects))
         best |= {rank: max(speed, best[rank]) for rank, speed in latest.items()}
         compared = {rank: best[rank] for rank in latest}
@@ -78,6 +79,7 @@ def find_slow_links(
         slow, pairs = slow_nodes(compared), slow_pairs(compared)
         if not slow and not pairs:
             break
+
         latest = measure([[pair] for pair in pairs_to_compare(best, slow, pairs)])
         best |= {pair: max(speed, best[pair]) for pair, speed in latest.items()}
         compared = {pair: best[pair] for pair in latest}
@@ -118,6 +120,7 @@ def slow_pairs(links: Links) -> dict[Pair, float]:
     rest = {pair: speed for pair, speed in links.items() if not {*pair} & {*slow}}
     if not rest:
         return {}
+
     usual = max(rest.values()) if len(rest) == 2 else statistics.median(rest.values())
     return {
         pair: usual

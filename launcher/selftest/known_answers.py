@@ -64,6 +64,7 @@ def _collectives(rank: int, ranks: int, dtype: torch.dtype) -> Iterator[Check]:
     dist.reduce(reduced := mine.clone(), dst=0)
     if rank == 0:
         yield Check("reduce", reduced, ones * every.sum())
+
     dist.broadcast(given := mine.clone(), src=last)
     yield Check("broadcast", given, ones * every[last])
     gathered = [torch.empty_like(mine) for _ in range(ranks)]
@@ -74,6 +75,7 @@ def _collectives(rank: int, ranks: int, dtype: torch.dtype) -> Iterator[Check]:
         warnings.simplefilter("ignore", FutureWarning)  # older torch lacks its new name
         dist.reduce_scatter_tensor(shard, every * mine[0])
     yield Check("reduce-scatter", shard, every[rank : rank + 1] * every.sum())
+
     dist.all_to_all_single(exchanged := torch.empty_like(every), every * mine[0])
     yield Check("all-to-all", exchanged, every[rank] * every)
     if ranks > 1:

@@ -105,6 +105,7 @@ def _send(peer: int, seconds: float) -> tuple[float, float]:
     pings = [_timed(peer, word.fill_(_PING), None)]
     while len(pings) < _PINGS and time.monotonic() < deadline - _SENDING * seconds:
         pings.append(_timed(peer, word.fill_(_PING), None))
+
     latency, size, took = min(pings) / 2, SMALLEST, []
     while True:
         data = torch.empty(size, dtype=torch.uint8, device=device())
@@ -115,6 +116,7 @@ def _send(peer: int, seconds: float) -> tuple[float, float]:
             break
         if size < LARGEST and left > 2 * _GROWTH * took[-1]:
             size, took = size * _GROWTH, []
+
     _transfer(word.fill_(_END), peer, is_sending=True)
     return size / statistics.median(took), latency
 

@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
     if env.world_size == 1:
         backend, own = ("nccl", device()) if device().type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=own)
+
     test = Test(env, options, Barrier(default_store(), "all", env.world_size))
     ranks = f"{count(env.world_size, 'rank')} on {count(env.num_nodes, 'node')}"
     world = f"{ranks}, {dist.get_backend()}"
@@ -69,12 +70,14 @@ def run(options: argparse.Namespace) -> int:
         faults = [fault for fault, _ in test.findings.faults()]
     except StuckError as stuck:
         faults = [str(stuck)]
+
     if faults:
         more = f" (and {len(faults) - 1} more, above)" if len(faults) > 1 else ""
         verdict = f"FAIL  {world}: {faults[0]}{more}{advice(test.findings)}"
     else:
         took = time.monotonic() - started
         verdict = f"PASS  {world}: {count(number, 'check')}, {fastest(test.findings)}{took:.1f} s"
+
     print_main(*faults[1:], verdict, sep="\n")
     if options.json and env.is_main:
         Path(options.json).write_text(report.as_json(test.findings, verdict, passed=not faults))
@@ -94,15 +97,18 @@ def measure_all(test: Test) -> int:
     members = test.findings.members
     nodes = [Node(first.host, rank) for rank, first in enumerate(members) if not first.local_rank]
     test.findings.hosts = [node.host for node in nodes]
+
     if not is_basic and len(nodes) > 1:
         started = time.monotonic()
         measure_links(test, nodes)
         test.findings.links_s = time.monotonic() - started
+
     if not is_basic:
         kinds = [member.kind for member in members]
         speeds, slow = judge.find_slow_ranks(partial(compute_together, test), kinds)
         test.findings.slow_ranks = slow
         mine = replace(mine, speed=speeds[env.rank])
+
     checks = [*known_answers.run_checks(env.rank, env.world_size)]
     here = f"rank {env.rank} ({host})"
     faults = [fault for check in checks if (fault := check.find_fault(here))]
@@ -113,6 +119,7 @@ def measure_all(test: Test) -> int:
             f"\nlinks     {bandwidth.rate(min(linked))} to {bandwidth.rate(max(linked))} "
             "between nodes"
         )
+
     is_right = not any(member.faults for member in test.findings.members)
     if not is_basic and env.world_size > 1 and is_right:
         names = [*bandwidth.COLLECTIVES][: 1 if test.options.quick else None]
@@ -172,12 +179,14 @@ def measure_speed(seconds: float) -> float:
     matrix = torch.ones(side, side, dtype=dtype, device=device())
     result = matrix @ matrix
     result[0, 0].item()
+
     products, start = 0, time.perf_counter()
     while (took := time.perf_counter() - start) < seconds:
         for _ in range(at_once):
             torch.matmul(matrix, matrix, out=result)
         result[0, 0].item()  # wait for the GPU
         products += at_once
+
     torch.set_num_threads(threads)
     return 2 * side**3 * products / took
 

@@ -107,6 +107,7 @@ def as_json(findings: Findings, verdict: str, *, passed: bool) -> str:
         }
         for (source, target), speed in findings.links.items()
     ]
+
     content = {
         "passed": passed,
         "verdict": verdict,

@@ -91,10 +91,12 @@ class Answers:
             except MessageError:
                 output.append(text[: end + 1])
             text = text[end + 1 :]
+
         if at < 0 and self._mark.startswith(text[text.rfind(self._mark[:1]) :]):
             at = text.rfind(self._mark[:1])  # the beginning of a mark
         if at < 0 or not data or len(text) - at > LONGEST_MESSAGE:
             at = len(text)
+
         self._text = text[at:]
         return b"".join([*output, text[:at]]), told
 
@@ -106,6 +108,7 @@ class Answers:
         node = int(number)
         if not piece:
             return node, None
+
         text = self._begun.pop(node, b"") + piece.removeprefix(b"+")
         if not piece.startswith(b"+"):
             return node, messages.read(text)

@@ -75,6 +75,7 @@ def gather(
             said = link.wait(wait.deadline)
             if isinstance(said, Refusal):
                 raise Refused(said.fault, said.message)
+
             if isinstance(said, NodeReport):
                 free = min(awaited - here.keys(), default=0)
                 report = said if said.node_rank >= 0 else replace(said, node_rank=free)
@@ -129,10 +130,12 @@ def try_pairs(
     with open_failover_port(first.address) as listener:
         first = replace(first, failover_port=listener.getsockname()[1])
         others = [member for _, member in here.values()] if within_s > 0 else []
+
         for node_id, (link, _) in here.items():
             # The master's address may lead here through a service that forwards only its port.
             own = replace(first, address=address_of(link.socket.getsockname))
             link.send(PairTest(neighbours([own, *others], node_id), file))
+
         nearest = neighbours([first, *others], first.node_id)
         found = [(first.node_id, fault) for fault in try_members(nearest, first.node_id, within_s)]
         for node_id, (link, _) in here.items():
@@ -178,6 +181,7 @@ def _try_member(other: Member, deadline: float) -> tuple[str, str]:
     """
     end = min(time.monotonic() + limits.GREETING_S, deadline + 1)
     why = ""
+
     while (left_s := end - time.monotonic()) > 0:
         try:
             where = other.address, other.failover_port

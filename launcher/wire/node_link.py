@@ -52,6 +52,7 @@ class Link:
             line, data = message.piece, message.data
         if not self._sending.acquire(blocking=may_wait):
             return
+
         try:
             self.socket.settimeout(self.silence_s)
             self.socket.sendall(f"{messages.write(line)}\n".encode() + data)

@@ -79,6 +79,7 @@ def _compare(group: str, told: Mapping[int, Calls]) -> str:
     calls = {rank: of_rank for rank, of_rank in everyone.items() if of_rank or has_all}
     newest = {rank: max(of_rank, default=0) for rank, of_rank in calls.items()}
     last = min(newest.values())
+
     for number in sorted({number for of_rank in calls.values() for number in of_rank}):
         here = {rank: of_rank[number] for rank, of_rank in calls.items() if number in of_rank}
         if len({call.must_match for call in here.values()}) > 1:

@@ -43,6 +43,7 @@ class NetworkWatch:
         """Show a warning, once, if NCCL has chosen TCP."""
         if self.log is None:
             return
+
         said = b""
         with contextlib.suppress(OSError), self.log.open("rb") as log:  # it may not exist yet
             log.seek(self.start)
@@ -53,6 +54,7 @@ class NetworkWatch:
         self.log = None
         if chosen[1] != b"Socket" or _SWITCHED_OFF in said:
             return
+
         reason = _REASON.search(said, 0, chosen.start())
         why = f" ({reason[1].decode(errors='replace')})" if reason else ""
         cause = f"NCCL uses TCP, although port {self.port} is active{printable(why)}"
@@ -68,11 +70,13 @@ def prepare(
     active = [port.name for port in infiniband.read_ports() if port.is_active]
     if not active or not infiniband.is_wanted(environ) or "NCCL_DEBUG_FILE" in environ:
         return NetworkWatch()
+
     is_debug = environ.get("LOG_LEVEL", "").upper() == "DEBUG"  # train.py enables NCCL's log
     if is_debug or environ.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
         return NetworkWatch(folder.node_log, folder.node_log.stat().st_size, active[0])
     if any(name.startswith("NCCL_DEBUG") for name in environ) or _is_set_in_file(environ):
         return NetworkWatch()
+
     log = folder.path / "nccl.log"
     with contextlib.suppress(OSError):
         log.unlink()  # of an earlier run with this id

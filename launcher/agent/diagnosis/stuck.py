@@ -50,6 +50,7 @@ def find_straggler(ranks: Sequence[RankState | None]) -> RankState | None:
     known = [state for state in ranks if state is not None]
     if not known or len(known) < len(ranks):
         return None
+
     progress = min(state.progress for state in known)
     last = [state for state in known if state.progress == progress]
     straggler = max(last, key=lambda state: (state.is_stopped, state.silence_s))
@@ -85,11 +86,13 @@ def read_stack(file: Path) -> list[str]:
         threads = ["", *file.read_text(errors="replace").split("hread 0x")]
     except OSError:
         return []
+
     other, main_thread = threads[-2:]  # the main thread comes last
     frames = main_thread.splitlines()[1:]
     called = _IN_LIBRARY.match(frames[0]) if frames else None
     inner = [f"{called['file']}:{called['line']} in {called['name']}"] if called else []
     shown = [*inner, *user_frames("\n".join(reversed(frames)))]
+
     own = [f"{name}:{line} in {function}" for name, line, function in _PLACE.findall(main_thread)]
     others = user_frames("\n".join(reversed(other.splitlines())))
     return shown or [*own[:2], *(f"another thread: {frame}" for frame in others[:1])]

@@ -75,6 +75,7 @@ def meet(
     wait = Wait(timeout_s, say)
     if me.node_rank != 0:
         return join(address, port, me, access.secret, wait)
+
     is_chosen = me.num_nodes > 1 or port != port_from_id(me.run_id)
     try:
         listener = listen(address, port)
@@ -82,9 +83,11 @@ def meet(
         if is_chosen:
             raise
         listener = listen(address, 0)  # another run with this id began at the same moment
+
     with contextlib.closing(Acceptor(listener, access, say)) as acceptor:
         here = gather(acceptor, me, wait)
     members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
+
     within_s, losses = limits.for_nodes(limits.PAIRS_S, len(members)), []
     if tries_pairs and here:
         losses = meeting.try_pairs(members[0], here, within_s, within_s)
@@ -94,6 +97,7 @@ def meet(
         refused = Refused(fault.name, f"{shorten(causes)}; {fault.cure}")
         refuse((peer for peer, _ in here.values()), refused)
         raise refused
+
     peers = {node_id: peer for node_id, (peer, _) in here.items()}
     spares = {member: peers.pop(member.node_id) for member in members[len(members) - num_spares :]}
     team = Team(me.run_id, members[: 1 + len(peers)], peers, spares, min_nodes)
@@ -190,6 +194,7 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
     """
     last: OSError = TimeoutError("no answer")
     turned_away: float | None = None  # since when
+
     while wait.left_s > 0:
         try:
             return check_in(address, port, me, secret, wait)
@@ -203,6 +208,7 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
             last = error
         wait.tell(f"node rank 0 at {address}:{port}")
         time.sleep(limits.CHECKIN_AGAIN_S)
+
     if isinstance(last, WrongSecret):
         cause = f"node rank 0 at {address}:{port} has a different RUN_SECRET from this node"
         raise Refused("stranger", f"{cause}, or none; set the same one on every node")
@@ -228,6 +234,7 @@ def check_in(
     """Connect, and wait for the run to start. Raises OSError or Refused."""
     peer = Link(connect(address, port, secret, min(connect_s, wait.timeout_s)))
     failover = meeting.introduce(peer, replace(me, time=time.time()))  # `me` may be minutes old
+
     if why := find_loss(peer.socket, limits.CHECKIN_PASS_S):
         peer.close()
         cause = f"{me.host}: cannot reach node rank 0 at {address}:{port} ({why})"
@@ -235,10 +242,12 @@ def check_in(
         with contextlib.suppress(OSError):
             refuse([Link(connect(address, port, secret, limits.CHECKIN_CONNECT_S))], lost)
         raise lost
+
     # Node rank 0 may have started later, so its limit may expire later.
     limit_s = wait.timeout_s + limits.CHECKIN_TELL_S
     while isinstance(answer := peer.wait(own_time.now() + limit_s), PairTest):
         peer.send(PairResult([*meeting.try_members(answer.members, me.node_rank, limits.PAIRS_S)]))
+
     if me.attempt or not (isinstance(answer, Assignment) and answer.members):
         failover.close()  # this agent already has one, or needs none
     if isinstance(answer, Assignment):

@@ -32,12 +32,14 @@ def follow(before: Meeting, args: Arguments) -> Meeting | None:
     me = NodeReport(
         own.node_id, len(everyone), own.nproc, own.host, old.run_id, attempt=old.attempt
     )
+
     try:
         for successor in old.successors:
             if successor == own:
                 return _lead(before, own, args)
             if own_time.now() > until:
                 break
+
             wait = Wait(2 * limits.LOSS_SPREAD_S + args.grace_s)  # it may save a snapshot first
             with contextlib.suppress(OSError):
                 new = checkin.check_in(
@@ -64,6 +66,7 @@ def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
         here = meeting.gather(
             acceptor, awaited, wait, lambda _, report: report.attempt == old.attempt
         )
+
     peers = {node_id: peer for node_id, (peer, _) in here.items()}
     is_spare = me in old.spares
     rest = old.members[1:] if is_spare else [member for member in old.members if member != me]
@@ -75,6 +78,7 @@ def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
     }
     spares = {member: peers[member.node_id] for member in old.spares if member.node_id in peers}
     team = Team(old.run_id, members, there, spares, args.min_nodes)
+
     why, others = team.why_not(), len(old.successors)
     if 2 * (1 + len(peers)) <= 1 + others:
         why = f"{me.host} reaches only {len(peers)} of {count(others, 'other agent')}: the run ends"
@@ -82,6 +86,7 @@ def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
         refused = Refused("link-lost", why)
         checkin.refuse(peers.values(), refused)
         raise refused
+
     took_over = [f"{me.host} replaces {old.hosts[0]}"] if is_spare else []
     took_over += team.refill() if team.lost else []
     listener = checkin.listen(me.address, 0)

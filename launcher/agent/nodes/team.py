@@ -47,6 +47,7 @@ class Team:
             return "not restarting: a node's agent is gone"
         if not self.lost:
             return ""
+
         if not self.is_majority:  # the others may continue the run without this node
             there = len(self.peers) + len(self.spares)
             return f"stopping: this node reaches only {there} of {self.counted - 1} other agents"
@@ -62,6 +63,7 @@ class Team:
             took_over.append(f"{spare.host} replaces {self.members[rank].host}")
             self.members[rank] = spare
             self.peers[rank] = self.spares.pop(spare)
+
         if gaps := self.lost:
             hosts = ", ".join(self.members[rank].host for rank in gaps)
             kept = [rank for rank in range(len(self.members)) if rank not in gaps]
@@ -70,6 +72,7 @@ class Team:
             self.peers.update(peers)
             self.members[:] = [self.members[rank] for rank in kept]
             took_over.append(f"continuing on {count(len(kept), 'node')}, without {hosts}")
+
         self.counted = len(self.members) + len(self.spares)
         return took_over
 
@@ -97,6 +100,7 @@ class Team:
             members=self.members if self.min_nodes else (),
             spares=[*self.spares],
         )
+
         assignments = {spare.node_id: common for spare in self.spares}
         first_ranks = accumulate(counts, initial=0)
         for rank, (member, first_rank) in enumerate(zip(self.members, first_ranks, strict=False)):

@@ -43,6 +43,7 @@ class Outputs:
         shown = args.shown_ranks(part.first_rank, has_log=self._log.path is not None)
         is_alone = len(shown) == 1 and not args.has_labels
         redirected, teed = args.redirected[local_rank], args.teed[local_rank]
+
         for terminal, (name, kind) in zip(self._terminals, STREAMS.items(), strict=True):
             terminal.open_by = None  # messages between attempts have begun a new line
             is_shown = local_rank in shown and kind not in redirected & ~teed
@@ -50,6 +51,7 @@ class Outputs:
             label = args.label_of(number, local_rank)
             own_terminal = terminal if is_shown and not label else None
             writer, stream = open_stream(number, self._log, own_terminal)
+
             if is_shown:
                 stream.view = RankView(
                     terminal, is_alone=is_alone, label=label, is_debug=args.is_debug

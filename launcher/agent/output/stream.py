@@ -152,12 +152,14 @@ class Stream:
         self.is_trickle = 0 < len(data or b"") < _TRICKLE
         if data is None:
             return True
+
         if self.copy is not None:
             try:
                 self.copy.write(data)
             except OSError as error:  # a full disk
                 say(f"{self.copy.name} is incomplete from here: {error.strerror}")
                 self.copy = None
+
         self._log(data)
         if self.view is not None:
             self.view.add(data)
@@ -197,6 +199,7 @@ class Stream:
         is_waiting = self.view is not None and self.view.tick(now, traceback_s)
         if b"\r" not in self._partial:
             return is_waiting
+
         state = _newest_state(bytes(self._partial))
         if not state or state == self._logged_text:
             return is_waiting
@@ -210,6 +213,7 @@ class Stream:
         whole = bytes(self._partial + text)
         logged, self._logged_text = self._logged_text, b""
         self._partial.clear()
+
         lines = whole.split(b"\n")
         if self.is_tty or b"\r" in whole:
             lines = [*self._clean(lines)]
@@ -217,10 +221,12 @@ class Stream:
                 del lines[0]
         if not lines:
             return
+
         self.last_line = self.log.write(self.rank, lines)
         self._recent.extend(line[:_RECENT_BYTES] for line in lines[-_RECENT_LINES:])
         said = (line for line in reversed(lines) if not _TORCHS_WARNING.match(line))
         self._last = next(said, self._last)
+
         if any(mark in whole for mark in _FATAL):
             for number, line in enumerate(lines, self.last_line - len(lines) + 1):
                 if _TRACEBACK.search(line):
@@ -288,6 +294,7 @@ def open_stream(
             is_tty = True
     if not is_tty:
         reader, writer = os.pipe()
+
     os.set_blocking(reader, False)
     return writer, Stream(rank, reader, log, is_tty=is_tty)
 

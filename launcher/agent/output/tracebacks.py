@@ -26,6 +26,7 @@ class HeldTraceback:
         if self.text:
             self.text += data
             return self.release() if len(self.text) > _MOST_BYTES else b""
+
         at = data.find(_MARK)
         if at < 0:
             return data

@@ -49,6 +49,7 @@ def variables_set_early(script: Path) -> list[str]:
         body = ast.parse(text).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []  # Python itself will report the error
+
     imports = (line for line in body if isinstance(line, ast.Import | ast.ImportFrom))
     ends = (line.lineno - 1 for line in imports if _TORCH.match(ast.unparse(line)))
     early = b"".join(text.splitlines(keepends=True)[: next(ends, None)]).decode(errors="replace")

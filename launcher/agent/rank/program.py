@@ -99,27 +99,32 @@ def run_and_exit(
     for fd, number in ((stdout, 1), (stderr, 2)):
         os.dup2(fd, number)
         os.close(fd)
+
     os.environ.update(variables)
     is_too_late = program.can_fork and is_lost_by_fork()  # CUDA does not survive a fork
     if is_too_late and variables["LOCAL_RANK"] == "0":
         say("CUDA is already in use, so each rank imports torch itself")
     if is_too_late or not program.can_fork:
         sys.exit(_execute_command(program.command()))
+
     if "OMP_NUM_THREADS" in variables:  # OpenMP read this when torch was imported
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
     _renew_streams()
     _renew_seeds()
     logging.getLogger().handlers.clear()  # torchrun's would disable basicConfig (torch < 2.6)
+
     error_file = Path(variables["TORCHELASTIC_ERROR_FILE"])
     count_steps(variables["HEARTBEAT_FILE"], error_file)
     if os.environ.get(RECORDER_SIZE, "0") not in ("", "0"):  # torch records collectives
         answer_requests(error_file)
+
     _hide_the_agent(program)
     kept = _keep_backends()
     tell = functools.partial(
         ending.tell, variables["HEARTBEAT_FILE"], int(variables["LOCAL_WORLD_SIZE"])
     )
     code = _execute(program, error_file, tell)
+
     kept.clear()
     if reports_leaks():
         gc.unfreeze()
@@ -257,6 +262,7 @@ def _record(error: BaseException, code: int, file: Path) -> None:
     fault, has_left = getattr(error, "fault", ""), isinstance(error, SystemExit)
     has_told = has_left and fault  # distributed.errors.Leave, which may be imported twice
     stack = "" if has_told else traceback.format_exc()
+
     message = {
         "message": text if has_told else f"{type(error).__name__}: {text}",
         "errorCode": code,
@@ -267,6 +273,7 @@ def _record(error: BaseException, code: int, file: Path) -> None:
         "details": [] if has_left else _details_of(error),
         "has_left": has_left and not fault,
     }
+
     with contextlib.suppress(OSError):  # a full disk; stderr has the error too
         file.write_text(json.dumps({"message": message}), encoding="utf-8")
 
@@ -302,6 +309,7 @@ def _report(error: BaseException) -> int:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
+
     try:
         sys.excepthook(type(error), error.with_traceback(frames), frames)
     except SystemExit as leave:

@@ -67,6 +67,7 @@ class Snapshots:
         nodes = [NodeEnd(parts=own, copies=copies), *others]
         headers = (buffer.header() for buffer in (*self._own, *self._copies))
         shared = {each.step: each.holders for each in headers if 2 * each.holders > len(self._own)}
+
         for step in sorted(shared, reverse=True):
             held = {rank for node in nodes for rank in node.parts.get(str(step), ())}
             copied = {rank for node in nodes for rank in node.copies.get(str(step), ())}
@@ -108,6 +109,7 @@ class Snapshots:
         if newer and 2 * max(buffer.header().holders for buffer in buffers) > len(buffers):
             say("warning: the snapshot in memory was not saved: parts of it are lost")
             return -1
+
         for step in sorted(newer, reverse=True):
             files = [buffer.fd for buffer in buffers if buffer.header().step == step]
             if own_time.now() < deadline and _run(files, step, deadline):
@@ -156,6 +158,7 @@ def _run(
             os._exit(save(files, folder))
         finally:
             os._exit(1)
+
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
         if own_time.now() > deadline:
             processes.send([pid], signal.SIGKILL)
@@ -206,12 +209,14 @@ class Outgoing:
                 self.rest_s = limits.SNAPSHOT_LOOK_S
                 yield None
                 continue
+
             self.rest_s = limits.SNAPSHOT_PIECE_S
             for start in range(0, header.size, _AT_ONCE):
                 os.pwrite(image, os.pread(newest.fd, _AT_ONCE, start), start)
                 yield None
             if newest.header() != header:  # its rank has begun to overwrite it
                 continue
+
             for start in (*range(BEGIN, header.size, PIECE), 0):
                 data = os.pread(image, min(PIECE, header.size - start) if start else BEGIN, start)
                 yield SnapshotData(SnapshotPiece(header.step, start, len(data)), data)

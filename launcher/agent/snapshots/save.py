@@ -36,10 +36,12 @@ def save(files: Sequence[int], folder_name: str = "") -> int:
                     )
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
+
         if parts and len(parts) == parts[min(parts)].holders:
             return _commit(_merge([part for _, part in sorted(parts.items())]))
     except Exception as error:
         why = str(error) or repr(error)
+
     say(f"warning: the snapshot of step {step} in memory was not saved: {why}")
     return 1
 
@@ -84,10 +86,12 @@ def _commit(taken: Snapshot) -> int:
     lock = RunLock(folder, f"run {folder.name}")
     if taken.step <= max(map(files.step_of, files.steps(folder)), default=0):
         return 1
+
     with lock.committing():
         files.delete_leftovers(folder)
     temporary = folder / f"step-{taken.step}.tmp-{socket.gethostname()}-{os.getpid()}"
     temporary.mkdir()
+
     try:
         tensors = {**taken.fetch(taken.trees), "ranks": taken.ranks}
         files.write(temporary, tensors, taken.progress, {})
@@ -97,5 +101,6 @@ def _commit(taken: Snapshot) -> int:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)  # frees its space
         raise
+
     say(f"step {taken.step} was only in memory; it is now saved in {folder}")
     return 0
