@@ -77,6 +77,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     is_over, is_stopped = run.is_over or (last_step is not None and step >= last_step), False
     if run.unsaved and (is_over or is_due(step, settings.checkpoint.every)):
         run.save(step, {n: run.unsaved[n] for n in SCORES if n in run.unsaved})
+
     while not (is_over or is_stopped):
         rate = run.schedule.before(step)
         run.take_step(step)
@@ -128,6 +129,7 @@ def join(arguments: argparse.Namespace, settings: Settings) -> helper.Environmen
         )
     except (OSError, ValueError) as error:  # variables, the config, or the other ranks
         refuse(error)
+
     if environment.is_main or arguments.log_level == "DEBUG":
         handlers = [ConsoleLog(is_result_only=arguments.json)]
         logging.basicConfig(level=arguments.log_level, format="%(message)s", handlers=handlers)
@@ -150,6 +152,7 @@ class Run:
             save_seconds=settings.checkpoint.every_minutes * 60,
             folder=self.logs if is_main else None,
         )
+
         helper.seed_everything(settings.seed)  # the same weights on every rank
         with refuse_together(environment):
             keep, form = settings.checkpoint.keep_last, settings.checkpoint.format
@@ -173,6 +176,7 @@ class Run:
             self.optimizer = choose_optimizer(self.task, self.model, settings.train)
             self.schedule = Schedule(self.optimizer, self.task, settings.train, last_step)
             self.saver.check_folder()  # no rank waits for the others after this
+
         self.is_over = False  # the task has ended the run
         self.gradient_norm: torch.Tensor | None = None  # before it is clipped, in the newest step
         self.scaler = helper.grad_scaler(dtype_of(settings))
@@ -186,6 +190,7 @@ class Run:
         size = sum(parameter.numel() for parameter in self.model.parameters())
         log.info(f"model      {size:,} parameters, on {world_size} x {helper.device().type}")
         log.info(f"data       {self.task.describe()}")
+
         self.limits = Limits(position["step"], last_step, settings.train.max_seconds)
         self.pace = Pace(self.meter, self.stopwatch)
         hosts, config = [*dict.fromkeys(self.pace.hosts)], settings.as_tree()
@@ -231,6 +236,7 @@ class Run:
                 loss_to_scale = loss / train.grad_accumulation
                 self.scaler.scale(loss_to_scale).backward()  # type: ignore[no-untyped-call]
             self.meter.add(step + 1, loss, self.task.weight(batch))
+
         if train.clip_norm:
             self.scaler.unscale_(self.optimizer)
             self.gradient_norm = helper.clip_gradients(self.model, train.clip_norm)
@@ -304,10 +310,12 @@ class Run:
         rows = self.task.summary(helper.unwrap(self.model), validated) if validated else []
         if not self.environment.is_main:
             return
+
         time = timedelta(seconds=round(self.meter.wall()))
         session = f"{step - self.limits.first_step} steps this session, {time}"
         speed = shown_speed(self.meter.speed() * self.environment.world_size, self.task.unit)
         ended = f", ended by task {self.settings.task}" if self.is_over else ""
+
         print(f"done       step {step}{ended} ({session}), {speed}")
         if skipped := int(self.scaler.skipped):
             print(f"skipped    {skipped} steps, because their gradients were not finite in float16")

@@ -96,10 +96,12 @@ def add_up(
     """
     if _member != os.getpid():
         raise LauncherError(f"{call}: this is a child process of a rank; call it in the rank")
+
     mark = zlib.crc32(json.dumps([call, *details]).encode()) % _MARKS
     first, rest = values[:_ROOM], values[_ROOM:]
     padding = [0.0] * (_ROOM - len(first))
     marks, squares, *sums = _sum([mark, mark * mark, *first, *padding], group)
+
     if not _are_equal(marks, squares, count_ranks()):
         _refuse_different([call, *details], group)
     return [*sums[: len(first)], *(_sum(rest, group) if rest else [])]
@@ -220,6 +222,7 @@ def gather(tensor: Tensor, *, samples: int | None = None) -> Tensor:
         if one != kinds[0]:
             cause = f"rows differ between ranks ({kinds[0]} and {one})"
             raise ValueError(f"gather: {cause}; make their shape and dtype match")
+
     rows = sum(shape[0] for shape, _ in told)
     if samples is not None and rows >= samples + count_ranks():
         cure = "pass one row for each sample, of one epoch"

@@ -110,6 +110,7 @@ def torchrun(v: Variables) -> Environment:
     if v["LOCAL_RANK"] not in ("", v[local_name]):
         cause = f"LOCAL_RANK={v['LOCAL_RANK']} but --local-rank is {v[local_name]}"
         raise LauncherError(f"{cause}; give only one")
+
     # If LOCAL_WORLD_SIZE is not set, as in a start by hand, all ranks must be on this machine.
     size_name = "LOCAL_WORLD_SIZE" if v["LOCAL_WORLD_SIZE"] else "WORLD_SIZE"
     ranks = _ranks_of_equal_nodes(v, "RANK", "WORLD_SIZE", local_name, size_name)
@@ -117,6 +118,7 @@ def torchrun(v: Variables) -> Environment:
     if size_name == "WORLD_SIZE" and env.rank != env.local_rank:
         cause = f"RANK={env.rank} differs from LOCAL_RANK={env.local_rank}: there are several nodes"
         raise LauncherError(f"{cause}; set LOCAL_WORLD_SIZE, the number of ranks on this node")
+
     if not v["GROUP_WORLD_SIZE"]:
         return env
     num_nodes = v.number("GROUP_WORLD_SIZE")
@@ -171,11 +173,13 @@ def slurm(v: Variables) -> Environment:
     """Read the variables of a SLURM task's step: those of the job may list more nodes."""
     if not is_task(v):
         return plain(v)
+
     v.cure = "start the ranks with srun, which sets it"
     world_size = v.number("SLURM_STEP_NUM_TASKS")
     if v["WORLD_SIZE"] not in ("", str(world_size)):
         cause = f"WORLD_SIZE={v['WORLD_SIZE']} but SLURM_STEP_NUM_TASKS={world_size}"
         raise LauncherError(f"{cause}; unset WORLD_SIZE, or ask srun for that many tasks")
+
     rank = v.rank("SLURM_PROCID", world_size, "SLURM_STEP_NUM_TASKS")
     first_host, tasks = _in_order_of_tasks(v)
     why = f" (SLURM_STEP_TASKS_PER_NODE={v['SLURM_STEP_TASKS_PER_NODE']})"
@@ -183,6 +187,7 @@ def slurm(v: Variables) -> Environment:
     node_rank = v.rank("SLURM_NODEID", num_nodes, "SLURM_STEP_NUM_NODES")
     local_rank = v.rank("SLURM_LOCALID", tasks[node_rank], "tasks on this node")
     ranks = (rank, local_rank, world_size, tasks[node_rank], node_rank, num_nodes)
+
     if v["SLURM_DISTRIBUTION"].startswith("arbitrary") and not v["MASTER_ADDR"]:
         cause = "srun --distribution=arbitrary can put rank 0 on any node"
         raise LauncherError(f"{cause}; omit it, or set MASTER_ADDR to that node")
@@ -204,6 +209,7 @@ def _in_order_of_tasks(v: Variables) -> tuple[str, list[int]]:
     ]
     if not any(groups):
         return hostlist.first(hosts), tasks
+
     tasks_of = dict(zip(hostlist.expand(hosts), tasks, strict=False))
     order = [host for host in hostlist.expand(",".join(groups)) if host in tasks_of]
     if {*order} != tasks_of.keys():
@@ -274,6 +280,7 @@ def detect(
         v["--local-rank"] = str(local_rank)
     read = next((read for name, read in LAUNCHERS.items() if v[name]), plain)
     restart_counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # an agent's, a job's
+
     return replace(
         read(v),
         run_id=_run_id(v),

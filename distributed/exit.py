@@ -36,6 +36,7 @@ def finish(code: int = 0) -> NoReturn:
     is_main = threading.current_thread() is main
     if is_main and main.is_alive():  # not in an exit handler
         raise _Finish(code)
+
     _limit(code)
     # Another thread cannot wait for all threads, which then still use the script's objects.
     _end(code, threading._shutdown if is_main else None)  # type: ignore[attr-defined]

@@ -38,11 +38,13 @@ def shard(
     if how.cpu_offload and dist.get_backend() == "nccl":
         cause = "fsdp.cpu_offload needs collectives on the CPU, which NCCL does not have"
         raise LauncherError(f"{cause}; set it to false, or use the gloo backend")
+
     mesh = _mesh(device, how.shard)
     set_time_limit(mesh.get_all_groups())
     dtype = getattr(torch, how.dtype) if how.dtype else None
     policy = fsdp2.MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
     offload = fsdp2.CPUOffloadPolicy() if how.cpu_offload else fsdp2.OffloadPolicy()
+
     for module in (*blocks, model):
         module.to(device)
         take_first_ranks(module)

@@ -76,11 +76,13 @@ class Heart:
         elif step is None and last.is_counted:  # the script reports no steps: keep counting them
             self._write(last._replace(saved=saved, time=now))
             return
+
         silence_s = now - last.time
         if self._first_step < 0:
             self._first_step = -1 if step is None else step
         elif self.is_counted or silence_s <= last.limit_s:  # a longer silence was a suspended job
             self._longest_s = max(self._longest_s, silence_s)
+
         has_moved = step is not None and step != last.step
         told = Beat(
             step=last.step if step is None else step,

@@ -28,6 +28,7 @@ def is_task(environ: Mapping[str, str]) -> bool:
     is_first = environ.get("SLURM_PTY_PORT") and environ.get("SLURM_PROCID") == "0"
     if not is_first or environ.get("SLURM_STEP_NUM_TASKS") == "1":
         return True
+
     try:
         task = Path("/proc", environ.get("SLURM_TASK_PID") or "-", "cmdline").read_bytes()
     except OSError:
@@ -60,6 +61,7 @@ def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
         return dict(json.loads(told))
     if not (job := environ.get("SLURM_JOB_ID")):
         return {}
+
     run_id = job_id(environ)
     ask_for_time = ("env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", run_id, "-o", "%V")
     return {

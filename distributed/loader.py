@@ -133,10 +133,12 @@ def get_dataloader_for_distributed(
         ("world_size", world_size, count_ranks()),
         ("rank", rank, own_rank()),
     )
+
     seeded = Seeded(dataset, seed)
     sampler = EpochSampler(
         seeded, count_ranks(), own_rank(), shuffle=shuffle, seed=seed, drop_last=drop_last
     )
+
     # Otherwise, each epoch would draw a number from the training's own generator.
     options["generator"] = options.get("generator") or torch.Generator()
     options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))

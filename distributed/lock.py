@@ -54,6 +54,7 @@ class RunLock:
         if not _set_lock(self.fd, fcntl.F_WRLCK, _LIVE):
             cure = "never start two runs with the same id"
             _log.warning(f"warning: {folder}: this file system has no locks; {cure}")
+
         try:
             while not self._take_place(new, me):
                 pass  # another process was faster
@@ -61,6 +62,7 @@ class RunLock:
             os.unlink(new)
             self.close()
             raise
+
         locks = weakref.WeakSet([self])
         os.register_at_fork(after_in_child=lambda: [*map(RunLock.close, locks)])
 
@@ -80,9 +82,11 @@ class RunLock:
                 time.sleep(0.01)
             if os.fstat(before).st_nlink == 0:
                 return False
+
             holder = _holder(before)
             if not holder and os.fstat(before).st_size:
                 _log.warning(f"warning: {self.path} is damaged; it is replaced")
+
             name, job = self.path.parent.name, me.get("run_id")
             is_named_after_it = name == job or name.startswith(f"{job}.")
             if is_named_after_it and _is_foreign(holder, me):
@@ -92,6 +96,7 @@ class RunLock:
                 saved = f"checkpoints/{name} (or in checkpoint.dir)" if is_log else self.path.parent
                 cure = f"choose another RUN_ID; to continue this run, add resume={saved}"
                 raise Refused("foreign-run", f"{cause}; {cure}")
+
             refuse_holder(before, self.what, me)
             os.replace(new, self.path)
             return True
@@ -227,6 +232,7 @@ def update_link(path: Path, target: str) -> None:
     is_ours = path.is_symlink() and path.readlink().parts[:1] not in ((), ("/",), ("..",))
     if os.path.lexists(path) and not is_ours:
         return
+
     new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         new.unlink(missing_ok=True)

@@ -33,6 +33,7 @@ def choose_variables(
     profile = environ.get("NCCL_PROFILE", "")
     if profile not in PROFILES:
         raise ValueError(f"NCCL_PROFILE is {profile!r}; use {', '.join(filter(None, PROFILES))}")
+
     is_alone = num_nodes == 1
     chosen = {} if is_alone else dict(PROFILES[profile])
     name = None if profile == "none" else interface_to("127.0.0.1" if is_alone else master_addr)

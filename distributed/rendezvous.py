@@ -37,6 +37,7 @@ def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: 
             store.set("gate", json.dumps(found))
         elif store.add("joined", 1) == env.world_size:
             store.set("gate", "[]")
+
         try:
             store.wait(["gate"], timedelta(seconds=timeout_s))
         except dist.DistStoreError:
@@ -51,6 +52,7 @@ def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: 
         cause = f"lost rank 0's store ({env.master_addr}:{env.master_port}) before all ranks joined"
         cure = "rank 0's message says why"
         raise with_fault(ConnectionError, "node-missing", f"{cause}; {cure}") from None
+
     with contextlib.suppress(RecursionError, json.JSONDecodeError, UnicodeDecodeError):
         match json.loads(told):
             case []:
@@ -76,6 +78,7 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
     missing = with_fault(TimeoutError, "node-missing", f"{cause} within {timeout_s:g} s; {cure}")
     if not is_server and not _is_served(env.master_addr, env.master_port, timeout_s):
         raise missing
+
     try:
         return TCPStore(
             env.master_addr,
@@ -115,6 +118,7 @@ def _check_in(
         uuid = torch.cuda.get_device_properties(device).uuid
         cure = "start no more ranks than GPUs, or use the gloo backend"
         taken[f"GPU-{uuid} is used"] = ("duplicate-gpu", cure)
+
     for key, (fault, cure) in taken.items():
         other = store.compare_set(key, "", me).decode()
         if other != me:

@@ -39,17 +39,20 @@ class Stop:
         self.is_end_agreed = False  # a rank has called `end`
         self._ends = False
         self._interrupts = Interrupts()
+
         now = time.monotonic()
         self._end = now + (max_seconds or math.inf)
         self._save_seconds = save_seconds or math.inf
         self._save_at = now + self._save_seconds
         self._folder = folder
         self._look_at = now
+
         self._group: dist.ProcessGroup | None = None  # None: the default group, which uses gloo
         self._work: dist.Work | None = None
         self._flags = torch.zeros(3)  # stop, save, end
         if has_group() and dist.get_backend() != "gloo":
             self._group = gloo_group()  # does not wait for a GPU
+
         for signum in handled_signals():
             before = signal.signal(signum, self._on_signal)
             if not _is_ours(before):
@@ -76,6 +79,7 @@ class Stop:
                 self.reason = self.reason or "the stop file"
         if not self.reason and now >= self._end:
             self.reason = "max_seconds"
+
         self._flags[0] = bool(self.reason)
         self._flags[1] = now >= self._save_at
         self._flags[2] = self._ends

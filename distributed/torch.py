@@ -132,10 +132,12 @@ def init_distributed(
         ("--nodes", nodes, env.num_nodes),
         ("--gpus-per-node", ranks_per_node, env.local_world_size),
     )
+
     backend = _choose_backend(backend, env)
     if torch.cuda.is_available():
         # Some launchers expose all GPUs of the node to each rank, others only its own.
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
+
     if env.world_size == 1:
         return env
     if not dist.is_initialized():
@@ -205,6 +207,7 @@ def sync_metrics(
     own = {name: _to_number(name, value) for name, value in values.items()}
     if not dist.is_initialized():
         return own
+
     names = sorted(own)
     parts = [own[name] * weight if weight else 0.0 for name in names]
     *sums, total = add_up([*parts, weight], "sync_metrics", *names)

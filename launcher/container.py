@@ -78,11 +78,13 @@ def read_container(
     given = environ.get("CONTAINER", "")
     if not given:
         return None
+
     runtime, image = _choose(here, given, in_job=in_job)
     try:
         arguments = shlex.split(environ.get("CONTAINER_ARGS", ""))
     except ValueError as error:
         raise PlanError(f"CONTAINER_ARGS: {error}; quote it as for a shell") from None
+
     binds = _outermost(_folder(directory / path) for path in _find_paths([directory, *paths]))
     has_gpus = environ.get("BACKEND", "").lower() != "gloo"
     return Container(runtime, image, directory, binds, arguments, has_gpus)
@@ -112,6 +114,7 @@ def _choose(here: Path, given: str, *, in_job: bool) -> tuple[str, str]:
         if path.suffix == ".sif":
             return "apptainer", str(path)
         return "pyxis" if in_job else "enroot", str(path)
+
     if not in_job:
         raise PlanError(
             f"CONTAINER is {given!r}, which only pyxis can load, and only in a SLURM job; "

@@ -24,11 +24,13 @@ def read_crash(lines: Sequence[str], code: int, time: float) -> RaisedError | No
     fault, meaning = explain(code, out_of_memory=False)
     if fault != "rank-crashed":
         return None
+
     fatal = _find_last(lines, lambda line: line.startswith(_FATAL))
     what = _find_last(lines, _WHAT.match)
     stack = _python_stack(lines[fatal:]) if fatal >= 0 else []
     if what < 0:
         return RaisedError(meaning, "\n".join(reversed(stack)), code, time, fault)
+
     end = fatal if fatal > what else len(lines)
     said = [_WHAT.sub(r"\g<text>", lines[what]), *lines[what + 1 : end]]
     outermost_first = "\n".join(reversed(stack))
@@ -59,6 +61,7 @@ def _explain_mismatch(stack: Sequence[str]) -> str:
             break
         if frame["name"] not in _WRAPPERS:
             called = frame["name"]
+
     if not called:
         return "the ranks called different collectives; every rank must make the same calls"
     return (

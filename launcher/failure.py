@@ -138,6 +138,7 @@ def describe_end(
         fault, cause = explain(code, out_of_memory=is_out_of_memory)
         has_left = not signal_name(code)
         return replace(unknown, fault=fault, cause=cause, code=code, has_left=has_left)
+
     details = [*details_of(raised.message), *raised.details][:_SHOWN_DETAILS]
     fault = raised.fault or fault_of("\n".join([raised.message, *raised.details]))
     fault = refine(fault, raised.stack.splitlines())
@@ -145,6 +146,7 @@ def describe_end(
     if raised.has_left and last_text not in cause:
         cause += f", after: {last_text}"
     cause = one_line(cause) + install_cure(cause)
+
     return replace(
         unknown,
         fault=fault,

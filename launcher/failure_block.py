@@ -44,12 +44,14 @@ def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:
     """
     if not outcome.has_text:
         return
+
     kept = io.StringIO()
     for stream in (out, kept):
         if outcome.failure is not None:
             print_block(outcome, outcome.failure, stream)
         else:
             print_stop(outcome, stream)
+
     if folder is not None:
         with contextlib.suppress(OSError):
             new = folder / f".{KEPT}.{os.getpid()}"
@@ -101,6 +103,7 @@ def print_block(outcome: Outcome, failure: Failure, out: TextIO) -> None:
         ("", from_step if outcome.command else ""),
         ("see", f"TROUBLESHOOTING.md#{failure.fault}"),
     ]
+
     for name, text in rows:
         label = f"{name:<8}"
         if name == "FAILED" and has_colour(out):
@@ -140,6 +143,7 @@ def _others(outcome: Outcome, fault: str) -> str:
     if outcome.stopped:
         were = "was" if outcome.stopped == 1 else "were"
         parts.append(f"{count(outcome.stopped, 'rank')} {were} stopped by the launcher")
+
     left = "nothing is left running"
     if fault in ("link-lost", "node-lost"):
         left += " on the reachable nodes"

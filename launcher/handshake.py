@@ -68,6 +68,7 @@ def read_access(environ: Environ) -> Access:
         )
     if secret or not environ.get("HOSTS"):
         return Access(secret.encode())
+
     addresses: set[str] = set()
     for name in hostlist.expand(environ["HOSTS"]):
         try:
@@ -167,6 +168,7 @@ class Acceptor:
                 self._forget(visitor)
                 visitor.socket.setblocking(True)
                 let_in.append((visitor.socket, visitor.received))
+
         while self._waiting and self._oldest.since < time.monotonic() - limits.PROOF_S:
             self._drop(self._oldest)
         return let_in
@@ -189,6 +191,7 @@ class Acceptor:
             if self._waiting:
                 self._drop(self._oldest)
             return
+
         allowed = self._access.addresses
         if allowed is not None and address.removeprefix("::ffff:") not in allowed:
             self._note_dropped(f"{address} is not in HOSTS")
@@ -196,6 +199,7 @@ class Acceptor:
             return
         if len(self._waiting) >= MOST_WAITING:
             self._drop(self._oldest)
+
         connection.setblocking(False)
         visitor = _Visitor(connection, address, time.monotonic(), os.urandom(NONCE_BYTES))
         self._waiting[connection.fileno()] = visitor
@@ -212,6 +216,7 @@ class Acceptor:
             return False
         except OSError:
             data = b""
+
         visitor.received += data
         if not data or len(visitor.received) > MOST_BYTES:
             self._drop(visitor)

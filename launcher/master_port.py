@@ -43,6 +43,7 @@ def open_port(port: int, address: str = "") -> socket.socket:
     with contextlib.suppress(OSError):
         for family, *_, where in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
             addresses.add((family, str(where[0])))
+
     if len(addresses) == 1:
         ((family, only),) = addresses
         try:
@@ -51,6 +52,7 @@ def open_port(port: int, address: str = "") -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
+
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=4096)
@@ -85,6 +87,7 @@ def find_holder(port: int) -> str:
             fields = line.split()
             if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
                 listeners.add(f"socket:[{fields[9]}]")
+
     for file in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # the process is gone, or not ours to inspect
             if os.readlink(file) in listeners:

@@ -120,17 +120,20 @@ def end_attempt(
         (Basis.CONSEQUENCE if each.is_consequence else Basis.CAUSE, Outcome(each.code, each))
         for each in by_time
     ]
+
     code = stop_code(nodes, signals)  # if no rank has failed
     ends = describe_ends(nodes, signals) if code else ""
     if code and signals:
         ends = f"by {signal.Signals(signals[0]).name}: {ends}"
     stop = Outcome(code, ends=ends, signum=next(iter(signals), 0))
+
     chosen = choose([*accounts, (Basis.STOP, stop)])
     chosen = replace(chosen, has_saved=has_saved(nodes))
     if (first := chosen.failure) is None:
         return chosen
     if first.is_consequence:
         first = _exit_before(first, nodes) or first
+
     lost = {each.rank for each in failures if each.is_consequence} - {first.rank}
     stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
     stacks: dict[str, list[int]] = {}
@@ -147,6 +150,7 @@ def _exit_before(victim: Failure, nodes: Iterable[NodeEnd]) -> Failure | None:
     finished = [(rank, node) for node in nodes for rank, code in node.left.items() if code == 0]
     if not finished:
         return None
+
     rank, node = min(finished, key=lambda end: end[0])
     return replace(
         victim,
@@ -195,6 +199,7 @@ def describe_ends(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> str:
                 ends[rank] = f"ended by {signal.Signals(code - 128).name}"
             else:
                 ends[rank] = f"exited with code {code}"
+
     groups: dict[str, list[int]] = {}
     for rank, end in sorted(ends.items()):
         groups.setdefault(end, []).append(rank)
@@ -253,16 +258,19 @@ class LaunchEnd:
             cause += f"; nodes end a run after {self.plan.silence_s:g} s without a heartbeat"
             yield Basis.SILENCE, self._blame(-1, "launcher-killed", cause)
             return
+
         lost = [node for node, part in enumerate(self.parts) if part.lost or part.code is None]
         silent = [node for node in lost if self.parts[node].is_silent]
         has_ended = lost == silent and all(self.parts[node].code is not None for node in lost)
         if not lost or (has_ended and is_well):
             return
+
         basis = Basis.SILENCE if has_ended else Basis.LOST_NODE
         if len(self.parts) > 1 and len(silent) == len(self.parts):
             cause = f"no heartbeat from any node for {self.plan.silence_s:g} s (network down?)"
             yield basis, self._blame(-1, "link-lost", cause)
             return
+
         is_link = silent or not all(part.is_reachable for part in self.parts)
         first = (silent or lost)[0]
         cause = self.parts[first].lost or "this node did not end its part of the run in time"
@@ -272,6 +280,7 @@ class LaunchEnd:
         """Yield accounts of the agents that reported nothing, judged by their exit codes."""
         told = {part.told.code for part in self.parts if part.told}  # other agents exit with it too
         engine = self.plan.engine  # which reports nothing
+
         for node, part in enumerate(self.parts):
             code = part.code
             if not code or code in told:

@@ -40,6 +40,7 @@ def leave_outer_job(environ: OwnEnviron) -> None:
         _remove("SLURM_N(TASKS|PROCS)", environ)
     if environ.get("SLURM_CPUS_PER_TASK") == "1":  # what SLURM makes of the outer job's
         _remove("SLURM_CPUS_PER_TASK", environ)
+
     signs = dict(_RECORDED)
     if environ.get("SLURM_GPUS_ON_NODE"):  # a job without GPUs does not have it
         del signs["SLURM_GPUS_PER_NODE"]

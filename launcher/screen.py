@@ -45,12 +45,14 @@ class View:
         whole, line = text[:start], text[start:]
         is_mine = self._is_alone or self._screen.open_by is self
         newest = line.rfind(b"\r", 0, -1)
+
         if is_mine and not self.may_be_dropped(line):
             whole, line = text, b""
         elif len(line) > LONGEST_HELD and newest >= 0 and not self._screen.is_free_for(self):
             line = line[newest:]  # a progress bar that waits for another line
         elif len(line) > LONGEST_HELD:
             whole, line = text, b""
+
         if whole or not self._held:
             self._since = time.monotonic()
         self._held = line

@@ -18,12 +18,14 @@ def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, 
     """
     if not is_task(environ):
         return None
+
     v = Variables({**environ, "MASTER_PORT": "1", "WORLD_SIZE": ""})
     v["MASTER_ADDR"] = "" if v["SLURM_STEP_NUM_NODES"] == "1" else master or v["MASTER_ADDR"]
     env = slurm(v)
     if env.world_size != env.num_nodes:
         cause = f"srun started {env.world_size} tasks on {env.num_nodes} nodes"
         raise LauncherError(f"{cause}; give it --ntasks={env.num_nodes} --ntasks-per-node=1")
+
     address = find_address(env.master_addr) if env.num_nodes > 1 else env.master_addr
     return env.num_nodes, env.node_rank, address
 

@@ -67,6 +67,7 @@ def start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
         code = int(leave.code or 0)
     finally:
         slurm.end_chain(code, environ)
+
     if code in (BAD_INPUT, REFUSED):
         slurm.end_step(environ)
     return code
@@ -79,21 +80,25 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
         os.execvp("bash", ["bash", call.file, f"--{typed.fanout}"])
     if typed.show is not None:
         environ["SHOW_RANKS"] = typed.show
+
     if typed.fanout in ("status", "stop", "stacks"):
         return runs.main(typed)
     if typed.fanout == "submit":
         return submit_with_config.run(typed)
+
     pbs.find_tools(environ)
     resume.forward_given(environ, pbs.note_job(environ))
     plan = make_plan(typed)
     check_script(plan)
     if (code := show_help(plan)) is not None:
         return code
+
     is_first = plan.node_rank == 0
     silence = pbs.find_silence(environ) if is_first else ""
     short = pbs.find_short_delay(plan.grace_s, environ) if is_first and not typed.module else ""
     for warning in filter(None, (find_idle(plan), silence, short)):
         warn(f"{typed.program}: warning: {warning}")
+
     be_ready = prepare(plan, typed.typed[0])
     fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
     code = int(fanout.run(check_config(plan), be_ready))
@@ -109,6 +114,7 @@ def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:
     """
     if not (job_id(environ) and is_locked(folder)):
         return
+
     wait_s = grace_s + limits.STOP_COMMAND_S
     _, host = locked_by(folder) or (0, "another node")
     warn(f"waiting up to {wait_s:g} s for this job's earlier start, on {host}, to save and stop")
@@ -127,6 +133,7 @@ def prepare(plan: Plan, script: str) -> Callable[[], None]:
     """
     if plan.is_dry_run:
         return lambda: None
+
     is_first = plan.node_rank == 0
     if is_first:
         run_json.refuse_live(plan.folder, plan.environ)

@@ -82,6 +82,7 @@ class Terminal(io.RawIOBase):
             data = data[self._write(data) :]
         if not data:
             return
+
         if self._writer.ident is None:
             self._writer.start()
         with self._changed:

@@ -67,17 +67,20 @@ _hints = cache(get_type_hints)
 def _read(kind: Any, value: Any, where: str) -> Any:
     if is_dataclass(kind):
         return _read_dataclass(kind, value, where)
+
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
         (kind,) = (item for item in arguments if item is not type(None))
         return _read(kind, value, where)
+
     if origin in (tuple, list, Sequence) and isinstance(value, list):
         items = [_read(arguments[0], item, f"{where}[{n}]") for n, item in enumerate(value)]
         return tuple(items) if origin is tuple else items
     if origin in (dict, Mapping) and isinstance(value, dict):
         return {name: _read(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
+
     if kind is Path and isinstance(value, str):
         return Path(value)
     if kind is float and type(value) in (int, float):

@@ -68,6 +68,7 @@ def refuse_together(environment: Environment) -> Iterator[None]:
     except (SettingsError, LauncherError, CheckpointError, Refused) as error:
         fault, cause = _read(error)
         mistake = [fault, cause if environment.is_main else f"rank {environment.rank}: {cause}"]
+
     if first := next(filter(None, gather_json(mistake)), None):
         if environment.is_main:
             _complain(*first)
@@ -108,12 +109,14 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
     config = arguments.config
     # The user's own task may be in the working directory or beside the config, even behind a link.
     sys.path += map(str, (Path.cwd(), config.absolute().parent, config.resolve().parent))
+
     try:
         settings = load(config, arguments.overrides, os.environ)
         if arguments.check:
             _check(arguments, settings)
     except (SettingsError, LauncherError) as error:
         refuse(error)
+
     if arguments.log_level == "DEBUG":  # torch and NCCL too, unless the user chose otherwise
         for name in ("TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "NCCL_DEBUG"):
             os.environ.setdefault(name, "INFO")
@@ -128,6 +131,7 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     samples = train.batch_size_on(world_size)
     if not is_own:
         data_path(settings.data.path)
+
     if arguments.json:  # for launchers
         module = importlib.util.find_spec(settings.task.partition(":")[0]) if is_own else None
         facts = {
@@ -150,6 +154,7 @@ def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
             f"ok: {arguments.config}, task {settings.task}, "
             f"{world_size} {'process' if world_size == 1 else 'processes'} x {samples} samples"
         )
+
     sys.exit(0)
 
 
@@ -160,6 +165,7 @@ def _parse(description: str) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
     parser.add_argument("--version", action="version", version=f"train.py {__version__}")
     config = parser.add_mutually_exclusive_group(required=True)
     config.add_argument("--config", "--config_path", metavar="FILE", type=Path, help="the config")
@@ -179,6 +185,7 @@ def _parse(description: str) -> argparse.Namespace:
         default=os.environ.get("LOG_LEVEL") or "INFO",
         help=f"{', '.join(LOG_LEVELS)}; or the variable LOG_LEVEL (default: INFO)",
     )
+
     parser.add_argument("--nodes", metavar="N", type=int, help="fail unless there are N nodes")
     parser.add_argument(
         "--gpus-per-node", metavar="N", type=int, help="fail unless each node has N ranks"
@@ -187,6 +194,7 @@ def _parse(description: str) -> argparse.Namespace:
     parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
     parser.set_defaults(launch_command=os.environ.get("LAUNCH_COMMAND"))
+
     arguments = parser.parse_intermixed_args()
     if (arguments.folder is None) != (arguments.config_name is None):
         parser.error("--config-path DIR and --config-name NAME go together")

@@ -85,6 +85,7 @@ def make_task(kind: Any, base: Any, name: str, settings: Any) -> Any:
     # As in Task: Python 3.10 replaces the __init__ of a Protocol.
     _check_call(kind, lambda self, settings: None, kind.__init__, f"{name}.__init__")
     task = kind(settings)
+
     for method, plain in vars(base).items():
         if not method.startswith("_") and inspect.isfunction(plain):
             _check_method(task, base, method, name)

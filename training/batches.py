@@ -66,6 +66,7 @@ class Batches:
             raise SettingsError(f"data: validation has no samples; {cure}")
         self._epoch, self._batch = position["epoch"], position["samples"] // self.samples
         self._sampler: Any = None  # of data with a length
+
         load: Any
         if type(task).loader is not Task.loader:
             load = functools.partial(task.loader, batch_size, rank=rank, world_size=world_size)
@@ -80,6 +81,7 @@ class Batches:
             self.per_epoch = len(loader)
             if self.per_epoch == 0:
                 raise SettingsError(f"data: too small for one batch of {batch_size} per rank")
+
         self._rest = _epochs(load, self._epoch, self._batch)
 
     def __next__(self) -> Any:
@@ -107,6 +109,7 @@ class Batches:
         """
         if self.per_epoch is None:
             return ""
+
         sampler = self._sampler
         samples: list[str] = []
         first = self._epoch * self.per_epoch + self._batch - back - count
@@ -142,6 +145,7 @@ def _make_loader(task: Task, batch_size: int, settings: Settings) -> DataLoader[
         pin_memory=settings.data.pin_memory,
         worker_init_fn=_ignore_signals,
     )
+
     loader.sampler.order = lambda epoch, skip: shuffled(  # type: ignore[attr-defined]
         len(data), getattr(data, "block", 1), f"{settings.seed} {epoch}", skip
     )
@@ -182,6 +186,7 @@ def _read_all(task: Task, own: slice, seed: int, *, epoch: int, skip: int) -> It
     seed_everything(zlib.crc32(f"{seed} {epoch}".encode()))
     if hasattr(task.train, "set_epoch"):
         task.train.set_epoch(epoch)
+
     make_batch, stream = task.collate or default_collate, iter(task.train)
     groups = iter(lambda: list(itertools.islice(stream, own.stop)), [])
     for number, group in enumerate(groups):

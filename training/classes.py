@@ -25,6 +25,7 @@ def check_name(text: str, *known: str) -> str:
     module, _, name = text.partition(":")
     if not (module and name):
         raise ValueError(f"{text!r} is neither {' nor '.join(known)} nor module:Class")
+
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):  # no such module, or not a valid name
@@ -34,6 +35,7 @@ def check_name(text: str, *known: str) -> str:
             f"there is no module {module}; "
             f"put {module}.py into this folder, into the config's, or on PYTHONPATH"
         )
+
     if (spec.origin or "").endswith(".py"):
         try:
             source = importlib.util.decode_source(Path(spec.origin or "").read_bytes())

@@ -69,6 +69,7 @@ def read_file(path: Path) -> Tree:
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         cause = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise SettingsError(f"{path}{where}: not YAML: {cause}") from None
+
     if not isinstance(tree, dict):
         raise SettingsError(f"{path}: should contain `key: value` lines")
     if _is_too_large(tree):

@@ -38,10 +38,12 @@ def evaluate_checkpoint(
         samples = len(task.validation)  # type: ignore[arg-type]
         if not samples:
             raise SettingsError("data: validation has no samples; give it samples")
+
     with refuse_together(environment):
         check_sizes([samples])
         model = make_model(task, settings, None)
         helper.load(saved, model, None)
+
     step = saved.progress["step"]
     helper.beat(step, hang_seconds=settings.distributed.hang_seconds)
     helper.seed_everything(settings.seed, environment.rank)

@@ -75,6 +75,7 @@ class Meter:
         """
         first, value = self.not_finite or (step + 1, 0.0)
         steps = helper.gather_json(first)
+
         if rank == steps.index(min(steps)):
             cause = f"the loss at step {first} is {value} on rank {rank}"
             if first > step:
@@ -83,6 +84,7 @@ class Meter:
                 cause += f", for {samples}"
             cause += "; try a lower train.learning_rate, and check the data of that step"
             raise with_fault(FloatingPointError, "loss-not-finite", cause)
+
         with contextlib.suppress(RuntimeError):
             helper.barrier()  # until the launcher ends this rank
         helper.finish(1)
@@ -197,6 +199,7 @@ class Pace:
         """
         ranks = helper.gather_json([*self._meter.read(), peak_memory(), self._stopwatch.read()])
         speeds, loading, memory, computing = zip(*ranks, strict=True)
+
         found = {f"{unit}_per_second": sum(speeds), "data_wait": max(loading)}
         if flops and self._peak:
             found["mfu"] = sum(speeds) * flops / (self._peak * len(ranks))
@@ -216,12 +219,14 @@ class Pace:
         self._ratios.append((start, [own / middle for own in seconds]))
         while len(self._ratios) > 1 and step - self._ratios[1][0] >= SLOW_STEPS:
             self._ratios.popleft()
+
         ratios = [*map(statistics.median, zip(*(one for _, one in self._ratios), strict=True))]
         ratio, steps = max(ratios), step - self._ratios[0][0]
         rank = ratios.index(ratio)
         is_long = middle >= LEAST_S * (step - start)  # otherwise clock noise decides
         has_median = len(seconds) > 2 or not self._named  # of two ranks, only one can be slow
         is_new = rank not in self._named and has_median
+
         if ratio > SLOW and steps >= SLOW_STEPS and is_long and is_new:
             self._named.add(rank)
             of = "the median rank" if len(seconds) > 2 else "the other rank"

@@ -43,10 +43,12 @@ def make_model(task: Task, settings: Settings, cache: Path | None) -> nn.Module:
     if settings.train.compile and cache:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute()))
     choose_forward(model, settings.train)
+
     chosen = settings.distributed
     is_off = chosen.mixed_precision.enabled and not is_mixed(settings)
     if is_off and helper.is_main_process():
         _log.warning("precision  float32: mixed precision needs a GPU")
+
     return helper.setup_distributed_models(
         model,
         strategy=chosen.strategy,
@@ -79,6 +81,7 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
     buffers = 2 + is_copied * environment.is_main  # the copy is sent from a third one
     if is_sharded:
         buffers = (2 + 2 * is_copied) * environment.local_world_size  # also for another node
+
     needed = size * buffers
     # After a restart, the snapshots already occupy that memory.
     if needed > (free := free_memory()) and environment.restart_count == 0:
@@ -86,6 +89,7 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
             f"checkpoint.snapshot_every: snapshots take {needed / 1e9:.1f} GB of memory, "
             f"but only {free / 1e9:.1f} GB are free; set it to 0"
         )
+
     every = settings.checkpoint.snapshot_every
     _log.info(f"snapshots  every {every} steps, in {needed / 1e6:,.0f} MB of memory")
 
@@ -127,6 +131,7 @@ def choose_forward(model: nn.Module, settings: Train) -> None:
     if every != "none":
         for block in blocks[:: 1 if every == "full" else int(every)]:
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
+
     if settings.compile:
         if blocks:  # small graphs: DDP overlaps with the backward pass without splitting them
             compile_beside_ddp()
@@ -163,6 +168,7 @@ def mean_metrics(
     module = helper.unwrap(model)  # ranks can have different numbers of batches
     modes = {one: one.training for one in module.modules()}  # the task may have frozen some
     module.eval()
+
     sums: defaultdict[str, float] = defaultdict(float)  # also of the weights
     for batch, counts in batches:
         if step is not None:  # no limit applies before the first step
@@ -174,6 +180,7 @@ def mean_metrics(
             sums[f"{name} weight"] += counts * float(weight)
     for one, is_training in modes.items():
         one.training = is_training
+
     means = helper.sync_metrics(sums)
     names = [name.removesuffix(" weight") for name in means if name.endswith(" weight")]
     weights = {name: means[f"{name} weight"] or step is None for name in names}

@@ -53,11 +53,13 @@ def draw(
         from matplotlib.figure import Figure  # pyplot is slower to import and has global state
     finally:
         os.environ |= {"MPLBACKEND": backend} if backend else {}
+
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     found = {name: _curves(read_metrics(folder / METRICS)) for name, folder in runs.items()}
     used = [panel for panel in panels if any(_shown(each, panel) for each in found.values())]
     columns = 2 if len(used) > 1 else 1
+
     for number, panel in enumerate(used or panels[:1]):
         axes = figure.add_subplot(-(-max(1, len(used)) // columns), columns, number + 1)
         axes.set(xlabel="step", ylabel=panel)
@@ -70,6 +72,7 @@ def draw(
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
+
     if len(used) > 1:
         figure.suptitle(", ".join(runs))
     temporary = to.with_name(f".{to.name}")
@@ -102,12 +105,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="+")
     parser.add_argument("--to", metavar="FILE", type=Path)
     chosen = parser.parse_args(arguments)
+
     logs = Path(os.environ.get("LOG_DIR") or "logs")
     folders = {run: Path(run) if "/" in run else logs / run for run in chosen.runs}
     for file in (folder / METRICS for folder in folders.values()):
         if not file.is_file():
             print(f"plot: there is no {file}; give a run id or its log folder", file=sys.stderr)
             return 2
+
     first = folders[chosen.runs[0]]
     to = chosen.to or (first if len(folders) == 1 else first.parent) / "runs.png"
     try:

@@ -35,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", metavar="TO", type=Path, required=True, help="a folder")
     parser.add_argument("--tokenizer", default="bytes", help="default: bytes")
     chosen = parser.parse_args(arguments)
+
     try:
         prepare(chosen.folder, chosen.to, Tokenizer(chosen.tokenizer))
     except (SettingsError, OSError) as error:
@@ -54,6 +55,7 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
     if to.is_file() or (to / "train.bin").exists():
         what = "is a file" if to.is_file() else "already has a train.bin"
         raise SettingsError(f"{to} {what}; name another folder, or delete it")
+
     size = tokenizer.vocabulary
     dtype = next(name for name, code in CODES.items() if size <= 256 ** array(code).itemsize)
     to.mkdir(parents=True, exist_ok=True)
@@ -62,6 +64,7 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
         facts["tokenizer"] = f"tokenizers:{tokenizer.file.name}"
         if tokenizer.file.resolve().parent != to.resolve():
             shutil.copy(tokenizer.file, to)
+
     for name, pieces in (("val.bin", corpus.validation), ("train.bin", corpus.train)):
         count = 0
         with (to / f"{name}.new").open("wb") as opened:
@@ -70,6 +73,7 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
                     array(CODES[dtype], tokens).tofile(opened)
                     count += len(tokens)
         print(f"{to / name}: {count:,} tokens of {sum(piece.size for piece in pieces):,} bytes")
+
     (to / FACTS).write_text(json.dumps(facts) + "\n")
     for name in ("val.bin", "train.bin"):
         (to / f"{name}.new").replace(to / name)

@@ -113,6 +113,7 @@ class Progress:
         self._bar: Bar | None = None
         self._file: TextIO | None = None
         self._enabled = enabled
+
         if enabled:
             with may_be_lost(folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -138,11 +139,13 @@ class Progress:
         is_due = now - self._shown >= (BAR_EVERY_S if self._bar else LINE_EVERY_S)
         if not self._enabled or not (is_due or step == self._limits.last_step):
             return
+
         self._shown = now
         end = f"/{self._limits.last_step}" if self._limits.last_step else ""
         left = self._limits.seconds_left(step, now - self._start)
         time_left = "" if left is None else f"  {timedelta(seconds=round(left))} left"
         text = f"step {step}{end}{self._status}{time_left}{self._details}"
+
         if self._bar is None:
             _log.info("%s", text)
         else:
@@ -154,6 +157,7 @@ class Progress:
         """Append values to metrics.jsonl, and pass them to the trackers."""
         if not self._enabled:
             return
+
         if "loss" in values:
             speed = shown_speed(values[f"{self._unit}_per_second"], self._unit)
             self._details = _tell_details(values)
@@ -162,6 +166,7 @@ class Progress:
             told = (f"{name.removeprefix('validation_')} {shown(found[name])}" for name in found)
             self._validation = f"  validation {' '.join(told)}"
             self._warn_not_finite(step, found)
+
         if self._file is not None:
             with may_be_lost(self._folder):
                 line = {"step": step, **values, "time": round(time.time(), 3)}

@@ -32,6 +32,7 @@ def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoin
         if steps(folder):
             raise SettingsError(f"resume: never, but {folder} holds checkpoints; use a new RUN_ID")
         return None
+
     state = checkpoint.load(folder, whole=False)
     if state is None and resume not in ("auto", "never"):
         state = checkpoint.load(Path(os.path.expanduser(resume)), whole=False)
@@ -54,6 +55,7 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
         is_same = now.items() <= saved.progress["settings"]["train"].items()
         if is_same if train.batch_size else len(saved.ranks) != world_size:
             before = saved.progress["global_batch_size"]
+
     samples = train.global_batch_size or before or each * shares
     if samples % shares:
         cause = f"{samples} samples are not divisible by {shares} (ranks x grad_accumulation)"
@@ -69,6 +71,7 @@ def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None
     """Log the step that the run resumes after, and everything that has changed since then."""
     source = ", from memory" if saved.is_snapshot else ""
     _log.info(f"resumed    after step {saved.progress['step']}{source}")
+
     now: Tree = progress["settings"]
     told = list(changes(saved.progress.get("settings", now), now))
     before, samples = saved.progress["global_batch_size"], progress["global_batch_size"]
@@ -81,6 +84,7 @@ def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None
     if world_size != len(saved.ranks):
         count = f"{world_size} {'process' if world_size == 1 else 'processes'}"
         told.append(f"{count} (was {len(saved.ranks)}): sums are rounded differently")
+
     for change in told:
         _log.warning(f"resumed    with {change}")
 

@@ -38,11 +38,13 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.length < 1 or chosen.temperature < 0:
         parser.error("--length must be 1 or more, --temperature 0 or more")
+
     try:
         model, tokenizer = load(chosen.checkpoint)
     except (SettingsError, CheckpointError, OSError) as error:
         print(f"sample: {error}", file=sys.stderr)
         return 2
+
     prompt = tokenizer.encode(chosen.prompt.encode()) or [0]
     text = generate(model, prompt, chosen.length, temperature=chosen.temperature, seed=chosen.seed)
     print(printable(tokenizer.decode(text)))
@@ -60,9 +62,11 @@ def load(folder: Path) -> tuple[GPT, Tokenizer]:
     settings = state.progress["settings"]  # only those used below must be valid
     if settings["task"] != BUILT_IN_TASK:
         raise SettingsError(f"{folder} was trained with the task {settings['task']}")
+
     shape = read(LanguageModel, settings["model"], "model.")
     model = GPT(shape)
     model.load_state_dict(state.model)
+
     if shape.vocabulary == 256:
         return model, Tokenizer("bytes")
     corpus = find_corpus(settings["data"]["path"])

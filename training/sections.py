@@ -86,9 +86,11 @@ def read(kind: type[S], tree: object, prefix: str = "", known: Sequence[str] = (
     known = known or [key for key, _ in keys_of(kind, prefix)]
     if not isinstance(tree, dict):
         raise InvalidSetting(prefix[:-1], f"should be a section of settings, not {_shown(tree)}")
+
     types = {field.name: field.type for field in fields(kind)}
     given = [name for name in types if name in tree]
     values = {name: _check(types[name], tree[name], f"{prefix}{name}", known) for name in given}
+
     for name in tree:
         if name not in types:
             raise InvalidSetting(f"{prefix}{name}", _describe_unknown(name, types, prefix, known))
@@ -96,6 +98,7 @@ def read(kind: type[S], tree: object, prefix: str = "", known: Sequence[str] = (
         is_needed = field.default is MISSING and field.default_factory is MISSING
         if is_needed and field.name not in tree:
             raise InvalidSetting(f"{prefix}{field.name}", "is missing")
+
     try:
         section = kind(**values)
     except ValueError as error:  # settings that contradict each other
@@ -112,6 +115,7 @@ def _check(kind: Any, value: Any, key: str, known: Sequence[str]) -> Any:
         kind = get_args(kind)[0]
     if _is_section(kind):
         return read(kind, value, f"{key}.", known)
+
     kind, *checks = get_args(kind) if get_origin(kind) is Annotated else (kind,)
     try:
         value = _check_type(kind, value)

@@ -199,6 +199,7 @@ def load(
     files = [path if name == "_self_" else path.parent / with_ending(name) for name in names]
     layers = {str(file): config if file == path else read_file(file) for file in files}
     layers |= {COMMAND_LINE: _read_overrides(overrides)}
+
     tree: Tree = {}
     sources = {"": str(path)}  # the layer that sets each key
     for source, layer in layers.items():
@@ -208,6 +209,7 @@ def load(
             # Two ways to set one thing: the upper layer's choice unsets the other.
             layer["train"] = {"batch_size": None, "global_batch_size": None, **train}
         tree = _merge(tree, layer)
+
     kind = Settings if tree.get("task", BUILT_IN_TASK) == BUILT_IN_TASK else OwnTaskSettings
     try:
         settings = read(kind, tree)
@@ -217,6 +219,7 @@ def load(
         while known not in sources:
             known = known.rpartition(".")[0]
         raise SettingsError(f"{sources[known]}{line_of(sources[known], known)}: {error}") from None
+
     limits = settings.distributed
     changed: Tree = {}
     # If a config sets only timeout, join_timeout is raised to it: timeout used to be both.

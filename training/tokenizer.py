@@ -21,6 +21,7 @@ class Tokenizer:
         self._kind, _, self._model = name.partition(":")
         self.end: int | None = None  # the token between two documents
         self.file: Path | None = None  # the file that it was read from
+
         if name == "bytes":
             self.vocabulary = 256
         elif self._kind == "tiktoken" and self._model:

@@ -90,6 +90,7 @@ def agree(own: Sequence[Header], copies: Sequence[Header]) -> tuple[int, list[tu
     mine = [[[one.step, one.rank, one.holders] for one in some] for some in (own, copies)]
     rows = gather_json(mine)
     held = [{step: n for step, _, n in row[0] if n in (1, len(rows))} for row in rows]
+
     copied = {
         (step, rank): holder
         for holder, row in enumerate(rows)
@@ -100,6 +101,7 @@ def agree(own: Sequence[Header], copies: Sequence[Header]) -> tuple[int, list[tu
         {**{step: len(rows) for step, of in copied if of == rank}, **one}
         for rank, one in enumerate(held)
     ]
+
     newest = max(whole_steps(anywhere), default=-1)
     lacking = [rank for rank, one in enumerate(held) if newest not in one]
     return newest, [(rank, copied[newest, rank]) for rank in lacking if (newest, rank) in copied]
@@ -146,10 +148,12 @@ def _transfer(
     if theirs is not None:
         theirs.set_header(None)
         os.ftruncate(theirs.fd, int(sizes[1]))
+
     out, into = _content(mine, int(sizes[0])), _content(theirs, int(sizes[1]))
     for start in range(BEGIN, max(map(int, sizes)), _PIECE):
         swap(out[start : start + _PIECE], into[start : start + _PIECE])
         yield
+
     header = torch.empty(BEGIN, dtype=torch.uint8)
     swap(out[:BEGIN], header)
     if theirs is not None:

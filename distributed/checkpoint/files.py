@@ -86,11 +86,13 @@ def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> 
         content = plain(getattr(content, "data", content))  # Ranks: still packed
         torch.save(content, folder / f"{name}.pt")
     (folder / "progress.json").write_text(json.dumps(progress))
+
     files = sorted(file for file in folder.iterdir() if file.name not in parts)
     entries = {**{file.name: entry_of(file) for file in files}, **parts}
     manifest = {"version": 2, "saved": time.time(), "files": entries}
     manifest["sha256"] = _hash_manifest(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2))
+
     for file in (*files, folder / MANIFEST, folder):
         sync(file)
 
@@ -170,11 +172,13 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
             scores[folder] = score(read_progress(folder))
         except CheckpointError as error:
             _log.warning("%s; this checkpoint is not deleted", error)
+
     kept = [folder for folder in scores if step_of(folder) <= step][-keep_last:]
     best = min(scores, key=scores.__getitem__, default=None)
     if best is not None and math.isfinite(scores[best]):
         update_link(run_folder / "best", best.name)
         kept.append(best)
+
     for folder in scores:
         if folder not in kept:
             try:

@@ -37,6 +37,7 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
     folder = Path(folder)
     wait_for_saves()
     taken = newest_snapshot(folder)
+
     content: dict[str, bytes] = {}
     state, damage, is_snapshot = None, "", False
     if own_rank() == 0:
@@ -44,15 +45,18 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
             content, state, folder, damage = _read_newest(folder)
         if taken is not None and not (content and files.step_of(folder) >= taken.step):
             content, state, damage, is_snapshot = taken.content(), None, "", True
+
     found = [damage, str(folder), [name for name in content if content[name]], is_snapshot]
     damage, place, names, is_snapshot = broadcast(found)
     folder = Path(place)
     content = {name: _broadcast(content.get(name)) for name in names}
+
     if damage:
         damage += "; move it away, or use another RUN_ID"
         raise with_fault(CheckpointError, "checkpoint-damaged", damage)
     if not content:
         return None
+
     state = replace(state or parse(folder, content), is_snapshot=is_snapshot)
     if is_snapshot and taken is not None and taken.holders > 1:
         state = replace(state, fetch=taken.fetch)
@@ -74,11 +78,13 @@ def _read_newest(folder: Path) -> tuple[dict[str, bytes], State | None, Path, st
             damaged[candidate] = str(error)
             _log.warning("%s; trying the previous checkpoint", error)
             continue
+
         if damaged and is_locked_here(folder):
             update_link(folder / "latest", candidate.name)
             for one in damaged:
                 files.set_aside(one)
         return content, state, candidate, ""
+
     cause = next(iter(damaged.values()), "")
     return {}, None, folder, cause and f"{cause}, and no intact checkpoint is left in {folder}"
 

@@ -109,6 +109,7 @@ def load(
     state = folder if isinstance(folder, State) else loader.load(folder, whole=False)
     if state is None:
         return None
+
     objects = {"model": model, "optimizer": optimizer, **objects}
     cause = "the checkpoint is from a different model, optimizer or other object"
     with files.told_as(f"{cause}; use those that it was saved with, or another RUN_ID"):

@@ -75,6 +75,7 @@ class Saver:
             raise ValueError(f"keep_last is {keep_last}; keep at least 1 checkpoint")
         if format not in ("full", "sharded"):
             raise ValueError(f"format {format!r} is unknown; use full or sharded")
+
         self.folder = run_folder = Path(run_folder)
         self.keep_last = keep_last
         self.enabled = enabled
@@ -116,6 +117,7 @@ class Saver:
         self.last_step = step
         if not self.enabled and self._parts is None:
             return
+
         trees, tensors = state.trees(), self._check(state)
         self.wait()
         if self._parts is None:
@@ -125,6 +127,7 @@ class Saver:
         else:
             trees, chosen = self._parts.choose(trees)
             copies = self._copy(chosen)
+
         self._thread = threading.Thread(
             target=self._write, args=(step, replace(state, **trees), copies), daemon=True
         )
@@ -189,6 +192,7 @@ class Saver:
                 parts = self._parts.write(partial(self._begin, temporary), copies)
             if not self.enabled:
                 return
+
             tensors = {name: getattr(state, name) for name in files.TENSORS}
             files.write(temporary, tensors, state.progress, parts)
             with self._lock.committing():

@@ -71,6 +71,7 @@ class Parts:
         if any(gather_bytes(b"" if shapes == self._shapes else b"new", self._group)):
             self._plan(tensors)
             self._shapes = shapes
+
         bare = tree_map_only(
             Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"), trees
         )
@@ -99,6 +100,7 @@ class Parts:
         told = [one.split(b"\n", 1) for one in self._tell(partial(self._write, writer, copies))]
         if own_rank() != 0:
             return {}
+
         if self._packed != (packed := [results for _, results in told]):
             self._packed, self._results = packed, [*map(files.unpack, packed)]  # 0.1 ms per tensor
         writer.finish(self._metadata, self._results)  # for torch's own tools
@@ -124,6 +126,7 @@ class Parts:
             mine = b"+" + do()
         except Exception as error:
             mine = b"-" + json.dumps([str(error), getattr(error, "fault", "")]).encode()
+
         told = gather_bytes(mine, self._group)
         for rank, one in enumerate(told):
             if one.startswith(b"-"):

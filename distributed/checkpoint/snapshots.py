@@ -92,6 +92,7 @@ class Buffer(Memory):
             os.ftruncate(self.fd, end)
             self._memory = mmap.mmap(self.fd, end)
             self._views = _views(self._memory, tensors)
+
         copy_all(self._views, tensors)
         size = end + len(rest)
         os.ftruncate(self.fd, size)
@@ -160,6 +161,7 @@ class Snapshots:
         """
         if not self._buffers:
             return
+
         tensors = dict(named_tensors(trees))
         shared = [name for name, one in tensors.items() if hasattr(one, "to_local")]
         for name in shared:
@@ -180,6 +182,7 @@ class Snapshots:
             "places": kinds_of(parts),
             "shared": shared,
         }
+
         self.finish()
         if self._neighbours is not None:  # no rank may overwrite what another still needs
             self._neighbours.meet()
@@ -215,12 +218,14 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
     """
     if FILES not in os.environ:
         return None
+
     opened = _open_buffers()
     own, copies = _of_run(folder, opened[:2]), _of_run(folder, opened[2:])
     newest, lacking = exchange.agree(
         [buffer.header() for buffer, _ in own.values()],
         [buffer.header() for buffer, _ in copies.values()],
     )
+
     for step, (buffer, _) in (*own.items(), *copies.items()):
         if step > newest:  # other ranks lack it, so the run repeats this step
             buffer.set_header(None)
@@ -228,6 +233,7 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
         copy = copies[newest][0] if newest in copies else None
         exchange.deliver(lacking, copy, reused(opened[:2], newest))
         own = _of_run(folder, opened[:2])
+
     if newest not in own:
         return None
     buffer, rest = own[newest]

@@ -52,12 +52,14 @@ def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
         "fanout": command.fanout,
         **command.fixed,
     }
+
     is_scheduled = command.is_batch or bool(job_id(environ))
     values = _Reader(command, start, words, is_scheduled=is_scheduled).read()
     if command.finish and values["fanout"] not in TASKS.values():
         command.finish(values, environ)
     _name_batch_script(values, call.file)
     typed = [call.script, *words]
+
     if task := next(filter(None, map(environ.get, _TASKS)), ""):
         filled = {word: word.replace("{task}", task) for word in values.get("setting", ())}
         values["setting"] = (*filled.values(),)
@@ -129,6 +131,7 @@ class _Reader:
         if name in TASKS:
             self._take_task(name, [] if value is None else [value])
             return
+
         option = self.options[name]
         if option.field == "is_detached":
             self._refuse_scheduled(name)
@@ -138,6 +141,7 @@ class _Reader:
             value = next(self.words, None)
             if value is None:
                 raise PlanError(f"option {name} needs a value; {self.see}")
+
         if option.field == "passed":
             self._append("passed", name, *([] if value is None else [value]))
         else:
@@ -150,6 +154,7 @@ class _Reader:
             value = text if equals else None
         else:
             name, value = word[:2], word[2:].removeprefix("=") or None  # -r3
+
         spelt = name.replace("_", "-")
         longer = [full for full in self.command.options if spelt[2:] and full.startswith(spelt)]
         meant = [spelt] if spelt in self.options or spelt in TASKS else longer
@@ -174,11 +179,13 @@ class _Reader:
         is_about_runs = task not in ("help", "version")
         if task in ("status", "stop"):
             self._refuse_scheduled(option)
+
         others = [flag for flag in ("--strict", "--detach") if self.values.get(COMMON[flag].field)]
         known = ("--dry-run", *(["--all"] if task == "status" else []))
         others += [word for word in words if word.startswith("-") and word not in known]
         if is_about_runs and others:
             raise PlanError(f"{others[0]} cannot be used with {option}; give only run ids")
+
         self.values = {
             "program": self.values["program"],
             "fanout": task,

@@ -57,11 +57,13 @@ def export(weights: dict[str, Tensor], file: str) -> None:
     if not file.endswith(".safetensors"):
         torch.save(weights, file)
         return
+
     try:
         from safetensors.torch import save_file
     except ImportError:
         cure = "pip install safetensors, or export to a .pt file"
         raise CheckpointError(f"{file} needs safetensors; {cure}") from None
+
     whole = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(whole, file, metadata={"format": "pt"})  # other programs expect this
 

@@ -68,6 +68,7 @@ def _join_config(values: Values, environ: Environ) -> None:
     folder, name = values.pop("config_path", ""), values.pop("config_name", "")
     if not folder and not name:
         return
+
     script = Path(environ.get("TRAIN_SCRIPT") or "-")
     if script.is_file() and re.search(rb"^@hydra\.main", script.read_bytes(), re.MULTILINE):
         given = {"--config-path": folder, "--config-name": name}

@@ -15,6 +15,7 @@ def read_like_torchrun(values: dict[str, Any], environ: Environ) -> None:
     if not (rest := values.get("rest")) or not rest[0]:
         cause = "SCRIPT is empty" if rest else "no SCRIPT"
         raise PlanError(f"{cause}; usage: {values['usage']}")
+
     rendezvous = {name: values.pop(f"rdzv_{name}", "") for name in ("backend", "endpoint")}
     is_alone = values.pop("standalone", False)
     if not values.get("hosts"):
@@ -23,6 +24,7 @@ def read_like_torchrun(values: dict[str, Any], environ: Environ) -> None:
         find_master(values, nodes, **rendezvous, in_step=bool(environ.get("SLURM_STEP_ID")))
     elif rendezvous["endpoint"]:
         raise PlanError("--hosts and --rdzv-endpoint both name the nodes; omit one")
+
     cpus = os.sysconf("SC_NPROCESSORS_ONLN")
     if values.get("nproc") == "cpu":
         values["nproc"] = str(cpus)
@@ -42,11 +44,13 @@ def find_master(
         return
     if backend not in ("", "static", "c10d"):
         raise PlanError(f"--rdzv-backend {backend}: not supported; omit it, and give --master-addr")
+
     nodes = least or ("1" if endpoint == "localhost:0" else "")  # torchrun's default
     if nodes:
         values["nnodes"] = nodes
     if nodes in ("", "1") and not in_step:
         return
+
     if backend == "c10d" and not values.get("node_rank") and not in_step:
         values["node_rank"] = "auto"
     if endpoint and nodes != "1":
@@ -64,6 +68,7 @@ def leave_to_torch(values: dict[str, Any], given: dict[str, str], endpoint: str)
     """
     if given["--rdzv-backend"] in ("", "static"):
         raise PlanError(f"--nnodes {given['--nnodes']}: {RANGE_CURE}")
+
     if endpoint:
         given |= {"--rdzv-endpoint": endpoint}
     # The same on every node, unlike this project's run ids; torchrun's default is none.

@@ -87,6 +87,7 @@ class Connection(Child):
         self._messages = Answers(token.rpartition(".")[0])
         self._answers: dict[type, Any] = {}
         self._words = b""  # stderr before the start, from start-up files or Python
+
         self._log = processes.anonymous_file("ssh")  # ssh's own messages
         log = f"/proc/{os.getpid()}/fd/{self._log}"
         super().__init__(loop, ssh_command(node, loop.environ, connect_s, log), self._take)
@@ -127,11 +128,13 @@ class Connection(Child):
                 if isinstance(message, Membership):
                     self._answers[Membership] = message  # the newest
                 self._answers.setdefault(type(message), message)
+
         if told or not self.is_started:  # the ranks' output says nothing about the far side
             self._note_heard(time.monotonic())
         if is_error and not self.is_started:
             self._words = (self._words + data)[-4096:]
             return
+
         if output:
             self._show(output, is_error)
         if not data:
@@ -178,6 +181,7 @@ class Connection(Child):
                 cause = "its checks exceed the preflight's time limit"
                 cure = "find out what is hanging there"
             return Fault("host-unreachable", cause, f"{cure}, or raise PREFLIGHT_SECONDS")
+
         fault = self._fault
         if is_there:
             fault = "host-unreachable" if self.code == SSH_FAILED else "env-missing"
@@ -206,6 +210,7 @@ def greet(
         ]
         if not dropped and not any(connection.may_come for connection in connections):
             return
+
         for number, place in enumerate(dropped):
             pause_s = limits.CONNECT_AGAIN_S * 2 ** tries[place] + limits.CONNECT_PACE_S * number
             if now > connections[place].heard + pause_s:
@@ -220,6 +225,7 @@ def find_fault(node: str, environ: Environ) -> str:
     result = subprocess.run(command, capture_output=True, timeout=limits.PROBE_S)
     lines = (line.partition(" ") for line in os.fsdecode(result.stdout).splitlines())
     config = {name: value for name, _, value in lines}
+
     if result.returncode == 0 and not config.keys() & {"proxyjump", "proxycommand"}:
         try:
             address = (config["hostname"], int(config["port"]))
@@ -253,6 +259,7 @@ def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
         if name not in environ:
             cause = f"FORWARD_ENV names {name!r}, which is not in the environment"
             raise PlanError(f"{cause}; export it, or omit it")
+
     wanted = {*asked, *plan.activated, *(name for name in environ if name.startswith(FORWARDED))}
     wanted = (wanted & environ.keys()) - {*own}
     return sorted(name for name in wanted if re.fullmatch(r"[A-Za-z_]\w*", name))

@@ -36,6 +36,7 @@ def main(arguments: list[str], environ: OwnEnviron) -> int:
     """Serve the launcher, or pdsh. Returns the exit code."""
     if arguments[:1] == ["--pdsh"]:
         return hold_agent(arguments[1])
+
     token = environ["LAUNCH_TOKEN"]
     while (request := read_request(0)) is not None:
         match request:
@@ -96,9 +97,11 @@ def await_pdsh(name: str, token: str) -> int | None:
         listener.bind(f"\0{name}")
         listener.listen()
         tell(token, Ready())
+
         ready = select.poll()
         ready.register(listener, select.POLLIN)
         ready.register(0, select.POLLRDHUP)  # heartbeats are for the agent, and stay unread
+
         deadline = time.monotonic() + limits.PDSH_FETCH_S
         while time.monotonic() < deadline:
             tell(token)
@@ -126,6 +129,7 @@ def hold_agent(name: str) -> int:
         far_side.connect(f"\0{name}")
         if not is_ours(far_side):
             raise SystemExit("the socket belongs to another user")
+
         while True:
             ready = wait_for_input([0, far_side.fileno()])
             if far_side.fileno() in ready:

@@ -33,16 +33,19 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     outcome = compare.judge([report])
     if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr):
         return REFUSED
+
     nproc, port = report.nproc, report.port
     counts = plan.rank_counts(nproc)
     print_plan(plan, report, outcome, counts)
     command = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=plan.node_rank))
+
     if plan.is_dry_run:
         print(node_comment(plan, plan.node_rank, report.host, counts, port))
         print(plan.paste_line(command))
         return 0
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, nproc):
         return REFUSED
+
     if not plan.container:  # a stop signal that arrives now is left to the agent's supervisor
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     be_ready()
@@ -61,6 +64,7 @@ def check_here(plan: Plan) -> Report:
     """
     if plan.is_dry_run or not plan.container:
         return check_node(plan.request(), plan.environ)
+
     check = [*plan.module_command("launcher.preflight.check_node"), encode(plan.request())]
     if reports := read_reports(plan.run_inside(check, stdout=subprocess.PIPE).stdout.encode()):
         return reports[0]
@@ -82,6 +86,7 @@ def is_healthy(plan: Plan, nproc: int) -> bool:
     container = plan.container and replace(plan.container, directory=plan.root)
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     result = replace(plan, container=container).run_inside(command, cwd=plan.root, **output)
+
     if result.returncode != 0:
         sys.stderr.write(result.stdout)
         warn(
@@ -89,6 +94,7 @@ def is_healthy(plan: Plan, nproc: int) -> bool:
             f"(exit code {result.returncode}, see above); see TROUBLESHOOTING.md"
         )
         return False
+
     print_row(
         "health",
         f"this node alone, {count(nproc, 'process', 'processes')}: "

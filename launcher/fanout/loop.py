@@ -44,9 +44,11 @@ class Loop:
         if 0 <= (limit := descriptors.raise_limit(needed)) < needed:
             cause = f"{most_children} nodes need {needed} open files, and the limit is {limit}"
             raise Refused("low-nofile", f"{cause}; raise the hard limit (ulimit -Hn) here")
+
         self.selector = selectors.DefaultSelector()
         self.children: list[Child] = []
         self._signals: list[signal.Signals] = []
+
         self._wake, self._waker = socket.socketpair()
         for end in (self._wake, self._waker):
             end.setblocking(False)
@@ -125,6 +127,7 @@ class Child:
         self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
         self._loop = loop
         self._on_output = on_output
+
         stdin, self._stdin = os.pipe()
         (out, stdout), (err, stderr) = os.pipe(), os.pipe()
         self._process = subprocess.Popen(
@@ -138,6 +141,7 @@ class Child:
         )
         for fd in (stdin, stdout, stderr):
             os.close(fd)
+
         self._unsent = bytearray()
         self._open, self._stderr = [out, err], err
         for fd in (self._stdin, *self._open):

@@ -45,6 +45,7 @@ class PdshFanout(Fanout):
     def start_nodes(self, reports: Sequence[Report]) -> None:
         super().start_nodes(reports)
         self.wait_for(Ready, time.monotonic() + limits.PDSH_READY_S + self.slack_s)
+
         environ = self.plan.environ
         given = [environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS")]
         options = " ".join([*given, *(f"-o {option}" for option in fixed_options())])
@@ -55,6 +56,7 @@ class PdshFanout(Fanout):
         # On every node, pdsh replaces %n with the node rank.
         remote = f"exec {shlex.join(words).replace('%', '%%')} --pdsh {self.socket}.%n"
         command = ["pdsh", "-R", "ssh", "-S", "-f", str(len(names)), "-w", ",".join(names)]
+
         self.pdsh = Child(
             self.loop,
             [*command, "-t", str(limits.PDSH_CONNECT_S + self.slack_s), remote],

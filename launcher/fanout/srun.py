@@ -42,6 +42,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
         for signum in {*handled_signals()} - {*NOTICES}:
             signal.signal(signum, _leave)
+
     if has_ended(plan.job):
         cause = f"SLURM_JOB_ID is {plan.job}, a job that has ended"
         raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")
@@ -51,6 +52,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
             f"{plan.program}: warning: LAUNCHER=srun does not set RANK; in "
             f"{' '.join(plan.words[:2])}, call init_distributed(), or read SLURM's variables"
         )
+
     checked = check_nodes(plan)
     if checked is None:
         return REFUSED
@@ -58,6 +60,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     counts = plan.rank_counts(first.nproc)
     command = step_command(plan, nproc=first.nproc, port=first.port)
     print_plan(plan, first, outcome, counts)
+
     if plan.is_dry_run:
         print(
             f"# job {job_id(plan.environ)}, {count(plan.num_nodes, 'node')}: "
@@ -65,6 +68,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
         )
         print(shell_line(plan.directory, command))
         return 0
+
     be_ready()
     return run_step(plan, command)
 
@@ -83,6 +87,7 @@ def secret_variables(plan: Plan) -> dict[str, str]:
     variables = {"RUN_SECRET": handshake.new_secret()}
     if not plan.engine:
         variables |= {"LAUNCH_START": "step", "LAUNCH_TOKEN": os.urandom(16).hex()}
+
     exported = (plan.environ.get("SLURM_EXPORT_ENV") or "ALL").split(",")
     if "ALL" not in exported:
         named = [word for word in exported if word not in ("NONE", "NIL")]
@@ -105,15 +110,18 @@ def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
         # A slow prolog or image may have made a node late, after the others had stopped waiting.
         reports = ask_nodes(plan)
         outcome = compare.judge(reports)
+
     is_refused = compare.print_findings(
         outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr
     )
     answers = {report.node_rank: report for report in reports}
     ill = find_ill(plan, [answers.get(number) for number in range(plan.num_agents)])
+
     if swapped := leave_out(plan, ill):
         plan, changes = swapped
         warn(f"{plan.program}: {'; '.join(changes)}")
         return check_nodes(plan)
+
     if silent := silent_hosts(plan, answers):
         cause = f"no answer to the preflight from {', '.join(silent)}, and no spare can take over"
         raise Refused("node-missing", f"{cause}; try srun --nodelist={','.join(silent)} hostname")
@@ -131,14 +139,17 @@ def ask_nodes(plan: Plan) -> list[Report]:
     srun = start(
         plan, node_step(plan, ["--kill-on-bad-exit=0", "--wait=0"], command), subprocess.PIPE
     )
+
     answers = receive(srun, plan)
     code = processes.shell_code(srun.returncode)
     if code == 128 + signal.SIGTERM and has_ended(plan.job):
         _leave(signal.SIGTERM)  # scancel ends the step before it signals the batch script
+
     reports = read_reports(answers)
     silent = silent_hosts(plan, {report.node_rank for report in reports})
     if reports and len(silent) <= plan.num_spares:
         return reports
+
     cause = f"the preflight did not start on {', '.join(silent)}, see above"
     if plan.container and srun.returncode > 0:
         cure = f"check that the image exists and contains {plan.python}"
@@ -163,12 +174,14 @@ def receive(srun: Srun, plan: Plan) -> bytes:
         return bytes(srun.communicate(timeout=limits.STEP_NAMING_S)[0])
     except subprocess.TimeoutExpired as wait:
         answered = {report.node_rank for report in read_reports(wait.output or b"")}
+
     silent = silent_hosts(plan, answered)
     if answered and silent:
         warn(
             f"{plan.program}: warning: no answer to the preflight from {', '.join(silent)} "
             f"for {limits.STEP_NAMING_S:g} s; waiting [node-missing]"
         )
+
     try:
         return bytes(srun.communicate(timeout=limit_s - limits.STEP_NAMING_S)[0])
     except subprocess.TimeoutExpired:
@@ -197,6 +210,7 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
             ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if plan.min_nodes else [KILL_ALL]
         )
         return node_step(plan, options, plan.with_variables(agent))
+
     environ = plan.environ
     tasks = environ.get("SLURM_TASKS_PER_NODE", "1") if environ.get("SLURM_NTASKS") else "1"
     if {*tasks_per_node(tasks, "SLURM_TASKS_PER_NODE")} != {nproc}:
@@ -204,6 +218,7 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
             f"LAUNCHER=srun needs {nproc} tasks per node, but the job has {tasks}; "
             f"give --ntasks-per-node={nproc} [wrong-world]"
         )
+
     step = ["srun", KILL_ALL, f"--chdir={plan.directory}", f"--job-name={plan.run_id}"]
     if cpus := environ.get("SLURM_CPUS_PER_TASK"):  # srun does not inherit it
         step.append(f"--cpus-per-task={cpus}")
@@ -214,6 +229,7 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
     if environ.get("SLURM_CPU_BIND_LIST"):  # of an srun shell; users set only SLURM_CPU_BIND
         step = ["env", "--unset=SLURM_CPU_BIND", *step]
     step += more_options(plan)
+
     variables = [f"MASTER_ADDR={plan.master_addr}"] if plan.has_named_master else []
     variables.append(f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}")
     variables.append(f"PYTHONPATH={importable.search_path(environ)}")
@@ -231,6 +247,7 @@ def node_step(plan: Plan, options: Sequence[str], command: Sequence[str]) -> lis
     shares = "GPUS_PER_TASK NTASKS_PER_GPU CPUS_PER_GPU TRES_PER_TASK GPU_BIND TRES_BIND CPU_BIND"
     shares += " MEM_PER_CPU MEM_PER_GPU MEM_PER_NODE"  # without them, a step has all memory
     step = ["env", *(f"--unset=SLURM_{name}" for name in shares.split())]
+
     step += ["srun", f"--nodes={plan.num_agents}"]
     if plan.left_out:
         step.append(f"--exclude={','.join(plan.left_out)}")

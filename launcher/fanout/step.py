@@ -143,16 +143,19 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, *processes.WAKING})
+
     came = signal.sigtimedwait(NOTICES, 0)
     asked: list[int] = [came.si_signo] if came else []
     if asked and plan.checkpoint_dir is not None and requeue(plan):
         return STOPPED
     for name in NOTICED.values():
         (plan.folder / name).unlink(missing_ok=True)  # of an earlier start
+
     srun = start(plan, command, None if plan.engine else subprocess.PIPE)
     output = None if plan.engine else Output(srun, plan.environ["LAUNCH_TOKEN"])
     started = time.time()
     await_end(plan, srun, output, asked)
+
     code, outcome = processes.shell_code(srun.returncode), None
     if output is not None:
         output.close()
@@ -161,11 +164,13 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         outcome = as_slurm_ended(outcome, plan)
         code = outcome.code
         asked.append(outcome.signum)  # scancel may have sent the signal directly to the ranks
+
     # 128 + SIGUSR1: the notice came before there was anything to save.
     has_saved = code == STOPPED or (code - 128 in NOTICES and plan.checkpoint_dir is not None)
     comes_back = has_saved and not {*asked}.isdisjoint(NOTICES)
     is_stopped = code in (STOPPED, 128 + signal.SIGTERM) and not (outcome and outcome.failure)
     is_preempted = is_stopped and in_batch_script(plan.environ) and slurm.is_preempted(plan.environ)
+
     if outcome is not None:  # before the requeue, which ends this job
         shown = replace(outcome, command="") if comes_back or is_preempted else outcome
         print_outcome(shown, sys.stderr, plan.folder)
@@ -180,6 +185,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
 def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -> None:
     """Wait for srun to end, and add the signals that ask for a stop to `asked`."""
     handled, interrupts, begun, end = handled_signals(), Interrupts(), 0, Deadline()
+
     while srun.poll() is None:
         if output:
             output.receive()
@@ -189,10 +195,12 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -
             end.set_within(limits.DECIDE_S + plan.grace_s if may_go_on else end_s)
         else:
             end = Deadline()
+
         if output and len(output.begun) > begun:  # a new node may have missed signals
             begun = len(output.begun)
             for signum in asked:
                 pass_on(signum, plan, srun)
+
         left_s = min(end.at - own_time.now(), limits.BEAT_S)
         came = processes.await_signal({*handled, QUERY}, left_s)
         if end.take():
@@ -232,6 +240,7 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
     is_stopped = outcome.failure is None and outcome.code not in (0, STOPPED)
     if not is_stopped or outcome.signum == signal.SIGINT:
         return outcome
+
     code = 128 + signal.SIGTERM
     if is_at_time_limit(plan.environ):
         cause = "SLURM ended the job at its time limit, before the ranks had saved and exited"
@@ -278,6 +287,7 @@ def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
     """
     if chain_of(plan.environ):
         return True
+
     if has_limit and plan.checkpoint_dir is not None:
         folder = plan.directory / plan.checkpoint_dir / plan.run_id
         steps = [path.name[5:] for path in folder.glob("step-*")]
@@ -291,6 +301,7 @@ def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
             cause = f"{MOST_RESTARTS} restarts made no progress"
             warn(f"{plan.program}: {cause}; not requeuing the job")
             return True
+
     # SLURM ends the requeued job with SIGTERM, which is blocked here and in scontrol, and sends
     # SIGKILL only after KillWait, so there is time to print the line below.
     job = job_id(plan.environ)

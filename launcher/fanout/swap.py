@@ -24,6 +24,7 @@ def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
     """
     if not plan.num_spares:
         return set()
+
     record = run_json.read(plan.log_dir / plan.run_id) or run_json.Record()
     losses = Counter(host for restart in record.restarts for host in restart.lost)
     bad = {host.partition(".")[0] for host, times in losses.items() if times >= TWICE}
@@ -43,10 +44,12 @@ def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
     """
     if not ill or (0 in ill and plan.environ.get("MASTER_ADDR")):
         return None
+
     nodes = list(plan.nodes[: plan.num_nodes])
     rest = range(plan.num_nodes, plan.num_agents)
     spares = [plan.nodes[place] for place in rest if place not in ill]
     changes = [f"{plan.nodes[place].name} cannot be a spare" for place in rest if place in ill]
+
     for place in sorted({*ill} - {*rest}):
         spare = next((node for node in spares if node.nproc == nodes[place].nproc), None)
         if spare is None:
@@ -54,6 +57,7 @@ def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
         changes.append(f"{spare.name} replaces {nodes[place].name}")
         spares.remove(spare)
         nodes[place] = spare
+
     master = nodes[0].name.rpartition("@")[2] if 0 in ill else plan.master_addr
     return replace(
         plan, nodes=[*nodes, *spares], num_spares=len(spares), master_addr=master
@@ -68,6 +72,7 @@ def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None
     hosts = hostlist.expand(plan.hosts)
     if (replaced := swap(replace(plan, nodes=[*map(NodePlan, hosts)]), ill)) is None:
         return None
+
     swapped, changes = replaced
     rest = [host for node_rank, host in enumerate(hosts) if node_rank not in ill]
     swapped = replace(
@@ -88,6 +93,7 @@ def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
     first, address = plan.nodes[0].name, hellos[0].address if hellos[0] else ""
     if plan.master_addr not in (first, first.rpartition("@")[2]):  # MASTER_ADDR, or a single node
         return plan
+
     for node, hello in zip(plan.nodes, hellos, strict=True):
         if is_loopback(address) and hello and hello.address != address:
             cause = f"{first}, the master, is {address}, which {node.name} cannot reach"

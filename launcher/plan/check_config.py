@@ -24,6 +24,7 @@ def check_config(plan: Plan) -> Plan:
     steps = plan.step_options()
     if not plan.is_ours or (steps and "SLURM_JOB_ID" not in plan.environ):  # pyxis needs a step
         return plan
+
     counts = plan.rank_counts(0)  # 0: one per GPU
     world = {"WORLD_SIZE": str(sum(counts)) if all(counts) else ""}
     command = [plan.python, *plan.words, "--check", "--json"]
@@ -31,6 +32,7 @@ def check_config(plan: Plan) -> Plan:
         warn(f"{plan.program}: loading {plan.container}")
         srun = importlib.import_module("launcher.fanout.srun")
         command = srun.node_step(replace(plan, num_nodes=1), [], command)
+
     result = plan.run_inside(command, env={**plan.environ, **world}, capture_output=True)
     if result.returncode in (BAD_INPUT, REFUSED):
         sys.stderr.write(result.stderr)
@@ -41,12 +43,14 @@ def check_config(plan: Plan) -> Plan:
         cause = f"{plan.python} cannot run train.py{where} ({words[-1]})"
         cure = "set PYTHON to a path inside it" if plan.container else "set PYTHON to another"
         raise Refused("env-missing", f"{cause}; {cure}")
+
     facts = typed_json.parse(ConfigFacts, result.stdout)
     folder = facts.checkpoint_dir or Path()
     is_new = not (folder / plan.run_id).exists()  # otherwise its own checkpoints come first
     is_here = facts.resume in ("auto", "never") or os.path.exists(os.path.expanduser(facts.resume))
     if is_new and not is_here and plan.fanout in ("local", "srun"):
         raise PlanError(f"resume: there is no {facts.resume!r}; correct the path")
+
     facts = replace(
         facts,
         backend=plan.backend.replace("auto", facts.backend),

@@ -61,6 +61,7 @@ def read_own(typed: Typed, *, is_guest: bool) -> Typed:
         "MAX_RESTARTS": typed.max_restarts,
         "NPROC_PER_NODE": typed.nproc,
     }
+
     for name in filter(read.get, sorted({"RUN_ID", *NUMBERS, *WORDS, *SHAPES})):
         if is_guest or arguments.get(name) is None:
             try:
@@ -68,6 +69,7 @@ def read_own(typed: Typed, *, is_guest: bool) -> Typed:
             except (PlanError, LauncherError) as error:
                 ignore(typed, error, is_guest=is_guest or "://" in read[name])
                 del read[name]
+
     return replace(typed, environ=read)
 
 
@@ -89,6 +91,7 @@ def read_value(name: str, given: str) -> str:
         return found[0]
     if name in NUMBERS:
         return str(read_number(name, given, *NUMBERS[name]))
+
     cure = f"choose from {', '.join(words)}" if words else "see --help"
     raise PlanError(f"{name} is {given!r}; {did_you_mean(given, words)}{cure}")
 

@@ -39,6 +39,7 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
         name, number = (match[1] or "") + match[2], match[3]
     elif word.count(":") == 1:
         name, number = word.split(":")
+
     if not re.fullmatch(r"[^-\s/][^/]*", name):
         raise PlanError(
             f"{word!r} is not a node; give NODE, NODE:NPROC or a list such as gpu[01-08]"
@@ -48,6 +49,7 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
             f"{word!r} asks for {number} processes on {name}; if that is ssh's port, set it in "
             f"~/.ssh/config, or with SSH_OPTS='-p {number}'"
         )
+
     if number is not None:
         nproc = read_nproc(f"the number of processes for {word!r}", number)
     try:
@@ -66,6 +68,7 @@ def with_plain_master(typed: Typed) -> Typed:
     bare = re.sub(r"^\w+://|/$", "", (typed.master or environ.get("MASTER_ADDR", "")).strip())
     match = _MASTER.fullmatch(bare)
     address, port = (match[1] or match[2], match[3]) if match else (bare, None)
+
     if port and (typed.nnodes or typed.fanout != "local"):
         environ.setdefault("MASTER_PORT", port)
     if typed.master:
@@ -88,6 +91,7 @@ def read_hostfile(file: Path) -> list[str]:
     """
     if not file.is_file():
         raise PlanError(f"there is no host file {str(file)!r}; correct -f")
+
     words = []
     for number, line in enumerate(file.read_text("utf-8-sig", "surrogateescape").splitlines(), 1):
         fields = line.partition("#")[0].split()
@@ -100,6 +104,7 @@ def read_hostfile(file: Path) -> list[str]:
                 f"line {number} of {str(file)!r} is {line!r}; "
                 "give NODE, NODE:NPROC or NODE slots=NPROC, one per line"
             )
+
     if not words:
         raise PlanError(f"{str(file)!r} lists no nodes; add one per line")
     times = Counter(words)

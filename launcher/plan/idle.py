@@ -16,14 +16,17 @@ def find_idle(plan: Plan) -> str:
     environ = plan.environ
     if is_task(environ) or plan.fanout == "job_command":
         return ""
+
     if in_slurm_step(environ):  # in a shell of the step
         size = environ["SLURM_STEP_NUM_NODES"]
         cure = "give each node a task: srun --overlap [partial-launch]"
         return f"this run uses 1 of the step's {size} nodes; {cure}" if size != "1" else ""
+
     nodes, gpus = _job(environ)
     cure = "run_ddp.sh uses all of them [partial-launch]"
     if plan.program in ("run_ddp.sh", "launch_distributed_train.sh"):
         cure = "omit -n and NPROC_PER_NODE to use all of them [partial-launch]"
+
     if plan.num_agents < nodes:
         return f"this run uses {plan.num_agents} of the job's {nodes} nodes; {cure}"
     nproc = min(plan.rank_counts(gpus))

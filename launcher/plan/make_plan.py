@@ -44,6 +44,7 @@ def make_plan(typed: Typed) -> Plan:
     is_guest = typed.like_torchrun and not _is_ours(typed.rest[0])
     typed = hosts.with_plain_master(foreign.read_own(given, is_guest=is_guest))
     environ = typed.environ
+
     words, is_ours, config = choose_program(typed)
     max_restarts = _read_restarts(typed)
     grace_s = read_number("GRACE", typed.grace or str(limits.GRACE_S), *NUMBERS["GRACE"])
@@ -52,6 +53,7 @@ def make_plan(typed: Typed) -> Plan:
     is_here = fanout == "local" and not (typed.is_dry_run or environ.get("CONTAINER"))
     if is_here and words[0] in ("-m", "--no-python"):
         _refuse_missing(typed.here, *words[:2])
+
     world = hosts.check_master(read_world(typed, fanout))
     try:
         world = spares.keep_back(world, environ, fanout, engine, max_restarts)
@@ -59,6 +61,7 @@ def make_plan(typed: Typed) -> Plan:
         typed = foreign.ignore(typed, error, *spares.NAMES, is_guest=is_guest)
     if fanout == "local" and world.num_nodes > 1:
         read_access(environ)
+
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
     log_dir = typed.here / log_dir if typed.module else log_dir
     directory = ROOT if typed.module else typed.here
@@ -67,6 +70,7 @@ def make_plan(typed: Typed) -> Plan:
     files = config_texts(Path(typed.config or "-"))
     named: list[Path | str] = [typed.here, ROOT, log_dir, config, *words, *files]
     in_job = fanout in ("srun", "job_command", "check")
+
     return Plan(
         **vars(world),
         **foreign.hide(given, typed.environ).choices(),
@@ -119,6 +123,7 @@ def _find_hosts(typed: Typed) -> Typed:
         raise PlanError(f"--via is {via!r}; use ssh or pdsh, with --hosts")
     if nodes is None:
         return replace(typed, fanout="local")
+
     others = {
         "--nnodes": typed.nnodes,
         "--node-rank": typed.node_rank,
@@ -126,10 +131,12 @@ def _find_hosts(typed: Typed) -> Typed:
     }
     if named := next(filter(others.get, others), ""):
         raise PlanError(f"--hosts and {named} both name the nodes; omit one")
+
     if nodes != "job":
         if Path(nodes).is_file():
             return replace(typed, fanout=via, hostfile=nodes)
         return replace(typed, fanout=via, node=re.split(r",(?![^\[]*\])", nodes))  # not in []
+
     if typed.environ.get("SLURM_JOB_ID"):
         return replace(typed, fanout="srun")
     if pbs.read_lines(typed.environ):
@@ -148,10 +155,12 @@ def choose_fanout(typed: Typed) -> str:
         return "ssh"
     if typed.fanout != "auto":
         return "local" if typed.nodefile and pbs.has_one_node(environ) else typed.fanout
+
     if environ.get("SLURM_JOB_ID") and not in_slurm_step(environ):
         return "srun"
     if len({*pbs.read_lines(environ)}) > 1:
         return "ssh"
+
     slurm.refuse_many_nodes(environ, typed.program)
     slurm.warn_of_part(environ, typed.program)
     if is_login_node(environ):
@@ -180,6 +189,7 @@ def read_world(typed: Typed, fanout: str) -> World:
         return slurm.read_job(environ, (*typed.typed, typed.program)[0], nproc)
     if fanout in ("ssh", "pdsh") or typed.nodefile:
         return _read_named(typed, nproc)
+
     if typed.fanout == "auto":
         nproc = nproc or pbs.asked_ranks(environ)
     return replace(_read_own_node(typed), nproc=nproc)
@@ -197,6 +207,7 @@ def _read_named(typed: Typed, nproc: int | None) -> World:
     else:
         more = hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()
         nodes = hosts.read_nodes([*typed.node, *more], nproc)
+
     if not nodes:
         raise PlanError("no nodes; name them after NPROC, or in a file with -f")
     if len(nodes) == 1:
@@ -216,10 +227,12 @@ def _read_own_node(typed: Typed) -> World:
             return step
         if typed.has_health_check:
             slurm.refuse_many_nodes(environ, typed.program)
+
     nnodes = "1" if typed.nnodes is None else typed.nnodes
     num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
     rank = "0" if typed.node_rank is None else typed.node_rank
     node_rank = -1 if rank == "auto" else read_number("the node rank", rank, 0, num_nodes - 1)
+
     if num_nodes == 1:
         other = typed.master or "localhost"
         if typed.like_torchrun and other != "localhost" and not is_loopback(other):
@@ -228,6 +241,7 @@ def _read_own_node(typed: Typed) -> World:
                 "for more nodes, give --nnodes"
             )
         return World()
+
     master = typed.master or environ.get("MASTER_ADDR")
     if not master:
         raise PlanError(f"{num_nodes} nodes, but no MASTER_ADDR; give the address of node rank 0")
@@ -269,12 +283,14 @@ def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
     """
     if typed.module:
         return ["-m", typed.module, *typed.rest], False, ""
+
     ours = str(ROOT / "train.py")
     if typed.like_torchrun:
         if typed.as_module or typed.as_command:
             return ["-m" if typed.as_module else "--no-python", *typed.rest], False, "-"
         script = re.sub("^-", "./-", typed.rest[0])  # the agent must not take it for an option
         return [ours if _is_ours(script) else script, *typed.rest[1:]], _is_ours(script), "-"
+
     environ = typed.environ
     script = environ.get("TRAIN_SCRIPT") or ours
     is_ours = _is_ours(script)
@@ -283,6 +299,7 @@ def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
         config = str(ROOT / "config/local3.yaml") if is_ours else "-"
     if config is None:
         raise PlanError(f"no config; usage: {typed.usage}")
+
     if config != "-" and not flag and not Path(config).is_file():
         none = "" if is_ours else ", or - for none"
         beside = (file.name for file in Path(config).parent.glob("*.y*ml"))
@@ -293,6 +310,7 @@ def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
             "this project's train.py needs a config, but '-' passes none; give one, or set "
             "TRAIN_SCRIPT to your own script"
         )
+
     if is_ours:
         backend = ["--distributed-backend", environ["BACKEND"]] if environ.get("BACKEND") else []
         return [ours, "--config", config, *backend, *typed.setting, *typed.rest], True, config

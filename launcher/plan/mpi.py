@@ -15,6 +15,7 @@ def refuse_copies(environ: Environ) -> None:
     mark = next(marks, "SLURM_STEP_ID")
     size = mark.replace("_RANK", "_SIZE") if "_COMM_WORLD_" in mark else "PMI_SIZE"
     size = "FLUX_JOB_SIZE" if mark == "FLUX_TASK_RANK" else size
+
     if mark != "SLURM_STEP_ID" and environ.get(size, "1") != "1":
         raise PlanError(
             f"mpiexec started the launcher {environ[size]} times ({size}), each as a separate run; "

@@ -76,11 +76,13 @@ def find_own(asked: Choices, begun: Collection[str]) -> Own:
     began_in_job = any(f"{sign}={environ[sign]}" in begun for sign in signs)
     attributes = pbs.ask_qstat(environ.get("PBS_JOBID", "")) if names else {}
     sent = f",{attributes.get('Variable_List', '')},".replace("\\,", ",")
+
     chosen = {*asked.activated, *asked_names(environ)}
     for name in names:
         value = f"{name}={environ[name]}"
         if (began_in_job and value not in begun) or f",{value}," in sent:
             chosen.add(name)
+
     threads = {chunk.get("ompthreads") for chunk in pbs.read_chunks(attributes)} - {None}
     if len(threads) == 1 or environ.get(THREADS) != environ.get("NCPUS"):
         chosen.add(THREADS)
@@ -110,6 +112,7 @@ def ask_nodes(names: Collection[str], plan: Plan) -> dict[str, dict[str, str]]:
     if names and len(hosts) > 1 and len(plan.nodes) > 1:
         with contextlib.suppress(OSError):  # the preflight reports a folder that is not writable
             by_host = ask_pbsdsh(names, hosts, plan.directory / plan.log_dir)
+
     here = {str(number): host for number, host in enumerate(hosts)}
     by_host[here.get(environ.get("PBS_NODENUM", "0"), short_host_name())] = environ
     there = {node.name: by_host.get(node.name.rpartition("@")[2]) for node in plan.nodes}
@@ -129,6 +132,7 @@ def ask_pbsdsh(names: Collection[str], hosts: Sequence[str], folder: Path) -> di
         limit_s, null = limits.PBSDSH_S + len(hosts) // 10, subprocess.DEVNULL
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(task, timeout=limit_s, stdin=null, stdout=null, stderr=null)
+
         for number, host in enumerate(hosts):
             with contextlib.suppress(OSError):
                 if text := os.fsdecode(Path(answers, str(number)).read_bytes()):

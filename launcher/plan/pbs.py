@@ -35,6 +35,7 @@ def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
     """
     if not environ.get("PBS_JOBID"):
         raise PlanError(f"this is not a PBS job; {REQUEST}")
+
     lines = read_lines(environ)
     there, asked = len({*lines}), environ.get("PBS_NUM_NODES") or "some"  # set by Torque
     # Torque counts what was requested; a scheduler may put several of these nodes on one host.
@@ -43,6 +44,7 @@ def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
         raise PlanError(
             f"the job's node file has {count(there, 'node')}, but should have {asked}; {REQUEST}"
         )
+
     if nproc:
         return tuple(NodePlan(name, nproc) for name in dict.fromkeys(lines))
     ranks, is_chosen = count_ranks(lines, read_chunks(ask_qstat(environ["PBS_JOBID"])))
@@ -80,11 +82,13 @@ def count_ranks(
     counts = Counter(lines)
     gpus = [int(chunk.get("ngpus") or 0) for chunk in chunks]
     is_one_each = {chunk.get("mpiprocs", "1") for chunk in chunks} == {"1"}
+
     if any(gpus) and is_one_each and len(gpus) == len(lines):
         given = dict.fromkeys(lines, 0)
         for name, number in zip(lines, gpus, strict=True):
             given[name] += number
         return {name: number or 1 for name, number in given.items()}, True
+
     is_chosen = any("mpiprocs" in chunk for chunk in chunks)
     return (dict(counts) if max(counts.values()) > 1 else {}), is_chosen
 
@@ -185,6 +189,7 @@ def note_job(environ: OwnEnviron) -> list[str]:
             "submitted": attributes["ctime"],
         }
         environ["LAUNCH_JOB"] = json.dumps(this)
+
     names = re.findall(r"(?:^|,)(\w+)=", attributes.get("Variable_List", ""))
     return [] if "HOME" in names else [name for name in names if not name.startswith("PBS_")]
 
@@ -235,6 +240,7 @@ def own_command(environ: Environ, typed: Sequence[str]) -> list[str]:
     words = (attributes.get("Submit_arguments") or attributes.get("submit_args") or "").split()
     if "--" in words:
         return job_command(environ, Path(typed[0]), typed)
+
     file = Path(environ.get("PBS_O_WORKDIR", ""), *words[-1:])
     if not file.is_file() or re.search("^#PBS -J", _read(file), re.MULTILINE):
         return []  # it would submit all tasks of the array
@@ -251,6 +257,7 @@ def _qsub(environ: Environ, script: Path) -> list[str]:
     has_nodes = is_torque(environ)
     names = ["nodes", "walltime"] if has_nodes else ["select", "place", "walltime"]
     attributes = _this_job(environ) if environ.get("PBS_JOBID") else _one_node(environ)
+
     derived = _DERIVED | (set() if has_nodes else _DERIVED_FROM_CHUNKS)
     derived |= {name for chunk in read_chunks(attributes) for name in chunk}
     given = [name.removeprefix("Resource_List.") for name in attributes if "Resource_List" in name]
@@ -258,10 +265,12 @@ def _qsub(environ: Environ, script: Path) -> list[str]:
     asked = {f"-l {name}": attributes.get(f"Resource_List.{name}") for name in names}
     if not asked[f"-l {names[0]}"]:
         return []
+
     lines = re.findall(r"^#PBS (-[^J\W](?: \w+(?==))?)[ =](.*)$", _read(script), re.MULTILINE)
     asked |= {option: attributes.get(option) for option in (*_REPEATED, "-o", "-q", "-r")}
     options = dict(lines)
     options |= {option: value for option, value in asked.items() if value is not None}
+
     command = ["qsub", "-V"]
     for option, value in options.items():
         if value:
@@ -284,6 +293,7 @@ def _this_job(environ: Environ) -> dict[str, str]:
         for option, name in _REPEATED.items()
         if name in attributes and attributes[name] not in _DEFAULTS
     }
+
     if attributes.get("Rerunable") == "False":
         options["-r"] = "n"
     if folder := os.path.dirname(attributes.get("Output_Path", "").partition(":")[2]):

@@ -54,13 +54,16 @@ def command_line(typed: Typed, fanout: str) -> str:
         names += ["CONFIG", "PBS_ARRAY_INDEX", "PBS_ARRAYID"]
         names += [name for name in asked_names(environ) if not _SECRET.search(name)]
     names += _set_for_it(typed)
+
     given = {**environ, "LOG_LEVEL": ""} if typed.log_level else environ
     set_names = filter(given.get, dict.fromkeys(names))
     variables = [f"{name}={shlex.quote(given[name])}" for name in set_names]
     variables += [f"PYTHON={shlex.quote(typed.python)}"] if environ.get("CONTAINER") else []
+
     own = len(typed.typed) - len(typed.rest)  # the rest belongs to the training script
     words = [word for word in typed.typed[:own] if word not in ("--dry-run", "resume=never")]
     words += typed.typed[own:]
+
     script = resolve_script(typed.batch_script) if typed.batch_script else None
     if script and typed.nodefile:
         words = pbs.job_command(environ, typed.here / script, words)
@@ -82,6 +85,7 @@ def _set_for_it(typed: Typed) -> Iterator[str]:
     if environ.get("CONTAINER") or typed.python == str(ROOT / ".venv/bin/python"):
         again.add(f"PYTHON={environ.get('PYTHON')}")
     theirs = {*typed.activated, *find_own(typed, again).names} - {"PYTHON"}
+
     for name in sorted({*environ} - theirs):
         is_other = name.startswith(FORWARDED) and not _SECRET.search(name)
         is_wanted = is_other or name in ("PYTHON", "PYTHONPATH")

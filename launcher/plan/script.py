@@ -21,6 +21,7 @@ def check_script(plan: Plan) -> None:
     if script.suffix in _OTHER:
         cure = "put the script before it, or --no-python if it is a program"
         raise PlanError(f"{name!r} is not a Python program; {cure}")
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

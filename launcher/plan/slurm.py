@@ -42,6 +42,7 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
         there = next(filter(environ.get, names), "")
         why = f": {there} is set, but not {missing[0]}" if there else ""
         raise PlanError(f"this is not a SLURM job{why}; use sbatch {script}, or salloc first")
+
     num_nodes = read_number("SLURM_JOB_NUM_NODES", environ["SLURM_JOB_NUM_NODES"], 1, 100_000)
     if in_slurm_step(environ):
         raise PlanError(f"srun started {script}, which starts srun itself; omit srun")
@@ -50,6 +51,7 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
             "a heterogeneous job has nodes that differ, but this script treats all alike; omit the "
             ": and the groups after it, or start train.py with srun --het-group [wrong-world]"
         )
+
     nproc = tasks_per_node(environ)
     if nproc and asked not in (None, nproc):
         raise PlanError(
@@ -58,6 +60,7 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
         )
     gpus = environ.get("SLURM_GPUS_ON_NODE") or None
     nproc = nproc or asked or read_nproc("SLURM_GPUS_ON_NODE", gpus)
+
     nodes = environ["SLURM_JOB_NODELIST"]
     master = environ.get("MASTER_ADDR") if num_nodes > 1 else ""
     if master == "localhost" or is_loopback(master or ""):
@@ -65,6 +68,7 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
             f"MASTER_ADDR is {master}, which the job's other nodes cannot reach; unset it, or give "
             "the first node's address [loopback-address]"
         )
+
     first = hostlist.first(nodes)
     master = master or (find_address(first) if num_nodes > 1 else first)
     return World(num_nodes, master, nproc=nproc, hosts=nodes, job=environ["SLURM_JOB_ID"])
@@ -77,6 +81,7 @@ def tasks_per_node(environ: Environ) -> int | None:
     """
     if not environ.get("SLURM_NTASKS"):  # then SLURM_TASKS_PER_NODE counts CPUs
         return None
+
     text = environ.get("SLURM_TASKS_PER_NODE", "1")
     tasks, *others = {*environment.tasks_per_node(text, "SLURM_TASKS_PER_NODE")}
     if others:
@@ -97,6 +102,7 @@ def read_step(environ: Environ, typed: Mapping[str, str | None]) -> World | None
     step = slurm_node(environ, master=typed["MASTER_ADDR"] or "")
     if step is None:
         return None
+
     if typed["NUM_NODES"] == environ.get("SLURM_JOB_NUM_NODES") and (part := _part(environ)):
         raise PlanError(
             f"{part}; start it with {_on_all_nodes(environ)}, without node numbers [wrong-world]"
@@ -108,6 +114,7 @@ def read_step(environ: Environ, typed: Mapping[str, str | None]) -> World | None
                 f"{environ[variable]}; omit the argument (the batch shell may have expanded "
                 "it) [wrong-world]"
             )
+
     num_nodes, node_rank, master_addr = step
     return World(num_nodes, master_addr, node_rank)
 
@@ -167,11 +174,13 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
     """
     if not environ.get("SLURM_JOB_ID"):
         return ["sbatch", script or typed[0], *typed[1:]]
+
     words = [f"--nodes={environ['SLURM_JOB_NUM_NODES']}"]
     if tasks := tasks_per_node(environ):
         words.append(f"--ntasks-per-node={tasks}")
     if gpus := environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE"):
         words.append(f"--gpus-per-node={gpus}")
+
     record = show("job", job_id(environ))
     for option, field in _REPEATED.items():
         if (value := record.get(field, "0")) not in _NOT_REPEATED:
@@ -180,6 +189,7 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
     job, task = f"--job={job_id(environ)}", environ.get("SLURM_ARRAY_TASK_ID")
     if task:
         words.append(f"--array={task}")
+
     if in_batch_script(environ):  # ours, or the user's own, which contains the command
         again = [script, *typed[1:]] if script else (ask_squeue(job, "--format=%o") or "").split()
         return again and ["sbatch", *words, *again]

@@ -21,6 +21,7 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
     spares = read_number("SPARES", given.get("SPARES", "0"), 0, 1000)
     if (not spares and "MIN_NODES" not in given) or fanout == "job_command":
         return world
+
     names = " ".join(f"{name}={value}" for name, value in given.items())
     if fanout not in FANOUTS or engine:
         raise PlanError(
@@ -36,6 +37,7 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
             f"SPARES is {spares}, but there are only {world.num_nodes} nodes; "
             "name more nodes (the last ones are the spares)"
         )
+
     num_nodes = world.num_nodes - spares
     least = read_number("MIN_NODES", given.get("MIN_NODES", str(num_nodes)), 1, num_nodes)
     return replace(world, num_nodes=num_nodes, num_spares=spares, min_nodes=least)

@@ -49,6 +49,7 @@ def run(typed: Typed) -> int:
     own, settings = take_own_settings(typed)
     gpus = read_number("num_gpus_train", own["num_gpus_train"], 1, MOST_GPUS)
     size = choose_size(gpus, gpus_of_nodes(own["partition"] or environ.get("SBATCH_PARTITION", "")))
+
     nodelist = own["nodelist"]
     if size.num_nodes == 1 and len(hostlist.expand(nodelist or "any")) > 1:
         warn(
@@ -56,6 +57,7 @@ def run(typed: Typed) -> int:
             f"nodelist={nodelist} is ignored"
         )
         nodelist = ""
+
     checked = replace(
         typed,
         fanout="check",
@@ -68,6 +70,7 @@ def run(typed: Typed) -> int:
     )
     plan = check_config(make_plan(checked))
     own["prepare"] = choose_preparation(own, plan.prepare, typed.program)
+
     name = "slurm_train.sh" if size.num_nodes > 1 else "slurm_train_single_node.sh"
     job = [f"--nodes={size.num_nodes}", f"--gpus-per-node={size.gpus}"]
     job += [f"--nodelist={nodelist}"] if nodelist else []
@@ -75,6 +78,7 @@ def run(typed: Typed) -> int:
     job += [f"--{name.replace('_', '-')}={own[name]}" for name in PER_GPU if own[name]]
     job += [resolve_script(f"scripts/slurm/{name}"), plan.config or "-", *settings]
     job += ["--", *typed.rest] if typed.rest else []
+
     if not typed.is_dry_run:
         Path("logs").mkdir(exist_ok=True)  # without it, the job fails silently
     return submit_all(typed, own, size, job, chain=environ.get("RUN_ID") or new_run_id())
@@ -99,6 +103,7 @@ def take_own_settings(typed: Typed) -> tuple[dict[str, str], list[str]]:
             known = f"known settings: {', '.join(OWN)}, and the keys of the config"
             raise PlanError(f"unknown setting {name!r}; {did_you_mean(name, OWN)}{known}")
         others.append(setting)
+
     for name in ("num_gpus_train", "config"):
         if not own[name]:
             raise PlanError(f"no {name}; usage: {typed.usage}")
@@ -138,10 +143,12 @@ def gpus_of_nodes(partition: str) -> list[int]:
     """
     if shutil.which("sinfo") is None:
         raise Refused("env-missing", "sinfo is not installed here; submit from a login node")
+
     command = ["sinfo", "-h", "-N", "-o", "%P %N %G", *(["-p", partition] if partition else [])]
     answer = subprocess.run(command, stdout=subprocess.PIPE, errors="replace")
     if answer.returncode != 0:
         raise Refused("env-missing", "sinfo failed, see above; submit where sinfo works")
+
     nodes = read_sinfo(answer.stdout, of_default=not partition)
     if not nodes:
         where = f" in partition {partition}" if partition else " in the default partition"
@@ -174,6 +181,7 @@ def submit_all(
     common = [f"--{name}={own[name]}" for name in SBATCH_OPTIONS if own[name]]
     common += [f"--chdir={typed.here}"] if typed.here != Path.cwd() else []  # a path through a link
     common += map("=".join, zip(typed.passed[::2], typed.passed[1::2], strict=True))
+
     if not typed.is_dry_run and (cause := refusal([*common, *job])):
         # SLURM would keep a job in the queue even if it can never start.
         warn(
@@ -181,6 +189,7 @@ def submit_all(
             "sinfo shows what is available"
         )
         return REFUSED
+
     submit = Submission(typed.program, is_dry_run=typed.is_dry_run)
     after = own["dependency"]
     if own["prepare"]:
@@ -188,12 +197,14 @@ def submit_all(
         first += ["--output=logs/slurm-%j.out", *([f"--dependency={after}"] if after else [])]
         first += [own["prepare"], own["config"]]
         after = f"afterok:{submit.run([*common, *first])}"
+
     if (number := int(own["chain"] or 1)) > 1:
         common += ["--no-requeue", f"--job-name={chain}"]
         common += [f"--export=ALL,RUN_ID={chain},CHAIN={chain}"]
         for _ in range(number):
             after = f"afterany:{submit.run([*depend(after), *common, *job])}"
         return 0
+
     words = depend(after) + (["--wait"] if typed.wait else [])
     job_id = submit.run([*common, *words, *job], waits=typed.wait)
     if submit.sbatch is None or not typed.wait:
@@ -269,6 +280,7 @@ def follow(program: str, job_id: str, sbatch: subprocess.Popen[str], after: str)
     tail = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     code = sbatch.wait()
     tail.wait()
+
     if Path(log).exists():
         return code
     first = after.removeprefix("afterok:")

@@ -124,6 +124,7 @@ def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]
             "no checkpoint is kept as the best",
             stacklevel=1,
         )
+
     if best is None:
         return {}
     lower = -best if task.best_is_highest else best

@@ -142,6 +142,7 @@ def find_corpus(path: str | None) -> Corpus:
         files = (found / "train.bin", found / "val.bin")
         sides = [[Piece(file, 0, file.stat().st_size)] for file in files]
         return _tokens(found, found / FACTS, *sides)
+
     if found and found.is_file():
         size = found.stat().st_size
         start = size - size // SHARE // 8 * 8  # at a token boundary
@@ -149,6 +150,7 @@ def find_corpus(path: str | None) -> Corpus:
         if found.suffix == ".bin":
             return _tokens(found, found.with_name(FACTS), *sides)
         return Corpus(sides[0], sides[1], name=str(found))
+
     return _text(found)
 
 
@@ -157,6 +159,7 @@ def _tokens(name: Path, facts: Path, train: list[Piece], validation: list[Piece]
         told = dict(json.loads(facts.read_text())) if facts.is_file() else {}
     except (ValueError, TypeError):
         raise SettingsError(f"data.path: {facts} is damaged; prepare the tokens again") from None
+
     kind = told.get("dtype", "uint16")  # as in nanoGPT's files
     if kind not in DTYPES:
         raise SettingsError(f"data.path: {facts}: dtype {kind!r} is not one of {', '.join(DTYPES)}")
@@ -182,6 +185,7 @@ def text_files(
     root = folder or Path(sysconfig.get_path("stdlib"))
     skipped = () if folder else SKIPPED_FOLDERS
     found = []
+
     for parent, folders, names in os.walk(root, onerror=leave_out):
         folders[:] = [f for f in folders if f not in skipped and not f.startswith(".")]
         for name in fnmatch.filter(names, "[!.]*" if folder else "[!.]*.py"):
@@ -211,6 +215,7 @@ def _text(folder: Path | None) -> Corpus:
                     side.append(Piece(path, 0, os.fstat(opened.fileno()).st_size))
         except OSError as error:
             leave_out(error)
+
     if len(train) + len(validation) < 2:
         raise SettingsError(
             f"data.path: {folder} holds fewer than two text files; "

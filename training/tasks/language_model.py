@@ -41,11 +41,13 @@ class GPT(nn.Module):
         self.position = nn.Embedding(shape.context, width)
         rows = (shape.ngrams - 1) * NGRAM_ROWS
         self.ngrams = nn.Embedding(rows, width) if rows > 0 else None
+
         block = nn.TransformerEncoderLayer(
             width, shape.heads, 4 * width, shape.dropout, F.gelu, batch_first=True, norm_first=True
         )
         norm = nn.LayerNorm(width)
         self.blocks = nn.TransformerEncoder(block, shape.layers, norm, enable_nested_tensor=False)
+
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -82,6 +84,7 @@ def generate(
     device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt)], device=device)
+
     for _ in range(length):
         logits = model(text[:, -model.context :])[:, -1].float().cpu()
         shares = F.softmax(logits / max(temperature, 1e-6), -1)  # at 0: only the likeliest
@@ -150,6 +153,7 @@ class LanguageModelTask(Task):
             yardsticks = f"order-0 entropy {entropy(predicted):.3f}"
             yardsticks += f", zlib -9 {zlib_rate(predicted):.3f}"
             measure = f"{metrics['bits_per_byte']:.3f} bits per byte ({yardsticks})"
+
         found = [("validation", measure)]
         if corpus.tokenizer:
             found.append(("sample", self._sample(model)))
