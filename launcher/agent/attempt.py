@@ -87,7 +87,6 @@ class Attempt:
         processes.outlive_parent()  # the loop notices the supervisor's death, and ends the ranks
         beat, pulse = Deadline(), Pulse(self.everyone)
         beat.set_within(0.0)
-
         while not self._is_over():
             shown_at, now = time.monotonic(), own_time.now()
             due = beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at
@@ -178,8 +177,7 @@ class Attempt:
             return True
         if self.facts.is_ending:
             others_s = self.grace_s if self.facts.asked else self.savers.others_s
-            is_final = self.is_last or self.facts.signals
-            limit_s = self.verdict_s if is_final else limits.RANKS_END_S
+            limit_s = self.verdict_s if self.is_last or self.facts.signals else limits.RANKS_END_S
             self.over.set_within(limit_s * (1 if self.is_first_node else 2) + others_s)
         return self.over.take()
 
