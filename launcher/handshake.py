@@ -12,6 +12,7 @@ process can join, or any process on the hosts in HOSTS if that is set.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import selectors
@@ -150,6 +151,7 @@ class Acceptor:
     def __init__(self, listener: socket.socket, access: Access, say: Callable[[str], None]) -> None:
         """The caller closes the listener; `say` reports the first connection that is dropped."""
         self.unauthenticated = 0  # dropped so far
+        self._is_full = False
         self._say = say
         self._access = access
         self._listener = listener
@@ -187,9 +189,9 @@ class Acceptor:
     def _accept(self) -> None:
         try:
             connection, (address, *_) = self._listener.accept()
-        except OSError:  # the peer is gone already, or this process has too many open files
-            if self._waiting:
-                self._drop(self._oldest)
+        except OSError as error:  # the peer may be gone already
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._note_full()
             return
 
         allowed = self._access.addresses
@@ -248,6 +250,17 @@ class Acceptor:
         self.unauthenticated += 1
         if self.unauthenticated == 1:
             self._say(f"warning: {what}, and was dropped; others are dropped silently [stranger]")
+
+    def _note_full(self) -> None:
+        """This process has too many open files: make room for a node that knows the secret."""
+        if not self._is_full:
+            cause = "warning: this process has too many open files, so nodes cannot connect"
+            self._say(f"{cause}; run ulimit -n 65536 before the launch [low-nofile]")
+        self._is_full = True
+        if self._waiting:
+            self._drop(self._oldest)
+        else:
+            time.sleep(limits.POLL_S)
 
     def _forget(self, visitor: _Visitor) -> None:
         del self._waiting[visitor.socket.fileno()]

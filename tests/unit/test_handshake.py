@@ -1,6 +1,7 @@
 """The run's secret: only peers that know it are let in, even while others are waiting."""
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -207,3 +208,19 @@ def test_of_two_nodes_on_one_machine_one_alone_is_first() -> None:
     third, is_third = start()
     third.communicate(timeout=PATIENCE_S)
     assert (is_first, is_second, is_third) == ("True", "False", "True")
+
+
+def test_too_many_open_files_are_named_once() -> None:
+    said: list[str] = []
+    with open_port(0, "127.0.0.1") as listener:
+        acceptor = Acceptor(listener, Access(SECRET), said.append)
+        with socket.create_connection(listener.getsockname()) as visitor:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (visitor.fileno() + 1, hard))
+            try:
+                assert acceptor.wait(1.0) == acceptor.wait(1.0) == []
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        acceptor.close()
+    (text,) = said
+    assert "too many open files" in text and text.endswith("[low-nofile]")
