@@ -60,6 +60,7 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         args.join_timeout_s,
         num_spares=args.num_spares,
         min_nodes=args.min_nodes,
+        is_by_hand=is_by_hand and not args.is_in_step,
         tries_pairs=is_by_hand and is_same and not is_skipped,
     )
 

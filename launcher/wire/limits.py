@@ -60,6 +60,7 @@ CHECKIN_TELL_S = 3.0  # a wait that takes longer reports what it waits for
 CHECKIN_CONNECT_S = 4.0  # the kernel detects after 3 s that a host on this network is down
 CHECKIN_AGAIN_S = 0.1  # between two tries
 CHECKIN_REJECTED_S = 10.0  # then an agent stops trying a node rank 0 that turns it away
+CHECKIN_LATE_S = 15.0  # after a refusal by hand, to tell it to nodes that come later
 CHECKIN_PASS_S = 10.0  # for an agent's first message to arrive
 PAIRS_S = 6.0  # for each pair of nodes to test its link
 LOSS_SPREAD_S = 6.0  # between the first and the last agent that notices a lost node

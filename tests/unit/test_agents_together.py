@@ -192,13 +192,16 @@ def test_a_master_without_an_address_is_named(port: int) -> None:
     assert refused.value.fault == "name-unresolved"
 
 
-def check_in(port: int, *agents: NodeReport, address: str = "127.0.0.1") -> list[str]:
+def check_in(
+    port: int, *agents: NodeReport, address: str = "127.0.0.1", **options: bool
+) -> list[str]:
     """Have agents meet and try their connections; returns each one's node rank, or its error."""
 
     def meet(agent: NodeReport) -> str:
         try:
             access = Access(SECRET.encode())
-            met = checkin.meet(address, port, agent, access, PATIENCE_S, tries_pairs=True)
+            options.setdefault("tries_pairs", True)
+            met = checkin.meet(address, port, agent, access, PATIENCE_S, **options)
             with met.ready():
                 return str(met.assignment.node_rank)
         except Refused as refused:
@@ -307,6 +310,22 @@ def test_nodes_that_differ_are_refused(
 ) -> None:
     for told in check_in(port, *agents):
         assert cause in told and told.endswith(f" [{fault}]")
+
+
+def test_a_node_that_comes_after_a_refusal_by_hand_is_told_why(
+    port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, other, late = (
+        replace(HERE, node_rank=rank, num_nodes=3, versions={"torch": version})
+        for rank, version in enumerate(("2.13", "2.14", "2.13"))
+    )
+    with ThreadPoolExecutor() as pool:
+        began = time.monotonic()
+        early = [pool.submit(check_in, port, one, is_by_hand=True) for one in (first, other)]
+        assert early[1].result()[0].endswith("[version-mismatch]")
+        assert check_in(port, late) == early[1].result() == early[0].result()
+        assert time.monotonic() - began < limits.CHECKIN_LATE_S  # the last one has come
+    assert "telling it for 15 s to nodes that come later" in capsys.readouterr().err
 
 
 @pytest.mark.long

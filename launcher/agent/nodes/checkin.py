@@ -69,6 +69,7 @@ def meet(
     *,
     num_spares: int = 0,  # among the agents that meet
     min_nodes: int = 0,
+    is_by_hand: bool = False,  # no launcher has started the nodes, or would end them
     tries_pairs: bool = False,  # have each pair of nodes test its link, as a preflight would
 ) -> Meeting:
     """Meet the other nodes' agents at node rank 0. Raises Refused if the run cannot start."""
@@ -85,7 +86,7 @@ def meet(
         listener = listen(address, 0)  # another run with this id began at the same moment
 
     with contextlib.closing(Acceptor(listener, access, say)) as acceptor:
-        here = gather(acceptor, me, wait)
+        here = gather(acceptor, me, wait, tells_late=is_by_hand)
     members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
 
     within_s, losses = limits.for_nodes(limits.PAIRS_S, len(members)), []
@@ -116,7 +117,9 @@ def listen(address: str, port: int) -> socket.socket:
         ) from error
 
 
-def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Link, Member]]:
+def gather(
+    acceptor: Acceptor, me: NodeReport, wait: Wait, *, tells_late: bool = False
+) -> dict[int, tuple[Link, Member]]:
     """On node rank 0, wait until every other agent has checked in. Returns them by node rank.
 
     Raises Refused, after rejecting the nodes that have checked in, if a node is missing,
@@ -124,7 +127,7 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Li
     """
     nodes: dict[int, NodeReport] = {me.node_rank: me}
     awaited = {*range(me.num_nodes)} - {me.node_rank}
-    newcomers: list[Link] = []  # they have checked in, but may still be rejected
+    newcomers: list[tuple[int, Link]] = []  # they have checked in, but may still be rejected
 
     def admit(peer: Link, node: NodeReport) -> bool:
         if node.run_id not in ("", me.run_id):
@@ -134,7 +137,7 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Li
                 Refusal("wrong-world", f"{cause}; do not set RUN_ID, or set one for all nodes")
             )
             return False
-        newcomers.append(peer)
+        newcomers.append((node.node_rank, peer))
         _compare(me, node, nodes)
         skew = node.time - time.time()
         if abs(skew) > limits.SKEW_S:
@@ -159,9 +162,23 @@ def gather(acceptor: Acceptor, me: NodeReport, wait: Wait) -> dict[int, tuple[Li
                 f"{wait.timeout_s:g} s (here: {came}); start it, or look at its terminal",
             )
     except Refused as refused:
-        refuse(newcomers, refused)
+        refuse((peer for _, peer in newcomers), refused)
+        late = awaited - {rank for rank, _ in newcomers}
+        if tells_late and late and wait.left_s > 0:
+            tell_late(acceptor, late, refused)
         raise
     return here
+
+
+def tell_late(acceptor: Acceptor, late: set[int], refused: Refused) -> None:
+    """Notify agents that come a little later; otherwise they would wait for the whole timeout."""
+    say(f"{refused}; telling it for {limits.CHECKIN_LATE_S:g} s to nodes that come later")
+
+    def admit(peer: Link, node: NodeReport) -> bool:
+        refuse([peer], refused)
+        return True
+
+    meeting.gather(acceptor, late, Wait(limits.CHECKIN_LATE_S), admit)
 
 
 def refuse(peers: Iterable[Link], refused: Refused) -> None:
