@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from launcher.explain.rules import find_rule
-from launcher.failure import FRAME, RaisedError, explain, is_foreign, signal_name
+from launcher.failure import CRASHED, FRAME, RaisedError, explain, is_foreign, signal_name
 
 _WHAT = re.compile(r"^ +what\(\): +(?P<text>\S.*)")  # of the C++ exception that nothing caught
 _FATAL = "Fatal Python error"
@@ -22,7 +22,7 @@ def read_crash(lines: Sequence[str], code: int, time: float) -> RaisedError | No
     Returns None if they have neither, or if the exit code is not that of a crash.
     """
     fault, meaning = explain(code, out_of_memory=False)
-    if fault != "rank-crashed":
+    if fault != CRASHED:
         return None
 
     fatal = _find_last(lines, lambda line: line.startswith(_FATAL))

@@ -42,6 +42,7 @@ _MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
 _OURS = re.compile(r"ModuleNotFoundError: .* '((distributed|training|launcher)(\.\w+)*)'$")
 _KIT = "torch_launch_kit"  # the name that scripts import; the launchers put it on their path
 _PACKAGES = {"cv2": "opencv-python", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "PyYAML"}
+CRASHED = "rank-crashed"
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
 _MEANING = {  # of an exit code or a signal
     "126": "the command could not be executed",
@@ -154,7 +155,7 @@ def describe_end(
         code=code if code and code < 128 else raised.code,  # its excepthook may choose another code
         time=raised.time,
         frames=[*details, *user_frames(raised.stack.partition(_SECOND_ERROR)[0])],
-        is_consequence=is_peer_lost(cause),
+        is_consequence=fault != CRASHED and is_peer_lost(cause),
         has_left=raised.has_left,
     )
 
@@ -185,7 +186,7 @@ def explain(code: int, *, out_of_memory: bool) -> tuple[str, str]:
         return "out-of-memory", "SIGKILL from the kernel: this node's memory limit was reached"
     unknown = name or f"exited with code {code} without an exception"
     fault = "rank-killed" if name == "SIGKILL" else "rank-error"
-    fault = "rank-crashed" if name in _CRASHES else fault
+    fault = CRASHED if name in _CRASHES else fault
     return fault, _MEANING.get(name or str(code), unknown)
 
 

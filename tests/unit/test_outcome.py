@@ -563,6 +563,20 @@ def test_a_crash_by_collectives_that_differ_names_the_call() -> None:
     assert read_crash(MISMATCH, 1, 9.0) is None
 
 
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"])
+def test_a_crash_is_no_consequence_of_the_error_that_it_causes(name: str) -> None:
+    code = 128 + signal.Signals[name]
+    lines = ["Fatal Python error: Segmentation fault", "", *MISMATCH[-6:]]
+    told = failure.describe_end(
+        failed(1, 9.0),
+        read_crash(lines, code, 9.0),
+        code=code,
+        is_out_of_memory=False,
+        last_text="",
+    )
+    assert (told.fault, told.code, told.is_consequence) == ("rank-crashed", code, False)
+
+
 KEYS = """RuntimeError: Error(s) in loading state_dict for Sequential:
 \tUnexpected key(s) in state_dict: "2.weight".
 \tsize mismatch for 0.weight: copying a param with shape [2, 2].
