@@ -46,7 +46,7 @@ COPIES = Path("/proc/self/fd")
 def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -> int:
     """Run the command line. Returns the exit code."""
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
-    names = arguments or [str(log_dir / "latest")]
+    names = arguments or [newest(log_dir)]
 
     try:
         return explain([*map(_without_pipe, names)], log_dir)
@@ -62,6 +62,13 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
         cure = f"{did_you_mean(str(error.filename), known)}give a RUN, a FILE or a FAULT"
         warn(f"{program}: {error.filename}: {error.strerror}; {cure}")
         return BAD_INPUT
+
+
+def newest(log_dir: Path) -> str:
+    """Return the name of the newest run; if it has no record here, of the link to it."""
+    link, runs = log_dir / "latest", find_all(log_dir)
+    ids = [run.id for run in runs]
+    return ids[0] if ids and (link.resolve().name in ids or not link.exists()) else str(link)
 
 
 def _without_pipe(name: str) -> str:

@@ -17,7 +17,7 @@ from launcher.explain.kinds import Kind, Rule
 from launcher.explain.reading import HINT, Sighting, look, read, split
 from launcher.explain.rules import RULES
 from launcher.failure import Failure, RaisedError, describe_end
-from launcher.record.run_json import note_start
+from launcher.record.run_json import KEPT, note_start
 
 EXPLAIN = [sys.executable, "-m", "launcher.explain"]
 LOGS = ROOT / "tests/logs"
@@ -437,6 +437,26 @@ def test_a_run_that_starts_and_has_no_log_yet_is_described(
     note_start(Path("logs/26"), {})
     assert main(["26"], {}, "explain.sh") == 1
     assert capsys.readouterr().out.startswith("26 ")
+
+
+def test_without_a_name_the_newest_run_is_explained_even_if_it_never_began(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    link = tmp_path / "logs/latest"
+    note_start(Path("logs/older"), {})
+    link.symlink_to("older")
+    (tmp_path / "logs/older" / KEPT).write_text("FAILED   rank 1\n")
+    time.sleep(0.01)  # the two differ in time
+    note_start(Path("logs/newer"), {})
+    assert main([], {}, "explain.sh") == 1
+    assert capsys.readouterr().out.startswith("newer ")
+    (tmp_path / "logs/by-hand").mkdir()  # this node has logs, but not the run's record
+    link.unlink()
+    link.symlink_to("by-hand")
+    (tmp_path / "logs/by-hand/node_1.log").write_text("[1] ValueError: boom\n")
+    assert main([], {}, "explain.sh") == 0
+    assert "ValueError: boom" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
