@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import os
 import select
@@ -32,6 +34,7 @@ class Terminal(io.RawIOBase):
         self._last = b"\n"  # the last byte queued
         self._taken_at = 0.0  # when the stream last accepted data
         self._dropped = 0  # lines dropped since the last notice
+        self._is_lost = False  # a write has failed, as on a full disk
         self._changed = threading.Condition()
         self._writer = threading.Thread(target=self._write_all, daemon=True)
         self.text: TextIO = io.TextIOWrapper(cast(IO[bytes], self), write_through=True)
@@ -119,8 +122,17 @@ class Terminal(io.RawIOBase):
             return os.write(self.fd, data)
         except BlockingIOError:  # the terminal or pipe is full
             return 0
-        except OSError:  # the reader is gone (`| head`), or the disk is full
+        except OSError as error:
+            if error.errno != errno.EPIPE:  # the reader is gone, as after `| head`
+                self._tell_lost(str(error.strerror))
             return len(data)
+
+    def _tell_lost(self, why: str) -> None:
+        if not self._is_lost and self.fd != 2:
+            text = "warning: output cannot be written here from now on; the node logs have it"
+            with contextlib.suppress(OSError):  # the terminal is gone
+                os.write(2, f"{text} ({why}) [log-lost]\n".encode())
+        self._is_lost = True
 
     def _write_all(self) -> None:
         while True:

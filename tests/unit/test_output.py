@@ -182,6 +182,17 @@ def test_the_agents_own_messages_keep_all_but_the_noise(noise: bytes) -> None:
     assert os.read(reader, 65536) == b"a warning\nlater\n"
 
 
+def test_output_that_a_full_disk_loses_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    screen = Terminal(full)
+    for _ in range(3):
+        screen.show(b"step\n", None)
+        screen.drain(PATIENCE_S)
+    os.close(full)
+    err = capfd.readouterr().err
+    assert err.count("No space left on device") == 1 and err.endswith("[log-lost]\n")
+
+
 # --- several streams ------------------------------------------------------------------------------
 
 
