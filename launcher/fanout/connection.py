@@ -33,7 +33,7 @@ SSH_FAILED = 255  # ssh's exit code if ssh itself failed
 CURES = {
     "env-missing": "make this folder, the project and its Python available there at the same paths",
     "host-unreachable": "check that the machine is up",
-    "name-unresolved": "correct the name, or ~/.ssh/config",
+    "name-unresolved": "correct the name of the node or hosts file, or ~/.ssh/config",
     "ssh-refused": "make sure that 'ssh {node} true' works without a prompt",
 }
 _PROXIES = [f"{kind}_proxy" for kind in ("http", "https", "all", "no")]

@@ -304,7 +304,8 @@ def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
         none = "" if is_ours else ", or - for none"
         beside = (file.name for file in Path(config).parent.glob("*.y*ml"))
         near = did_you_mean(Path(config).name, beside)
-        raise PlanError(f"there is no config {config!r}; {near}give the path of a YAML file{none}")
+        cause = f"there is no config file {config!r}"
+        raise PlanError(f"{cause}; {near}give the path of a YAML file{none}")
     if is_ours and config == "-":
         raise PlanError(
             "this project's train.py needs a config, but '-' passes none; give one, or set "

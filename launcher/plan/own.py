@@ -17,6 +17,7 @@ from pathlib import Path
 from launcher.plan import pbs
 from launcher.plan.plan import Plan
 from launcher.plan.typed import Choices
+from launcher.processes import read_stat
 from launcher.text import Environ, short_host_name
 from launcher.wire import limits
 
@@ -30,6 +31,7 @@ OWN = {  # by a variable that names the scheduler; srun sets SLURM's again on ea
     "SLURM_GPUS_ON_NODE": GPUS,
     "LSB_JOBID": GPUS,
 }
+_SHELLS = ("bash", "dash", "zsh", "fish", "ksh", "ksh93", "mksh", "tcsh", "busybox")
 # A task's stdout is the job's, not pbsdsh's. Other variables, including secrets, are not copied.
 _ANSWER = 'env -0 | grep -z -E "^($1)=" >"$0/$PBS_NODENUM"'
 
@@ -98,10 +100,25 @@ def asked_names(environ: Environ) -> list[str]:
 def read_begun() -> set[str]:
     """Return the shell's initial variables, as `NAME=value`; none if a scheduler owns it."""
     try:
-        text = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+        text = Path(f"/proc/{_find_shell()}/environ").read_bytes()
     except OSError:  # another user's
         text = b""
     return {*os.fsdecode(text).split("\0")}
+
+
+def _find_shell() -> int:
+    """Return the session's shell that started us, also through programs such as timeout or make.
+
+    Those already have the variables that were typed with the command. If there is no such shell,
+    return our parent.
+    """
+    pid = os.getppid()
+    with contextlib.suppress(OSError, IndexError):  # another user's, or it has ended
+        while os.getsid(pid) == os.getsid(0):
+            if Path(f"/proc/{pid}/exe").readlink().name in _SHELLS:
+                return pid
+            pid = int(read_stat(pid)[1])
+    return os.getppid()
 
 
 def ask_nodes(names: Collection[str], plan: Plan) -> dict[str, dict[str, str]]:

@@ -112,9 +112,9 @@ PY
   run launch
   assert_refused 2 "no config; usage: scripts/ssh/launch_singlenode.sh CONFIG"
   run launch ""
-  assert_refused 2 "there is no config ''"
+  assert_refused 2 "there is no config file ''"
   run launch $'missing\n.yaml' 2
-  assert_refused 2 "there is no config 'missing\n.yaml'; give"
+  assert_refused 2 "there is no config file 'missing\n.yaml'; give"
   run launch plain.yaml 0
   assert_refused 2 "the number of processes is '0'; give a whole number from 1"
   RUN_ID=latest run launch plain.yaml 1

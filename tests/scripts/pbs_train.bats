@@ -153,7 +153,7 @@ setup_folder() {
 @test "messages begin with the script's name, and the folder for PBS's output exists" {
   setup_folder
   run launch nosuch.yaml
-  assert_refused_in_job 2 "there is no config 'nosuch.yaml'"
+  assert_refused_in_job 2 "there is no config file 'nosuch.yaml'"
   [[ $output == "pbs_train.sh: "* ]]
   cp -- "$ROOT/scripts/run_ddp.sh" 7.host.SC
   PBS_O_WORKDIR=$PWD run ./7.host.SC -c nosuch.yaml

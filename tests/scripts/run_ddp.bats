@@ -74,7 +74,7 @@ $command"
   run launch -n
   assert_refused 2 "option -n needs a value"
   run launch -c missing.yaml
-  assert_refused 2 "there is no config 'missing.yaml'"
+  assert_refused 2 "there is no config file 'missing.yaml'"
   run launch -l loud
   assert_refused 2 "LOG_LEVEL is 'loud'"
   run launch -x 2

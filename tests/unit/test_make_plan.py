@@ -12,7 +12,7 @@ from captured import captured
 from job_tools import make_tool
 
 from distributed.environment import LauncherError
-from launcher.plan import pbs, resume
+from launcher.plan import own, pbs, resume
 from launcher.plan.check_config import check_config
 from launcher.plan.hosts import read_hostfile
 from launcher.plan.make_plan import choose_run_id, make_plan
@@ -519,7 +519,7 @@ def test_what_the_shell_was_begun_with_is_not_repeated(monkeypatch: pytest.Monke
         for word in Path("/proc/self/environ").read_text().split("\0")
         if "=" in word
     )
-    monkeypatch.setattr(os, "getppid", os.getpid)
+    monkeypatch.setattr(own, "_find_shell", os.getpid)
     monkeypatch.setattr(resume, "FORWARDED", ("PATH", "OMP_"))
     assert line({"PATH": before["PATH"], "OMP_NUM_THREADS": "3"}) == "OMP_NUM_THREADS=3 x.sh"
     assert line({"PATH": "/other"}) == "PATH=/other x.sh"

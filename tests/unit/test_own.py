@@ -1,11 +1,15 @@
 """Variables specific to one node, how other nodes get their own, and what a run leaves idle."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from agents import ROOT
 from captured import captured
 from job_tools import job_plan, make_tool
 
@@ -24,6 +28,16 @@ PBS = {"PBS_JOBID": "7.host", "NCPUS": "8", "OMP_NUM_THREADS": "8"}
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2"}
 EVERYONES = {"NCCL_DEBUG": "INFO", "OMP_PROC_BIND": "true", "TORCH_LOGS": "x", "HOME": "/home"}
 SELECT = "echo '  schedselect = {}'"
+BEGUN = "from launcher.plan.own import read_begun; print(sorted(read_begun()))"
+
+
+@pytest.mark.parametrize("wrapper", ["", "timeout 60 ", "timeout 60 nice ", "setsid -w "])
+def test_what_the_shell_began_with_is_known_below_other_programs(wrapper: str) -> None:
+    script = f'TYPED=1 {wrapper}"$0" -c "$1"; exit $?'
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "BEGAN": "1"}
+    command = ["setsid", "-w", "bash", "-c", script, sys.executable, BEGUN]
+    told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+    assert ("BEGAN=1" in told, "TYPED=1" in told) == (True, False)
 
 
 @pytest.mark.parametrize(
