@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import select
 from collections.abc import Iterable
 
 _MOST = 1 << 16  # enough for 7,000 nodes with 8 ranks; some containers have a limit of 2^30
-_given = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def _read_limit() -> tuple[int, int]:
+    """Return the soft and the hard limit; none if the system refuses to tell."""
+    try:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+    except OSError:
+        return resource.RLIM_INFINITY, resource.RLIM_INFINITY
+
+
+_given = _read_limit()
 
 
 def wait_for_input(fds: Iterable[int], seconds: float | None = None) -> list[int]:
@@ -23,7 +34,7 @@ def wait_for_input(fds: Iterable[int], seconds: float | None = None) -> list[int
 
 def raise_limit(needed: int = _MOST) -> int:
     """Let this process open `needed` files, as far as its hard limit allows; return the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = _read_limit()
     if 0 <= soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -32,4 +43,5 @@ def raise_limit(needed: int = _MOST) -> int:
 
 def give_back_limit() -> None:
     """Restore the limit with which this process, or the one that it was forked from, started."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, _given)
+    with contextlib.suppress(OSError, ValueError):  # setrlimit raises either
+        resource.setrlimit(resource.RLIMIT_NOFILE, _given)

@@ -80,7 +80,7 @@ def test_training_saves_and_resumes_without_links_locks_and_flushes(tmp_path: Pa
     every = ["checkpoint.every=2", "checkpoint.snapshot_every=1"]
     for steps in (4, 6):
         words = [str(ROOT / "config/local3.yaml"), "2", f"train.max_steps={steps}", *small, *every]
-        code, _, err = launch(refused, tmp_path, SINGLE, *words, RUN_ID="here")
+        code, out, err = launch(refused, tmp_path, SINGLE, *words, RUN_ID="here")
         assert code == 0 and "Traceback" not in err, err
         told = [line for line in err.splitlines() if line.startswith("warning: ")]
         assert len(told) == len({*told}) == 5, err  # each loss once, in each folder
@@ -88,6 +88,6 @@ def test_training_saves_and_resumes_without_links_locks_and_flushes(tmp_path: Pa
         assert sum(NO_LOCKS in line for line in told) == 2
         flush = "warning: files cannot be flushed (Invalid argument); a power failure may damage"
         assert any(line.startswith(flush) for line in told)
-    assert "resumed    after step 4" in err
+    assert "resumed    after step 4" in out
     assert (tmp_path / "checkpoints/here/step-6").is_dir()
     assert not (tmp_path / "checkpoints/here/latest").exists()
