@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 from launcher import handshake
-from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.join import versions
 from launcher.failure import Failure
 from launcher.outcome import NodeEnd
@@ -38,6 +37,7 @@ from launcher.wire.messages import (
     StopRequest,
     Verdict,
 )
+from launcher.wire.states import RankState
 
 NPROC = 8  # ranks of each simulated node; the real one has a single rank
 STACK = ("train.py:9 in step", "train.py:31 in main")

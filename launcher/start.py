@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distributed.environment import LauncherError
+from distributed.environment import DEFAULT_LOG_DIR, LauncherError
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
 from distributed.job import job_id
 from distributed.lock import is_locked, locked_by
 from launcher.cli.arguments import Call, parse
+from launcher.fanout import detach
 from launcher.outer_job import leave_outer_job
 from launcher.outer_run import leave_outer_run
 from launcher.plan import pbs, resume, slurm, submit_with_config
@@ -31,7 +32,7 @@ from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan
 from launcher.plan.script import check_script, show_help
 from launcher.processes import outlive_others
-from launcher.record import detach, run_json, runs
+from launcher.record import run_json, runs
 from launcher.text import Environ, OwnEnviron, PlanError, mend_streams, short_host_name, warn
 from launcher.wire import limits
 
@@ -82,7 +83,9 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
         environ["SHOW_RANKS"] = typed.show
 
     if typed.fanout in ("status", "stop", "stacks"):
-        return runs.main(typed)
+        log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
+        dry = typed.is_dry_run
+        return runs.main(typed.fanout, typed.rest, log_dir, typed.program, is_dry_run=dry)
     if typed.fanout == "submit":
         return submit_with_config.run(typed)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from distributed.stop_signals import QUERY, Interrupts, handled_signals, notices, stop_signals
 from launcher import own_time, processes
-from launcher.agent.diagnosis.stuck import RankState, find_straggler
+from launcher.agent.diagnosis.stuck import find_straggler
 from launcher.agent.facts import Facts
 from launcher.agent.node_ranks import NodeRanks, Rank
 from launcher.agent.notice import Notice
@@ -44,6 +44,7 @@ from launcher.wire.messages import (
     Verdict,
 )
 from launcher.wire.node_link import Link, Pulse
+from launcher.wire.states import RankState
 
 
 @dataclass

@@ -9,8 +9,8 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.events import handlers
 from torch.distributed.elastic.multiprocessing import errors
 
-from launcher.agent.command_line import read_for_torch
 from launcher.agent.torch_internals import rendezvous_backends
+from launcher.command_line import read_for_torch
 
 
 def read_checked(arguments: Sequence[str]) -> Namespace:

@@ -17,14 +17,14 @@ from pathlib import Path
 from distributed.heartbeat import RECORD, STACK_SIGNAL, Beat, name_record, stack_file_of
 from launcher import failure, own_time, processes
 from launcher.agent.diagnosis import collectives, stuck
-from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Calls
-from launcher.agent.diagnosis.stuck import RankState
+from launcher.agent.diagnosis.collectives import DUMP_SIGNAL
 from launcher.agent.output.stream import Stream
 from launcher.agent.rank import ending
 from launcher.crash import read_crash
 from launcher.failure import Failure
 from launcher.processes import KILLED
 from launcher.wire import limits
+from launcher.wire.states import Calls, RankState
 
 # What has set a rank's limit, by its Beat.limit_by.
 _LIMITS = ("the default limit", "the limit, HANG_SECONDS,", "the limit, hang_seconds,")

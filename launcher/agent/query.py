@@ -18,7 +18,6 @@ from pathlib import Path
 from distributed.environment import printable
 from launcher.agent.diagnosis import stuck
 from launcher.agent.diagnosis.collectives import find_mismatches
-from launcher.agent.diagnosis.stuck import RankState
 from launcher.agent.node_ranks import NodeRanks
 from launcher.own_time import Deadline
 from launcher.record.run_json import ASKED, NOTICED, SHOWN
@@ -26,6 +25,7 @@ from launcher.text import name_groups, open_own
 from launcher.wire import limits
 from launcher.wire.messages import NodeStacks, RankStack, StackRequest
 from launcher.wire.node_link import Link
+from launcher.wire.states import RankState
 
 LONGEST = 2000  # characters shown per line
 

@@ -26,7 +26,6 @@ from pathlib import Path
 
 from distributed.stop_signals import ADDED, QUERY, STOP_SIGNALS, handled_signals, notices
 from launcher import descriptors, importable, own_time, processes, typed_json
-from launcher.agent.command_line import find_option, read_for_torch, read_grace, read_silence
 from launcher.agent.control import (
     AgentNote,
     Control,
@@ -37,6 +36,7 @@ from launcher.agent.control import (
     follow_stream,
     report_outcome,
 )
+from launcher.command_line import find_option, read_for_torch, read_grace, read_silence
 from launcher.descriptors import wait_for_input
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import find_rule

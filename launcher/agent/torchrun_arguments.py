@@ -15,10 +15,10 @@ from torch.distributed.elastic.multiprocessing import Std, to_map
 
 from distributed.stop_signals import NEVER_ADDED
 from launcher import handshake
-from launcher.agent.command_line import RANGE_CURE, read_grace, read_silence, split
 from launcher.agent.rank import fresh
 from launcher.agent.rank.program import Program
 from launcher.agent.torch_internals import rendezvous_settings
+from launcher.command_line import RANGE_CURE, read_grace, read_silence, split
 from launcher.handshake import Access
 from launcher.record.run_ids import plain_run_id
 from launcher.slurm_node import slurm_node

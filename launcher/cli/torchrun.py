@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from launcher.agent.command_line import RANGE_CURE
+from launcher.command_line import RANGE_CURE
 from launcher.plan.foreign import find_value
 from launcher.text import Environ, PlanError
 

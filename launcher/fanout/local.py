@@ -15,11 +15,11 @@ from dataclasses import replace
 
 from distributed.errors import REFUSED, Refused
 from distributed.stop_signals import STOP_SIGNALS
+from launcher.fanout import transcript
 from launcher.plan.own import THREADS, find_own, read_begun
 from launcher.plan.plan import AGENT, Plan, node_comment, print_plan
 from launcher.preflight import compare
 from launcher.preflight.check_node import check_node, read_reports
-from launcher.record import transcript
 from launcher.text import count, print_row, short_host_name, warn
 from launcher.typed_json import encode
 from launcher.wire.messages import Report

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 
 from launcher.fanout.connection import Connection
+from launcher.fanout.launch_end import NodePart
 from launcher.fanout.loop import Loop, Show
-from launcher.outcome import NodePart, Outcome
+from launcher.outcome import Outcome
 from launcher.wire import limits
 from launcher.wire.messages import Exit, Hello, Membership, Report, Sweep
 

@@ -28,11 +28,11 @@ from launcher.fanout.connection import (
     name_variables,
     write_opening,
 )
+from launcher.fanout.launch_end import LaunchEnd
 from launcher.fanout.loop import Loop, Show, given_options
 from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.swap import choose_master, find_ill, swap
 from launcher.interrupt import code_for_shell
-from launcher.outcome import LaunchEnd
 from launcher.plan.own import find_own, read_begun
 from launcher.plan.plan import Plan, print_commands, print_plan
 from launcher.preflight import compare

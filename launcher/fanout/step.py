@@ -26,8 +26,9 @@ from distributed.stop_signals import NOTICES, QUERY, STOP_SIGNALS, Interrupts, h
 from launcher import own_time, processes
 from launcher.failure import Failure
 from launcher.failure_block import print_outcome, print_resume
+from launcher.fanout.launch_end import LaunchEnd, NodePart
 from launcher.interrupt import code_for_shell
-from launcher.outcome import LaunchEnd, NodePart, Outcome
+from launcher.outcome import Outcome
 from launcher.own_time import Deadline
 from launcher.plan import slurm
 from launcher.plan.plan import Plan

@@ -19,6 +19,9 @@ _MASTER = re.compile(r"(?:\[(.*)\]|([^:]*))(?::(\d+))?")
 _ADDRESS = re.compile(r"[^\s,;/:]*|[^\s,;/]*:[^\s,;/]*:[^\s,;/]*")  # or IPv6
 _SGE = re.compile(r"(\S+) (\d+) \S+ \S+")  # $PE_HOSTFILE: host, slots, queue, processors
 _SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d+)?")
+_ASKED_NODES = re.compile(r"(?:--nodes=|-N ?|select=|nodes=)(\d+)")
+_ASKED_TASKS = re.compile(r"--ntasks-per-node=(\d+)")
+_ASKED_GPUS = re.compile(r"(?:--gpus-per-node=|--gres=gpu:|n?gpus=)(?:[a-z]\w*:)?(\d+)")
 
 
 def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
@@ -110,3 +113,25 @@ def read_hostfile(file: Path) -> list[str]:
     times = Counter(words)
     is_plain = len(times) < len(words) and not any(re.search(r"[][:,]", word) for word in times)
     return [f"{word}:{number}" for word, number in times.items()] if is_plain else words
+
+
+def read_batch_script(file: Path, nproc: int | None) -> World:
+    """Return the nodes and ranks that the #SBATCH or #PBS lines of a batch script ask for.
+
+    `nproc` is the number of ranks per node that the user asked for.
+    """
+    lines = re.findall(
+        r"^#(?:SBATCH|PBS) (.*?)(?: #.*)?$", file.read_text(errors="replace"), re.MULTILINE
+    )
+    nodes, tasks, gpus = (
+        _last(pattern, lines) for pattern in (_ASKED_NODES, _ASKED_TASKS, _ASKED_GPUS)
+    )
+    ranks = tasks if tasks > 1 else nproc or gpus
+    asked = read_nproc("", str(ranks)) if nodes and ranks else None
+    hosts = "chosen by the scheduler when the job starts"
+    return World(num_nodes=nodes or 1, master_addr="", nproc=asked, hosts=hosts)
+
+
+def _last(pattern: re.Pattern[str], lines: Sequence[str]) -> int:
+    numbers = [int(match[1]) for line in lines if (match := pattern.search(line))]
+    return numbers[-1] if numbers else 0

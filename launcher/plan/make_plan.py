@@ -15,7 +15,6 @@ from shutil import which
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
 from distributed.job import ask_scheduler, in_slurm_step, job_id, job_run_id
 from launcher.container import config_texts, read_container
-from launcher.fanout import job_command
 from launcher.handshake import read_access
 from launcher.master_port import is_first, is_loopback
 from launcher.plan import foreign, hosts, mpi, pbs, slurm, spares
@@ -23,7 +22,7 @@ from launcher.plan.foreign import NUMBERS
 from launcher.plan.plan import ROOT, Plan, World, read_nproc, read_number
 from launcher.plan.resume import command_line
 from launcher.plan.typed import Typed, is_same
-from launcher.record.run_ids import free_run_id, next_run_id, plain_run_id
+from launcher.record.run_ids import free_run_id, plain_run_id
 from launcher.text import Environ, PlanError, did_you_mean, warn
 from launcher.wire import limits
 
@@ -184,7 +183,7 @@ def read_world(typed: Typed, fanout: str) -> World:
         mpi.refuse_copies(environ)
     nproc = read_nproc("the number of processes", _first(typed.nproc, environ, "NPROC_PER_NODE"))
     if fanout == "job_command":
-        return job_command.read_script(ROOT / typed.batch_script, nproc)
+        return hosts.read_batch_script(ROOT / typed.batch_script, nproc)
     if fanout == "srun":
         return slurm.read_job(environ, (*typed.typed, typed.program)[0], nproc)
     if fanout in ("ssh", "pdsh") or typed.nodefile:
@@ -264,15 +263,16 @@ def _read_port(typed: Typed, *, is_by_hand: bool) -> int | None:
 
 def choose_run_id(typed: Typed, log_dir: Path, *, is_namer: bool) -> str:
     """Return RUN_ID. If unset, node rank 0 gets an id from --rdzv-id or the job, or a new one."""
-    run_id = typed.environ.get("RUN_ID", "")
-    if not run_id and is_namer:
-        if name := plain_run_id(typed.run_id):
-            run_id = free_run_id(log_dir, name, typed)
-        elif job := job_run_id(typed.environ):
-            run_id = next_run_id(log_dir, job, typed)
-        else:
-            run_id = new_run_id()
-    return run_id and check_run_id(run_id)
+    environ = typed.environ
+    run_id = environ.get("RUN_ID", "")
+    if run_id or not is_namer:
+        return run_id and check_run_id(run_id)
+
+    given = plain_run_id(typed.run_id)
+    if not (name := given or job_run_id(environ)):
+        return new_run_id()
+    run_id = free_run_id(log_dir, name, environ, of_job=not given, is_dry_run=typed.is_dry_run)
+    return check_run_id(run_id)
 
 
 def choose_program(typed: Typed) -> tuple[list[str], bool, str]:

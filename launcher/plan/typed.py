@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from launcher.agent.command_line import find_option
+from launcher.command_line import find_option
 from launcher.text import Environ
 
 

@@ -6,44 +6,32 @@ import contextlib
 import hashlib
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 from distributed.errors import Refused
 from launcher import processes
-from launcher.plan.typed import Choices
 from launcher.record.run_json import job_start, read, refuse_live, this_start
 
 MOST_CHARACTERS = 100  # distributed.environment.check_run_id allows 128
 
 
-def next_run_id(log_dir: Path, job: str, asked: Choices) -> str:
-    """Return the first of JOB, JOB.1, ... that no launch in this start of the job has taken.
+def free_run_id(
+    log_dir: Path, name: str, environ: Mapping[str, str], *, of_job: bool, is_dry_run: bool
+) -> str:
+    """Return the first of NAME, NAME.1, ... that is free.
 
-    Except in a dry run, this process reserves it, so that a launch at the same time gets the next
-    one.
+    Of a job's names, those are taken that another launch in this start of the job has; of others,
+    those of live runs, because torch's guides all use "100". Except in a dry run, this process
+    reserves the name, so that a launch at the same time gets the next one.
     """
-
-    def is_free(folder: Path) -> bool:
-        record = read(folder)
-        return record is None or not _is_same(record.job, this_start(asked.environ))
-
-    return _first_free(log_dir, job, is_free, asked)
-
-
-def free_run_id(log_dir: Path, name: str, asked: Choices) -> str:
-    """Return the first of NAME, NAME.1, ... that no live run has; torch's guides all use "100".
-
-    This process reserves it, as in next_run_id().
-    """
-
-    def is_free(folder: Path) -> bool:
-        with contextlib.suppress(Refused):
-            refuse_live(folder, asked.environ)
-            return True
-        return False
-
-    return _first_free(log_dir, name, is_free, asked)
+    is_free = _is_new_in_job if of_job else _is_not_live
+    for number in itertools.count():
+        run_id = f"{name}.{number}" if number else name
+        is_ours = is_dry_run or _take(log_dir / run_id, job_start(environ))
+        if is_ours and is_free(log_dir / run_id, environ):
+            break
+    return run_id
 
 
 def plain_run_id(rdzv_id: str) -> str:
@@ -65,13 +53,16 @@ def _is_same(start: str, other: str) -> bool:
     return is_told or bool(session and session == here)
 
 
-def _first_free(log_dir: Path, name: str, is_free: Callable[[Path], bool], asked: Choices) -> str:
-    for number in itertools.count():
-        run_id = f"{name}.{number}" if number else name
-        is_ours = asked.is_dry_run or _take(log_dir / run_id, job_start(asked.environ))
-        if is_ours and is_free(log_dir / run_id):
-            break
-    return run_id
+def _is_new_in_job(folder: Path, environ: Mapping[str, str]) -> bool:
+    record = read(folder)
+    return record is None or not _is_same(record.job, this_start(environ))
+
+
+def _is_not_live(folder: Path, environ: Mapping[str, str]) -> bool:
+    with contextlib.suppress(Refused):
+        refuse_live(folder, environ)
+        return True
+    return False
 
 
 def _take(folder: Path, start: int) -> bool:

@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.environment import DEFAULT_LOG_DIR, printable
+from distributed.environment import printable
 from distributed.errors import BAD_INPUT, REFUSED
-from launcher.agent.command_line import split
+from launcher.command_line import split
 from launcher.failure_block import find_kept, read_tail
-from launcher.plan.typed import Typed
 from launcher.processes import ranks_of
 from launcher.record.run_json import ASKED, LONGEST_FILE, SHOWN, Record, read
 from launcher.text import count, did_you_mean, open_own, warn
@@ -173,20 +172,19 @@ def date(seconds: float) -> str:
 # --- the command line ---------------------------------------------------------------------------
 
 
-def main(typed: Typed) -> int:
+def main(task: str, words: Sequence[str], log_dir: Path, program: str, *, is_dry_run: bool) -> int:
     """Do what --status, --stop or --stacks asks for. Returns the exit code."""
-    log_dir = Path(typed.environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     try:
-        if typed.fanout == "status":
-            return print_status(log_dir, typed.rest, typed.program)
-        if len(typed.rest) != 1:
-            raise ValueError(f"--{typed.fanout} needs one run id; --status lists all runs")
-        run = find(log_dir, typed.rest[0])
-        if typed.fanout == "stacks":
-            return show_stacks(run, typed.program)
-        return stop(run, typed.program, is_dry_run=typed.is_dry_run)
+        if task == "status":
+            return print_status(log_dir, words, program)
+        if len(words) != 1:
+            raise ValueError(f"--{task} needs one run id; --status lists all runs")
+        run = find(log_dir, words[0])
+        if task == "stacks":
+            return show_stacks(run, program)
+        return stop(run, program, is_dry_run=is_dry_run)
     except (ValueError, OSError) as error:
-        warn(f"{typed.program}: {error}")
+        warn(f"{program}: {error}")
         return BAD_INPUT if isinstance(error, ValueError) else REFUSED
 
 

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from distributed.environment import check_run_id
-from launcher.agent.diagnosis.collectives import Calls
-from launcher.agent.diagnosis.stuck import RankState
 from launcher.failure import Failure
 from launcher.outcome import NodeEnd, Outcome
 from launcher.typed_json import MessageError, decode, encode, parse_json
 from launcher.wire import limits
+from launcher.wire.states import Calls, RankState
 
 MOST_RANKS = 1 << 20
 

@@ -289,7 +289,7 @@ TABLE
   rm root/launcher/agent/agent.py
   cat >root/launcher/agent/agent.py <<'PY'
 import os
-from launcher.agent.command_line import find_option
+from launcher.command_line import find_option
 
 def run_agent(arguments, environ, link):
     place = environ["PLACE"]

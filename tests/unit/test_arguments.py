@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed.run as torchrun
 
-from launcher.agent import command_line, torchrun_arguments
+from launcher import command_line
+from launcher.agent import torchrun_arguments
 from launcher.cli.arguments import Call, parse
 from launcher.cli.options import COMMANDS, Option
 from launcher.plan.make_plan import choose_program

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from launcher.agent.diagnosis.stuck import RankState
 from launcher.failure import Failure
 from launcher.outcome import NodeEnd, Outcome
 from launcher.typed_json import MessageError, decode, encode
@@ -31,6 +30,7 @@ from launcher.wire.messages import (
     Verdict,
 )
 from launcher.wire.node_link import Link, Pulse
+from launcher.wire.states import RankState
 
 FAR_S = 60.0  # only ends a test that hangs
 FAILURE = Failure("rank-error", "ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks={"a": [1]})

@@ -14,7 +14,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from distributed import environment, rendezvous
 from distributed.job import ask_scheduler
 from launcher import processes, shared_files
-from launcher.fanout import job_command
 from launcher.plan import hosts, pbs, submit_with_config
 from launcher.plan.plan import ROOT
 from launcher.preflight import checks
@@ -127,7 +126,7 @@ def test_a_batch_file(tmp_path: Path, tools: Path) -> None:
     file.write_bytes(
         b"#!/bin/bash\n# of " + LATIN + b"\n#PBS -N " + LATIN + b"\n#PBS -l select=2\n"
     )
-    assert job_command.read_script(file, None).num_nodes == 2
+    assert hosts.read_batch_script(file, None).num_nodes == 2
     assert pbs.job_command({}, file, ["x"])[:4] == ["qsub", "-V", "-N", NAME]
 
 

@@ -17,11 +17,10 @@ from launcher.agent.rank.program import _record
 from launcher.crash import read_crash
 from launcher.failure import Failure, RaisedError, read_error
 from launcher.failure_block import find_end, find_kept, print_outcome
+from launcher.fanout.launch_end import LaunchEnd, NodePart
 from launcher.outcome import (
     Basis,
-    LaunchEnd,
     NodeEnd,
-    NodePart,
     Outcome,
     choose,
     describe_ends,

@@ -18,8 +18,8 @@ from ports import free_port
 from distributed import heartbeat
 from distributed.heartbeat import Beat, Heart, beat
 from launcher.agent.diagnosis import collectives, stuck
-from launcher.agent.diagnosis.collectives import Calls, Collective, find_mismatches
-from launcher.agent.diagnosis.stuck import STOPPED, RankState, find_odd, find_straggler
+from launcher.agent.diagnosis.collectives import find_mismatches
+from launcher.agent.diagnosis.stuck import STOPPED, find_odd, find_straggler
 from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.query import Query
 from launcher.agent.rank.optimizer_steps import CountedHeart, StepCounter
@@ -27,6 +27,7 @@ from launcher.text import name_groups
 from launcher.typed_json import MessageError, encode
 from launcher.wire import messages
 from launcher.wire.messages import NodeStacks
+from launcher.wire.states import Calls, Collective, RankState
 
 
 @pytest.mark.slow

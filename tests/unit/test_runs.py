@@ -19,11 +19,10 @@ from agents import AGENT, ROOT, Run, begun, eventually, execute, rarely, written
 from distributed.environment import port_from_id
 from distributed.errors import REFUSED, Refused
 from launcher import processes
-from launcher.plan.typed import Choices, Typed
 from launcher.processes import ranks_of, start_ticks
 from launcher.record import run_json, runs
 from launcher.record.restart import Restart
-from launcher.record.run_ids import free_run_id, next_run_id
+from launcher.record.run_ids import free_run_id
 from launcher.record.run_json import LauncherProcess, Record, note_end, note_start, refuse_live
 from launcher.text import Environ
 from launcher.wire import limits
@@ -71,8 +70,7 @@ def test_goodput(changes: dict[str, Any], line: str) -> None:
 
 
 def ask(task: str, log_dir: Path, *run_ids: str) -> int:
-    environ = {"LOG_DIR": str(log_dir)}
-    return runs.main(Typed(task, program="launch.sh", rest=run_ids, environ=environ))
+    return runs.main(task, run_ids, log_dir, "launch.sh", is_dry_run=False)
 
 
 @pytest.mark.parametrize("process", [-1, 0, 1])
@@ -267,11 +265,11 @@ def test_a_live_run_is_not_started_again(
 def test_two_live_runs_with_one_rdzv_id_have_two_names(
     process: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    assert free_run_id(tmp_path, "100", Choices(is_dry_run=True)) == "100"
+    assert free_run_id(tmp_path, "100", {}, of_job=False, is_dry_run=True) == "100"
     write(tmp_path, "100", state="running", launcher=launcher_of(process.pid))
-    assert free_run_id(tmp_path, "100", Choices(is_dry_run=True)) == "100.1"
+    assert free_run_id(tmp_path, "100", {}, of_job=False, is_dry_run=True) == "100.1"
     write(tmp_path, "100", state="ended", exit_code=0)
-    assert free_run_id(tmp_path, "100", Choices(is_dry_run=True)) == "100"
+    assert free_run_id(tmp_path, "100", {}, of_job=False, is_dry_run=True) == "100"
 
 
 HOLDS = """
@@ -462,15 +460,15 @@ def test_a_writer_that_hangs_is_not_waited_for(
     assert run_json.read(tmp_path) == Record(step=1)
 
 
-@pytest.mark.parametrize("choose", [next_run_id, free_run_id])
-def test_launches_at_the_same_time_have_names_of_their_own(
-    choose: Callable[..., str], tmp_path: Path
-) -> None:
-    first, dry = Choices(), Choices(is_dry_run=True)
-    names = [choose(tmp_path, "7", asked) for asked in (dry, first, first, dry, first)]
+@pytest.mark.parametrize("of_job", [True, False])
+def test_launches_at_the_same_time_have_names_of_their_own(tmp_path: Path, of_job: bool) -> None:
+    def choose(environ: Environ, *, is_dry: bool = False) -> str:
+        return free_run_id(tmp_path, "7", environ, of_job=of_job, is_dry_run=is_dry)
+
+    names = [choose({}, is_dry=is_dry) for is_dry in (True, False, False, True, False)]
     assert names == ["7", "7", "7.1", "7", "7.2"]  # a dry run reserves none
-    again = Choices(environ={"SLURM_RESTART_COUNT": "1"})  # the first may still be running, cut off
-    assert [choose(tmp_path, "7", again) for _ in range(2)] == ["7", "7.1"]
+    again = {"SLURM_RESTART_COUNT": "1"}  # the first may still be running, cut off
+    assert [choose(again), choose(again)] == ["7", "7.1"]
 
 
 def test_a_copy_of_the_terminal_outlives_every_signal_that_stops_the_run(tmp_path: Path) -> None:

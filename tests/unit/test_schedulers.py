@@ -21,8 +21,7 @@ from distributed.job import ask_scheduler, in_slurm_step, this_job
 from distributed.lock import RunLock
 from launcher import start
 from launcher.cli.arguments import Call
-from launcher.fanout import job_command
-from launcher.plan import pbs, slurm
+from launcher.plan import hosts, pbs, slurm
 from launcher.plan.plan import ROOT, World
 from launcher.plan.submit_with_config import (
     OWN,
@@ -34,9 +33,9 @@ from launcher.plan.submit_with_config import (
     submit_all,
     take_own_settings,
 )
-from launcher.plan.typed import Choices, Typed
+from launcher.plan.typed import Typed
 from launcher.record import run_json
-from launcher.record.run_ids import next_run_id
+from launcher.record.run_ids import free_run_id
 from launcher.text import PlanError
 
 UNEQUAL = {"SLURM_TASKS_PER_NODE": "2,1", "SLURM_NTASKS": "3"}
@@ -273,7 +272,7 @@ def test_what_a_batch_script_asks_for(
     tmp_path: Path, lines: str, asked: int | None, num_nodes: int, nproc: int | None
 ) -> None:
     (tmp_path / "x.sh").write_text(f"#!/bin/bash\n{lines}\ntrue\n")
-    found = job_command.read_script(tmp_path / "x.sh", asked)
+    found = hosts.read_batch_script(tmp_path / "x.sh", asked)
     assert (found.num_nodes, found.nproc) == (num_nodes, nproc)
 
 
@@ -786,8 +785,7 @@ def test_each_launch_in_a_job_is_a_run_of_its_own(
     run_json.note_start(tmp_path / "26.head", os.environ)
     monkeypatch.setattr(os, "getsid", lambda _: session)
     note(qstat, later)
-    asked = Choices(environ=os.environ, is_dry_run=True)
-    assert next_run_id(tmp_path, "26.head", asked) == run_id
+    assert free_run_id(tmp_path, "26.head", os.environ, of_job=True, is_dry_run=True) == run_id
     assert run_json.job_start(os.environ) == (1 if "run_count = 2" in later else 0)
 
 

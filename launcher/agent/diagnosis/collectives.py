@@ -8,44 +8,17 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from launcher import typed_json
 from launcher.text import name_ranks
 from launcher.typed_json import MessageError
 from launcher.wire import limits
+from launcher.wire.states import Calls, Collective
 
 DUMP_SIGNAL = signal.SIGRTMIN + 10  # makes a rank write its collectives; not used by scripts
 WINDOW = 20  # the latest calls kept for each process group
-# Every rank calls these with tensors of the same size.
-_EQUAL_SIZES = ("all_reduce", "broadcast", "reduce")
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One rank's call of a collective."""
-
-    group: str  # the process group's name
-    number: int  # the call's number in the group, from 1
-    operation: str
-    sizes: str  # the input's sizes and type
-    is_done: bool
-
-    def __str__(self) -> str:
-        return f"#{self.number} {self.operation} of {self.sizes or 'nothing'}"
-
-    @property
-    def must_match(self) -> tuple[str, str]:
-        return self.operation, self.sizes if self.operation in _EQUAL_SIZES else ""
-
-
-@dataclass(frozen=True)
-class Calls:
-    """A rank's latest collectives."""
-
-    calls: Sequence[Collective] = ()
 
 
 def file_of(error_file: Path) -> Path:

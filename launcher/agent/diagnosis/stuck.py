@@ -11,11 +11,12 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.failure import user_frames
 from launcher.wire import limits
+from launcher.wire.states import RankState
 
 STOPPED = "its process is stopped (SIGSTOP)"
 # A frame in a library, and any frame, as faulthandler writes them.
@@ -25,19 +26,6 @@ _IN_LIBRARY = re.compile(
 _PLACE = re.compile(r'File "(?:.*/)?(.+)", line (\d+),? in (.+)')
 # Code that waits for other ranks.
 _WAITING = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
-
-
-@dataclass(frozen=True)
-class RankState:
-    """One living rank, as its agent sees it at one moment."""
-
-    rank: int
-    progress: tuple[int, ...]  # step, and beats since then
-    is_stuck: bool  # it has been silent for longer than its limit
-    is_stopped: bool  # its process is stopped (SIGSTOP)
-    silence_s: float  # since its last beat, or its start
-    ends_run: bool = True  # whether its silence ends the run; a slow start is only reported
-    equals: tuple[int, ...] = ()  # of a straggler: all ranks that are as far behind
 
 
 def find_straggler(ranks: Sequence[RankState | None]) -> RankState | None:

@@ -12,9 +12,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, Collective, file_of, newest
+from launcher.agent.diagnosis.collectives import DUMP_SIGNAL, file_of, newest
 from launcher.agent.torch_internals import recorders
 from launcher.typed_json import encode
+from launcher.wire.states import Collective
 
 DEFAULT_SIZE = 2000  # calls that the recorder keeps; set only if torch has NCCL
 

@@ -21,8 +21,9 @@ from distributed.environment import DEFAULT_LOG_DIR
 from distributed.lock import update_link
 from launcher import processes
 from launcher.failure_block import COLOURS
+from launcher.fanout import transcript
 from launcher.plan.plan import Plan
-from launcher.record import run_json, transcript
+from launcher.record import run_json
 from launcher.text import PlanError, print_row, short_host_name
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,0 +1,129 @@
+"""How a run on several nodes ended, as its launcher sees it (no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from distributed.errors import BAD_INPUT, CANNOT_START, REFUSED, STOPPED
+from launcher.failure import Failure, signal_name
+from launcher.outcome import Account, Basis, Outcome, choose
+from launcher.plan.plan import Plan
+from launcher.processes import KILLED
+from launcher.text import short_host_name
+
+
+@dataclass(frozen=True)
+class NodePart:
+    """How one node's part of a run ended, as its launcher knows it."""
+
+    host: str
+    code: int | None  # the agent's; None: it has not ended
+    told: Outcome | None = None  # by the agent, or by its supervisor instead
+    lost: str = ""  # why the launcher gave up on the node
+    is_reachable: bool = True  # when the launcher checked again
+    is_silent: bool = False  # when the launcher gave up on it
+
+
+@dataclass(frozen=True)
+class LaunchEnd:
+    """What a launcher knows about the end of a run on several nodes."""
+
+    plan: Plan
+    parts: Sequence[NodePart]  # by node rank
+    started: float  # seconds since the epoch
+    ended: float
+    stopped_by: int = 0  # the signal that the launcher passed on
+    still_s: float = 0.0  # how long the launcher was suspended just before the end
+
+    def outcome(self) -> Outcome:
+        """Return how the run ended."""
+        return choose([*self._told(), *self._losses(), *self._unreported(), *self._others()])
+
+    def _told(self) -> Iterator[Account]:
+        """Yield what the agents reported."""
+        for told in (part.told for part in self.parts if part.told):
+            # A node does not choose what the user pastes.
+            command = self._command if told.command else ""
+            outcome = replace(told, run_id=self.plan.run_id, command=command)
+            failure = outcome.failure
+            if failure is None:
+                yield Basis.STOP if outcome.code else Basis.DONE, outcome
+            elif failure.is_consequence:
+                yield Basis.CONSEQUENCE, outcome
+            else:
+                yield Basis.CAUSE if failure.rank >= 0 else Basis.LOST_AGENT, outcome
+
+    def _losses(self) -> Iterator[Account]:
+        """Yield a single account of why nodes were lost."""
+        is_well = {part.code for part in self.parts} <= {0, STOPPED}
+        if self.still_s and not (self.stopped_by or is_well):
+            cause = f"the launcher was suspended for {self.still_s:.0f} s (SIGSTOP, Ctrl-Z, sleep)"
+            cause += f"; nodes end a run after {self.plan.silence_s:g} s without a heartbeat"
+            yield Basis.SILENCE, self._blame(-1, "launcher-killed", cause)
+            return
+
+        lost = [node for node, part in enumerate(self.parts) if part.lost or part.code is None]
+        silent = [node for node in lost if self.parts[node].is_silent]
+        has_ended = lost == silent and all(self.parts[node].code is not None for node in lost)
+        if not lost or (has_ended and is_well):
+            return
+
+        basis = Basis.SILENCE if has_ended else Basis.LOST_NODE
+        if len(self.parts) > 1 and len(silent) == len(self.parts):
+            cause = f"no heartbeat from any node for {self.plan.silence_s:g} s (network down?)"
+            yield basis, self._blame(-1, "link-lost", cause)
+            return
+
+        is_link = silent or not all(part.is_reachable for part in self.parts)
+        first = (silent or lost)[0]
+        cause = self.parts[first].lost or "this node did not end its part of the run in time"
+        yield basis, self._blame(first, "link-lost" if is_link else "launcher-killed", cause)
+
+    def _unreported(self) -> Iterator[Account]:
+        """Yield accounts of the agents that reported nothing, judged by their exit codes."""
+        told = {part.told.code for part in self.parts if part.told}  # other agents exit with it too
+        engine = self.plan.engine  # which reports nothing
+
+        for node, part in enumerate(self.parts):
+            code = part.code
+            if not code or code in told:
+                pass
+            elif code == CANNOT_START:
+                cause = "the node agent was not started; the lines above say why"
+                yield Basis.NOT_STARTED, self._blame(node, "env-missing", cause, code)
+            elif code in (BAD_INPUT, REFUSED) and not engine:
+                yield Basis.REFUSAL, self._outcome(code)
+            elif self.stopped_by:
+                pass
+            elif engine:
+                cause = f"a rank failed; the report of {engine} is above"
+                yield Basis.NO_REPORT, self._blame(node, "rank-error", cause, code)
+            else:
+                cause = "the node agent ended without a report"
+                if name := signal_name(code):
+                    cause = f"{name} to the node agent, from outside this run"
+                yield Basis.NO_REPORT, self._blame(node, "agent-killed", cause, code)
+
+    def _others(self) -> Iterator[Account]:
+        if self.stopped_by and any(part.code for part in self.parts):
+            yield Basis.STOP, self._outcome(128 + self.stopped_by)
+        yield Basis.DONE, self._outcome(0)
+
+    def _blame(self, node: int, fault: str, cause: str, code: int = KILLED) -> Outcome:
+        """Return the outcome for a failure of a node, or of the launcher's own machine (-1)."""
+        has_log = node >= 0 and not self.plan.engine
+        log = f"{self.plan.log_dir}/{self.plan.run_id}/node_{node}.log" if has_log else ""
+        host = self.parts[node].host if node >= 0 else short_host_name()
+        return self._outcome(code, Failure(fault, cause, code, host, node, self.ended, log=log))
+
+    def _outcome(self, code: int, failure: Failure | None = None) -> Outcome:
+        can_resume = self.plan.checkpoint_dir is not None  # unknown for other programs
+        command = self._command if can_resume else ""
+        return Outcome(
+            code, failure, started=self.started, run_id=self.plan.run_id, command=command
+        )
+
+    @property
+    def _command(self) -> str:
+        return self.plan.run_variables().get("LAUNCH_COMMAND", "")
