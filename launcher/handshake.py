@@ -190,7 +190,7 @@ class Acceptor:
         try:
             connection, (address, *_) = self._listener.accept()
         except OSError as error:  # the peer may be gone already
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+            if error.errno == errno.EMFILE:
                 self._note_full()
             return
 

@@ -83,9 +83,13 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
         environ["SHOW_RANKS"] = typed.show
 
     if typed.fanout in ("status", "stop", "stacks"):
-        log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
-        dry = typed.is_dry_run
-        return runs.main(typed.fanout, typed.rest, log_dir, typed.program, is_dry_run=dry)
+        return runs.main(
+            typed.fanout,
+            typed.rest,
+            Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR),
+            typed.program,
+            is_dry_run=typed.is_dry_run,
+        )
     if typed.fanout == "submit":
         return submit_with_config.run(typed)
 

@@ -128,7 +128,7 @@ class Terminal(io.RawIOBase):
             return len(data)
 
     def _tell_lost(self, why: str) -> None:
-        if not self._is_lost and self.fd != 2:
+        if not self._is_lost:
             text = "warning: output cannot be written here from now on; the node logs have it"
             with contextlib.suppress(OSError):  # the terminal is gone
                 os.write(2, f"{text} ({why}) [log-lost]\n".encode())

@@ -66,8 +66,8 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
 
 def newest(log_dir: Path) -> str:
     """Return the name of the newest run; if it has no record here, of the link to it."""
-    link, runs = log_dir / "latest", find_all(log_dir)
-    ids = [run.id for run in runs]
+    link = log_dir / "latest"
+    ids = [run.id for run in find_all(log_dir)]
     return ids[0] if ids and (link.resolve().name in ids or not link.exists()) else str(link)
 
 

@@ -19,9 +19,9 @@ _MASTER = re.compile(r"(?:\[(.*)\]|([^:]*))(?::(\d+))?")
 _ADDRESS = re.compile(r"[^\s,;/:]*|[^\s,;/]*:[^\s,;/]*:[^\s,;/]*")  # or IPv6
 _SGE = re.compile(r"(\S+) (\d+) \S+ \S+")  # $PE_HOSTFILE: host, slots, queue, processors
 _SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d+)?")
-_ASKED_NODES = re.compile(r"(?:--nodes=|-N ?|select=|nodes=)(\d+)")
-_ASKED_TASKS = re.compile(r"--ntasks-per-node=(\d+)")
-_ASKED_GPUS = re.compile(r"(?:--gpus-per-node=|--gres=gpu:|n?gpus=)(?:[a-z]\w*:)?(\d+)")
+_NODES = re.compile(r"(?:--nodes=|-N ?|select=|nodes=)(\d+)")
+_TASKS = re.compile(r"--ntasks-per-node=(\d+)")
+_GPUS = re.compile(r"(?:--gpus-per-node=|--gres=gpu:|n?gpus=)(?:[a-z]\w*:)?(\d+)")
 
 
 def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
@@ -123,9 +123,7 @@ def read_batch_script(file: Path, nproc: int | None) -> World:
     lines = re.findall(
         r"^#(?:SBATCH|PBS) (.*?)(?: #.*)?$", file.read_text(errors="replace"), re.MULTILINE
     )
-    nodes, tasks, gpus = (
-        _last(pattern, lines) for pattern in (_ASKED_NODES, _ASKED_TASKS, _ASKED_GPUS)
-    )
+    nodes, tasks, gpus = (_last(pattern, lines) for pattern in (_NODES, _TASKS, _GPUS))
     ranks = tasks if tasks > 1 else nproc or gpus
     asked = read_nproc("", str(ranks)) if nodes and ranks else None
     hosts = "chosen by the scheduler when the job starts"

@@ -478,7 +478,7 @@ def test_a_copy_of_the_terminal_outlives_every_signal_that_stops_the_run(tmp_pat
         "import os, signal, sys, time\n"
         "from pathlib import Path\n"
         "from distributed.stop_signals import STOP_SIGNALS\n"
-        "from launcher.record import transcript\n"
+        "from launcher.fanout import transcript\n"
         "file = Path(sys.argv[1])\n"
         "transcript.keep(file)\n"
         "print('first', flush=True)\n"

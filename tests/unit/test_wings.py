@@ -83,6 +83,34 @@ def test_what_runs_on_a_node_needs_torch_alone(name: str) -> None:
     assert not {one.rpartition(".")[2] for one in called} & {"numpy", "from_numpy", "__array__"}
 
 
+def imports_of(name: str) -> set[str]:
+    """Return the launcher's files that a file of it imports, in functions and for types, too."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            places = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            found |= {f"{place.replace('.', '/')}.py" for place in places}
+    return found & {*NAMES}
+
+
+IMPORTS = {name: imports_of(name) for name in NAMES if name.startswith("launcher/")}
+
+
+def test_no_files_of_the_launcher_import_one_another_in_a_circle() -> None:
+    left = dict(IMPORTS)
+    while free := {name for name, imports in left.items() if not imports & left.keys()}:
+        left = {name: imports for name, imports in left.items() if name not in free}
+    assert left == {}
+
+
+def test_packages_of_the_launcher_import_one_another_in_one_direction() -> None:
+    pairs = {
+        (name.split("/")[1], other.split("/")[1]) for name in IMPORTS for other in IMPORTS[name]
+    }
+    packages = {pair for pair in pairs if not any(one.endswith(".py") for one in pair)}
+    assert [pair for pair in packages if pair[0] != pair[1] and pair[::-1] in packages] == []
+
+
 # Entry points, code in a rank that reads its own variables, and lookups for other code.
 READ_ENVIRON = {
     *("scripts/lib/start.py", "launcher/agent/supervisor.py", "launcher/explain/__main__.py"),
