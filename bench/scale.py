@@ -28,6 +28,7 @@ MOST_C10D = 128  # nodes; twice as many cost eight times as much
 # What is measured, by the program whose processor time it is.
 AGENT, LAUNCHER, RANK = "agent of node rank 0", "launcher", "each rank, in the self-test"
 TOGETHER = "all nodes together"
+STORE = "torch's store, for one rank of each node"
 OURS, TORCHRUNS = "check-in", "torchrun's rendezvous (c10d)"
 Key = tuple[str, str]  # a program, and an event
 
@@ -38,6 +39,7 @@ def measure(number: int) -> Iterator[tuple[Key, Cost]]:
     yield (AGENT, "check-in"), agents
     for event, cost in scale_agent.measure(number):
         yield (AGENT, event), cost
+    yield (AGENT, STORE), scale_agent.measure_store(number)
 
     yield (LAUNCHER, "--dry-run"), scale_alone.dry_run(number)
     for event, cost in scale_ssh.measure(number):
@@ -88,8 +90,8 @@ def compare(most: int) -> Iterator[str]:
     if most > MOST_C10D:
         _, ours = scale_agent.measure_check_in(MOST_C10D)
         theirs = measure_c10d(MOST_C10D)
-        costs = f"{TORCHRUNS} costs {theirs.cpu_s:.2f} s, our check-in {ours.cpu_s:.2f} s"
-        yield f"With {MOST_C10D} nodes, {costs}."
+        costs = f"{TORCHRUNS} {theirs.cpu_s:.2f} s, our check-in {ours.cpu_s:.2f} s"
+        yield f"CPU s of {MOST_C10D} nodes together: {costs}."
 
 
 if __name__ == "__main__":

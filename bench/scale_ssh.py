@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,12 +70,13 @@ class FarSide:
         """End the connection, as ssh does once the program on the node has ended."""
         for fd in (self.stdin, self.stdout):
             os.close(fd)
-        os.kill(self.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):  # it died with the launcher
+            os.kill(self.pid, signal.SIGTERM)
 
 
 @dataclass
 class FarSides:
-    """All nodes. A thread answers for them."""
+    """All nodes. One thread answers for them."""
 
     number: int
     doorbell: Path  # a named pipe, which gets the process id of each ssh
@@ -88,9 +90,8 @@ class FarSides:
         self._bell = os.open(self.doorbell, os.O_RDWR | os.O_NONBLOCK)
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
-        self._threads = [threading.Thread(target=act) for act in (self._listen, self._beat)]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._listen)
+        self._thread.start()
 
     @property
     def started(self) -> int:
@@ -99,15 +100,18 @@ class FarSides:
     def close(self) -> None:
         """Stop answering. The launcher must have ended."""
         self._over.set()
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
         for side in self._sides.values():
             os.close(side.stdin)
             os.close(side.stdout)
         os.close(self._bell)
 
     def _listen(self) -> None:
+        beat_at = time.monotonic()
         while not self._over.is_set():
+            if time.monotonic() >= beat_at:
+                beat_at += limits.BEAT_S
+                self._beat()
             for fd, _ in self._poll.poll(100):
                 if fd == self._bell:
                     for pid in os.read(fd, 1 << 16).split():
@@ -174,10 +178,9 @@ class FarSides:
         return end_attempt([], nodes, [signal.SIGTERM])
 
     def _beat(self) -> None:
-        while not self._over.wait(limits.BEAT_S):
-            for side in [*self._sides.values()]:
-                if side.is_started:
-                    side.tell()
+        for side in self._sides.values():
+            if side.is_started:
+                side.tell()
 
 
 class Launcher:
