@@ -86,12 +86,12 @@ def main() -> None:
 
 
 def compare(most: int) -> Iterator[str]:
-    """Yield how both rendezvous cost with the most nodes that torchrun's is measured with."""
+    """Yield a table of both rendezvous with the most nodes that torchrun's is measured with."""
     if most > MOST_C10D:
         _, ours = scale_agent.measure_check_in(MOST_C10D)
-        theirs = measure_c10d(MOST_C10D)
-        costs = f"{TORCHRUNS} {theirs.cpu_s:.2f} s, our check-in {ours.cpu_s:.2f} s"
-        yield f"CPU s of {MOST_C10D} nodes together: {costs}."
+        both = {OURS: ours, TORCHRUNS: measure_c10d(MOST_C10D)}
+        rows = [[event, f"{cost.cpu_s:.2f}"] for event, cost in both.items()]
+        yield render([TOGETHER, f"{MOST_C10D} nodes, CPU s"], rows)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ def curves() -> dict[str, dict[str, Curve]]:
     found: dict[str, dict[str, Curve]] = {}
     for line in figures.section(README.read_text(encoding="utf-8"), TITLE):
         program, event = next(iter(line.items()))
-        found.setdefault(program, {})[event] = dict(_points(line))
+        curve = found.setdefault(program, {}).setdefault(event, {})
+        curve.update(_points(line))
     return found
 
 
@@ -58,7 +59,9 @@ def draw(to: Path = PICTURE) -> None:
             axes.set_yticks(tens, [f"{ten:g}" for ten in tens])
             axes.minorticks_off()
             for (event, curve), mark in zip(events.items(), itertools.cycle("osv^Dxp*")):
-                axes.plot([*curve], [*curve.values()], f"{mark}-", label=event, markersize=5)
+                places = sorted(curve)
+                costs = [curve[place] for place in places]
+                axes.plot(places, costs, f"{mark}-", label=event, markersize=5)
 
             ideal = [EACH_S * size for size in sizes]
             axes.plot(sizes, ideal, "--", color="grey", label=f"{EACH_S * 1000:g} ms a node")
