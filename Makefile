@@ -117,8 +117,8 @@ bench-failures: $(READY) ## compare what launchers do when a rank fails or the l
 bench-shapes: $(READY) ## run copies of well-known scripts under torchrun and our launchers (as root)
 	$(PYTHON) bench/shapes.py
 
-bench-scale: $(READY) ## measure node rank 0 in runs of up to 1,024 nodes, of which it alone is real
-	PYTHONPATH=. $(PYTHON) bench/scale.py
+bench-scale: $(READY) ## measure node rank 0 and the launcher in runs of up to 1,024 simulated nodes
+	PYTHONPATH=. TORCH_CPP_LOG_LEVEL=ERROR $(PYTHON) bench/scale.py
 
 bench-gpu: $(READY) ## measure training on one GPU: train.py, a bare loop, accelerate, Lightning
 	PYTHONPATH=. $(PYTHON) bench/gpu.py

@@ -38,7 +38,7 @@ def _rows() -> Iterator[tuple[str, str, str, str, str]]:
     yield _step(measured)
 
     title = "One dies, all stop"
-    kills = _section(proved, title)
+    kills = section(proved, title)
     yield (
         "`kill -9` of a rank, the node agent or the launcher",
         f"{sum(int(row['times']) for row in kills)} times: "
@@ -46,10 +46,10 @@ def _rows() -> Iterator[tuple[str, str, str, str, str]]:
         f"all gone within {max(float(row['max s']) for row in kills):.2f} s",
         "[what others leave](bench/README.md#when-something-goes-wrong)",
         f"one machine, {_before(proved, title, ' ranks')} ranks",
-        _source(proved, title),
+        source(proved, title),
     )
     title = "Killed while saving"
-    saves = _section(proved, title)  # a row for each format
+    saves = section(proved, title)  # a row for each format
     times, runs, equal = (
         sum(int(row[name]) for row in saves)
         for name in ("kills", "runs", "equal to an uninterrupted run")
@@ -59,13 +59,13 @@ def _rows() -> Iterator[tuple[str, str, str, str, str]]:
         f"{times} kills in {runs} runs: {equal} runs equal an uninterrupted run, byte for byte",
         "",
         "`train.py` on 2 CPU ranks",
-        _source(proved, title),
+        source(proved, title),
     )
 
 
 def _launch(measured: str) -> tuple[str, str, str, str, str]:
     title = "Launch to the first optimizer step"
-    rows = _section(measured, title)
+    rows = section(measured, title)
     launch, of_two = (_by(rows, "launcher", number) for number in ("8", "2"))
     return (
         "launch of 8 processes, to the end of the first step",
@@ -73,13 +73,13 @@ def _launch(measured: str) -> tuple[str, str, str, str, str]:
         f"torchrun {launch['torchrun']['median s']} s",
         f"8 processes on 2 cores, where torchrun imports torch 8 times; 2 processes: "
         f"{of_two['ours']['median s']} and {of_two['torchrun']['median s']} s",
-        _source(measured, title),
+        source(measured, title),
     )
 
 
 def _restart(measured: str) -> tuple[str, str, str, str, str]:
     title = "From a killed rank to training again"
-    rows = [row for row in _section(measured, title) if next(iter(row.values())) in ("4", "1 x 4")]
+    rows = [row for row in section(measured, title) if next(iter(row.values())) in ("4", "1 x 4")]
     ours, torchrun, working, _ = rows  # in the order of bench/restart.py
     return (
         "restart of 4 processes after one is killed",
@@ -87,13 +87,13 @@ def _restart(measured: str) -> tuple[str, str, str, str, str]:
         f"torchrun {working['median s']} s",
         "torchrun with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`; without it, "
         f"{torchrun['worked']} restarts succeeded",
-        _source(measured, title),
+        source(measured, title),
     )
 
 
 def _save(measured: str) -> tuple[str, str, str, str, str]:
     title = "Saving a checkpoint"
-    rows = _section(measured, title)
+    rows = section(measured, title)
     save, loop = _by(rows, "saved by", "1.6"), _by(rows, "400 steps", "")
     ours, torchs = save["ours"], save["torch.save"]
     return (
@@ -104,19 +104,19 @@ def _save(measured: str) -> tuple[str, str, str, str, str]:
         f"{torchs['first stall s']} s. End to end, 4 saves in 400 steps add "
         f"{loop['ours']['added s']} and {loop['torch.save']['added s']} s "
         f"({loop['ours']['x torch.save']}x)",
-        _source(measured, title),
+        source(measured, title),
     )
 
 
 def _step(measured: str) -> tuple[str, str, str, str, str]:
     title = "Step time of the training loop"
-    step = _by(_section(measured, title), "strategy", "ddp")["ddp"]
+    step = _by(section(measured, title), "strategy", "ddp")["ddp"]
     return (
         "one training step of `train.py`",
         f"{step['train.py, ms']} ms",
         f"a bare loop {step['bare loop, ms']} ms",
         f"a small model on 2 CPU ranks; median of the ratios {step['ratio']}",
-        _source(measured, title),
+        source(measured, title),
     )
 
 
@@ -124,7 +124,7 @@ def _part(page: str, title: str) -> str:
     return page[page.index(f"\n## {title}") + 1 :].partition("\n## ")[0]
 
 
-def _source(page: str, title: str) -> str:
+def source(page: str, title: str) -> str:
     """Return when, where and how the tables below a heading were measured."""
     line = r"^(\d{4}-\d\d-\d\d, .*?), Python [^,:]+(, commit [^:]+)?: (.+)$"
     found = re.search(line, _part(page, title), re.M)
@@ -139,7 +139,7 @@ def _before(page: str, title: str, word: str) -> str:
     return found[1]
 
 
-def _section(page: str, title: str) -> list[Row]:
+def section(page: str, title: str) -> list[Row]:
     """Return the rows of all tables below a heading, each by its column headings."""
     part = _part(page, title)
     rows: list[Row] = []

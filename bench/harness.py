@@ -26,7 +26,7 @@ CLUSTER = str(ROOT / "tests/cluster/cluster.sh")
 AGENT = [sys.executable, str(ROOT / "scripts/lib/agent.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # What the commands write that measure: changes there do not make a commit another one.
-WRITTEN = ("bench/*.md", "bench/*.json", "README.md", "docs/admin.md")
+WRITTEN = ("bench/*.md", "bench/*.json", "bench/*.svg", "README.md", "docs/admin.md")
 OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or else torchrun often fails to restart
 
 Name = TypeVar("Name")

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -144,16 +144,6 @@ class Nodes:
                 self.send(node, NodeStacks([RankStack(rank, STACK) for rank in ranks]))
             case Verdict():
                 self.judged.add(node)
-
-
-def wait_until(is_so: Callable[[], object], limit_s: float = 120.0) -> float:
-    """Return the seconds until something is so. Raises TimeoutError."""
-    start = time.monotonic()
-    while not is_so():
-        if time.monotonic() - start > limit_s:
-            raise TimeoutError
-        time.sleep(0.01)
-    return time.monotonic() - start
 
 
 def is_assigned(nodes: Nodes) -> bool:

@@ -1,10 +1,16 @@
-"""What node rank 0 sends, opens and prints in a run of many nodes; bench/scale.py measures it."""
+"""What node rank 0 and a launcher send, open and print in a run of many nodes.
 
+bench/scale.py measures their processor time.
+"""
+
+import html
 import os
 import re
 
 import pytest
-import scale
+import scale_agent
+import scale_picture
+import scale_ssh
 from agents import rarely
 from scale_nodes import NPROC
 
@@ -14,9 +20,9 @@ SIZES = [64, *rarely(256)]
 
 @pytest.mark.parametrize("number", SIZES)
 def test_if_all_ranks_fail_each_node_is_told_once(number: int) -> None:
-    with scale.started(number) as agent:
+    with scale_agent.started(number) as agent:
         files = len(os.listdir(f"/proc/{agent.pid}/fd"))
-        scale.fail_all(agent)
+        scale_agent.fail_all(agent)
         code, err = agent.finish()
     assert agent.nodes.received["EndRanks"] == agent.nodes.received["Verdict"] == number - 1
     assert files < number + 40
@@ -25,8 +31,8 @@ def test_if_all_ranks_fail_each_node_is_told_once(number: int) -> None:
 
 @pytest.mark.parametrize("number", SIZES)
 def test_a_hang_is_one_short_block(number: int) -> None:
-    with scale.started(number) as agent:
-        scale.hang(agent)
+    with scale_agent.started(number) as agent:
+        scale_agent.hang(agent)
         code, err = agent.finish()
     stacks = re.findall(r"^stacks   (.*)$", err, re.M)
     last = (number - 1) * NPROC
@@ -36,8 +42,29 @@ def test_a_hang_is_one_short_block(number: int) -> None:
 
 @pytest.mark.parametrize("number", SIZES)
 def test_a_stop_reaches_all_nodes(number: int) -> None:
-    with scale.started(number) as agent:
-        scale.stop(agent)
+    with scale_agent.started(number) as agent:
+        scale_agent.stop(agent)
         _, err = agent.finish()
     assert agent.nodes.received["StopRequest"] == number - 1
     assert re.search(rf"^stopped  .*ranks 1-{(number - 1) * NPROC} saved", err, re.M), err
+
+
+@pytest.mark.parametrize("number", SIZES)
+def test_a_launcher_over_ssh_opens_four_files_for_each_node(number: int) -> None:
+    with scale_ssh.launched(number) as launcher:
+        scale_ssh.start(launcher)
+        files = launcher.count_files()
+        before = launcher.far.received["StopRequest"]
+        text = scale_ssh.stop(launcher)
+    assert 4 * number < files < 4 * number + 20
+    assert (before, launcher.far.received["StopRequest"]) == (0, number)
+    assert re.search(r"^stopped  by SIGTERM after saving a checkpoint", text, re.M), text
+    assert launcher.process.returncode == 75
+
+
+def test_the_picture_is_that_of_the_recorded_tables() -> None:
+    """`python bench/scale_picture.py` draws it again."""
+    picture = html.unescape(scale_picture.PICTURE.read_text(encoding="utf-8"))
+    assert scale_picture.about() in picture
+    for program, events in scale_picture.curves().items():
+        assert all(f">{text}<" in picture for text in (program, *events))
