@@ -111,7 +111,7 @@ class Fanout:
         for number in range(len(plan.nodes)):
             self.connections.append(self.connect_node(number))
             if number % AT_ONCE == AT_ONCE - 1:
-                self.turn(time.monotonic() + limits.CONNECT_PACE_S)
+                self.wait_for(Hello, time.monotonic() + limits.CONNECT_PACE_S)
         greet(self.connections, self.connect_node, self.turn, began + waited_s)
         hellos = [node.answer(Hello) for node in self.connections]
         left_s = answer_by - time.monotonic()

@@ -27,7 +27,7 @@ from launcher.wire.messages import Fault, Request
 
 OLDEST_TORCH = (2, 4)
 FIRST_DRIVER = {11: 450, 12: 525, 13: 580}  # by CUDA version: CUDA Compatibility, table 2 (NVIDIA)
-AGENT_FILES = 64  # of a node agent, beside its connections
+AGENT_FILES = 128  # of a node agent with up to 16 ranks, beside its connections
 LEAST_FILES = 1024  # open files of one process; Linux's own default
 LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
 LEAST_DISK = 2 << 30  # bytes free where checkpoints go
