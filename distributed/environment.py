@@ -165,7 +165,8 @@ def _ranks_of_equal_nodes(
     rank = v.rank(rank_name, world_size, size_name)
     local_rank = v.rank(local_rank_name, local_size, local_size_name)
     # Not computed from the local rank: Open MPI 5 numbers the ranks of a node in another order.
-    node_rank, num_nodes = rank // local_size, -(-world_size // local_size)
+    node_rank = rank // local_size
+    num_nodes = -(-world_size // local_size)
     return rank, local_rank, world_size, local_size, node_rank, num_nodes
 
 

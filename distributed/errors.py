@@ -16,7 +16,8 @@ class Refused(Exception):
 
     def __init__(self, fault: str, message: str) -> None:
         super().__init__(f"{message} [{fault}]")
-        self.fault, self.message = fault, message
+        self.fault = fault
+        self.message = message
 
 
 class Leave(SystemExit):
@@ -24,7 +25,8 @@ class Leave(SystemExit):
 
     def __init__(self, code: int, fault: str, cause: str) -> None:
         super().__init__(code)
-        self.fault, self.cause = fault, cause
+        self.fault = fault
+        self.cause = cause
 
     def __str__(self) -> str:
         return self.cause

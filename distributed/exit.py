@@ -117,7 +117,8 @@ def _is_own(module: Any) -> bool:
     """
     if type(module) is not types.ModuleType:
         return False
-    name, file = module.__name__.partition(".")[0], str(vars(module).get("__file__"))
+    name = module.__name__.partition(".")[0]
+    file = str(vars(module).get("__file__"))
     is_other = name in sys.stdlib_module_names or name in ("torch", _PACKAGE)
     return name == "__main__" or (not is_other and os.sep in file and "-packages/" not in file)
 

@@ -69,10 +69,12 @@ class Heart:
         self._record[: RECORD.size] = RECORD.pack(*record)  # pack_into() would clear it first
 
     def beat(self, step: int | None, saved: int | None, hang_seconds: float | None) -> None:
-        now, last = time.monotonic(), self.newest
+        now = time.monotonic()
+        last = self.newest
         saved = last.saved if saved is None else saved
         if hang_seconds:
-            self._limit_s, self._limit_by = hang_seconds, 2
+            self._limit_s = hang_seconds
+            self._limit_by = 2
         elif step is None and last.is_counted:  # the script reports no steps: keep counting them
             self._write(last._replace(saved=saved, time=now))
             return

@@ -59,7 +59,8 @@ def _names(text: str) -> Iterator[str]:
 
 def _expand_item(item: str) -> Iterator[str]:
     *parts, tail = re.split(r"\[(.*?)\]", item, flags=re.DOTALL)  # text, bracket, text, ...
-    texts, brackets = parts[::2], [_read_bracket(one) for one in parts[1::2]]
+    texts = parts[::2]
+    brackets = [_read_bracket(one) for one in parts[1::2]]
     for digits in product(*_slowest_first(brackets)):
         yield "".join(map(add, texts, _slowest_first(digits))) + tail
 

@@ -38,7 +38,8 @@ def is_task(environ: Mapping[str, str]) -> bool:
 
 def job_id(environ: Mapping[str, str]) -> str:
     """Return the SLURM or PBS job's id, or ""; each task of a SLURM array has its own."""
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    array = environ.get("SLURM_ARRAY_JOB_ID")
+    task = environ.get("SLURM_ARRAY_TASK_ID")
     if array and task:
         return f"{array}_{task}"
     return environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID") or ""
@@ -46,7 +47,8 @@ def job_id(environ: Mapping[str, str]) -> str:
 
 def job_run_id(environ: Mapping[str, str]) -> str:
     """Return the run id derived from the job; each step after the first has its own."""
-    job, step = job_id(environ), environ.get("SLURM_STEP_ID", "")
+    job = job_id(environ)
+    step = environ.get("SLURM_STEP_ID", "")
     return f"{job}.{step}" if in_slurm_step(environ) and step != "0" else job
 
 

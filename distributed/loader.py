@@ -44,13 +44,16 @@ class EpochSampler(DistributedSampler[Any]):
         self.done = done
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        epoch, ranks, skip = self.epoch, self.num_replicas, self.done * self.num_replicas
+        epoch = self.epoch
+        ranks = self.num_replicas
+        skip = self.done * self.num_replicas
         if self.order is None:
             samples = islice(super().__iter__(), self.done, None)
         else:
             rest = max(0, self.total_size - skip)
             samples = islice(self.order(epoch, skip), self.rank, rest, ranks)
-        self.epoch, self.done = epoch + 1, 0
+        self.epoch = epoch + 1
+        self.done = 0
         return zip(repeat(epoch), samples)
 
 

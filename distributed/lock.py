@@ -87,7 +87,8 @@ class RunLock:
             if not holder and os.fstat(before).st_size:
                 _log.warning(f"warning: {self.path} is damaged; it is replaced")
 
-            name, job = self.path.parent.name, me.get("run_id")
+            name = self.path.parent.name
+            job = me.get("run_id")
             is_named_after_it = name == job or name.startswith(f"{job}.")
             if is_named_after_it and _is_foreign(holder, me):
                 whose = f"cluster {holder.get('cluster')}, submitted {holder.get('submitted')}"

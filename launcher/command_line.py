@@ -35,7 +35,8 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def find_option(arguments: Sequence[str], name: str) -> str:
     """Return the value of a torchrun option, which may be abbreviated; empty if it is not given."""
-    options, given = split(arguments)[0], ""
+    options = split(arguments)[0]
+    given = ""
     for word, value in itertools.zip_longest(options, options[1:], fillvalue=""):
         option, equals, its_value = word.partition("=")
         if len(option) > 2 and name.startswith(option.replace("_", "-")):

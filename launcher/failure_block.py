@@ -114,7 +114,8 @@ def print_block(outcome: Outcome, failure: Failure, out: TextIO) -> None:
 
 def _stacks(failure: Failure) -> list[str]:
     """Return where the ranks were; of many places, those of the most and of the fewest ranks."""
-    lines, half = name_groups(failure.stacks), MOST_STACKS // 2
+    lines = name_groups(failure.stacks)
+    half = MOST_STACKS // 2
     if len(lines) > MOST_STACKS:
         lines[half : 1 - half] = [f"... {len(lines) - MOST_STACKS + 1} more"]
     return lines

@@ -115,7 +115,8 @@ def connect(address: str, port: int, secret: bytes, limit_s: float) -> socket.so
 def introduce(connection: socket.socket, secret: bytes) -> None:
     """Prove to node rank 0 that this node knows the secret, and check that node rank 0 does too."""
     try:
-        theirs, ours = _receive(connection, NONCE_BYTES), os.urandom(NONCE_BYTES)
+        theirs = _receive(connection, NONCE_BYTES)
+        ours = os.urandom(NONCE_BYTES)
         connection.sendall(ours + _prove(secret, _NODE, theirs + ours))
         proof = _receive(connection, PROOF_BYTES)
     except OSError as error:  # the other end is not node rank 0, or has just ended

@@ -18,12 +18,15 @@ class OwnTime:
     """A clock that one loop reads in every iteration, at least every STILL_S seconds."""
 
     def __init__(self, read: Callable[[], float] = lambda: time.monotonic()) -> None:
-        self._read, self._newest = read, read()
-        self._missed_s, self._resumed = 0.0, -math.inf
+        self._read = read
+        self._newest = read()
+        self._missed_s = 0.0
+        self._resumed = -math.inf
 
     def now(self) -> float:
         """Return the time for deadlines. A suspension counts as STILL_S seconds at most."""
-        before, self._newest = self._newest, self._read()
+        before = self._newest
+        self._newest = self._read()
         if (gap := self._newest - before) > limits.STILL_S:
             self._missed_s += gap - limits.STILL_S
             self._resumed = self._newest
@@ -36,7 +39,8 @@ class OwnTime:
 
 
 _OWN = OwnTime()  # of the main thread
-now, since = _OWN.now, _OWN.since
+now = _OWN.now
+since = _OWN.since
 
 
 class SilenceNews:
@@ -47,7 +51,8 @@ class SilenceNews:
 
     def look(self, silence_s: float, limit_s: float) -> str:
         """Return the line that is due; empty if none is. A peer is lost after `limit_s`."""
-        before_s, self._before_s = self._before_s, silence_s
+        before_s = self._before_s
+        self._before_s = silence_s
         quiet_s = min(limits.QUIET_S, limit_s / 2)
         if before_s <= quiet_s < silence_s:
             since = f"warning: no heartbeat for {silence_s:.0f} s"

@@ -47,11 +47,13 @@ class View:
         newest = line.rfind(b"\r", 0, -1)
 
         if is_mine and not self.may_be_dropped(line):
-            whole, line = text, b""
+            whole = text
+            line = b""
         elif len(line) > LONGEST_HELD and newest >= 0 and not self._screen.is_free_for(self):
             line = line[newest:]  # a progress bar that waits for another line
         elif len(line) > LONGEST_HELD:
-            whole, line = text, b""
+            whole = text
+            line = b""
 
         if whole or not self._held:
             self._since = time.monotonic()
@@ -70,7 +72,8 @@ class View:
 
     def end(self) -> None:
         """Show the text that is held."""
-        line, self._held = self._held, b""
+        line = self._held
+        self._held = b""
         self._show(line)
 
     def _show(self, data: bytes) -> None:

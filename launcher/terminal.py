@@ -28,7 +28,8 @@ class Terminal(io.RawIOBase):
 
     def __init__(self, fd: int, *, is_instant: bool = False) -> None:
         """`is_instant` means that the descriptor never blocks and is not shared (`open_again`)."""
-        self.fd, self._is_instant = fd, is_instant
+        self.fd = fd
+        self._is_instant = is_instant
         self._queue: deque[bytes] = deque()
         self._size = 0  # bytes not written yet
         self._last = b"\n"  # the last byte queued

@@ -68,7 +68,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if is_dataclass(kind):
         return _read_dataclass(kind, value, where)
 
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None

@@ -125,9 +125,11 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
 
 def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     """Check everything else that can be checked before the start, print the result, and exit."""
-    chosen, world_size = settings.distributed, int(os.environ.get("WORLD_SIZE") or 1)
+    chosen = settings.distributed
+    world_size = int(os.environ.get("WORLD_SIZE") or 1)
     check_strategy(chosen.strategy, world_size, chosen.fsdp.shard)
-    train, is_own = settings.train, settings.task != BUILT_IN_TASK
+    train = settings.train
+    is_own = settings.task != BUILT_IN_TASK
     samples = train.batch_size_on(world_size)
     if not is_own:
         data_path(settings.data.path)

@@ -98,7 +98,8 @@ def make_task(kind: Any, base: Any, name: str, settings: Any) -> Any:
 def _check_method(task: Any, base: Any, method: str, name: str) -> None:
     if not hasattr(task, method):
         _refuse(None, f"{name} has no {method}; make it a subclass of training.tasks.Task")
-    given, plain = getattr(task, method), getattr(base, method)
+    given = getattr(task, method)
+    plain = getattr(base, method)
     if method in ("model", "loss") and given == plain.__get__(task):
         own = {one: getattr(task, one) for one in dir(task) if not hasattr(base, one)}
         near = difflib.get_close_matches(method, own, 1)

@@ -57,14 +57,16 @@ class Batches:
         environment: Environment,
         position: Mapping[str, Any] = START,
     ) -> None:
-        rank, world_size = environment.rank, environment.world_size
+        rank = environment.rank
+        world_size = environment.world_size
         self.samples = batch_size * world_size  # of one batch on all ranks
         self.per_epoch: int | None = None  # batches, if known
         self.sizes = [len(task.validation)]  # type: ignore[arg-type] # the same on all nodes
         if settings.train.eval_every and not self.sizes[0]:
             cure = "give it samples, or set train.eval_every=0"
             raise SettingsError(f"data: validation has no samples; {cure}")
-        self._epoch, self._batch = position["epoch"], position["samples"] // self.samples
+        self._epoch = position["epoch"]
+        self._batch = position["samples"] // self.samples
         self._sampler: Any = None  # of data with a length
 
         load: Any
@@ -88,7 +90,8 @@ class Batches:
         with self.noted(-1):
             self._epoch, self._batch, batch = next(self._rest)
         if self._batch == self.per_epoch:
-            self._epoch, self._batch = self._epoch + 1, 0
+            self._epoch = self._epoch + 1
+            self._batch = 0
         return batch
 
     @contextlib.contextmanager
@@ -173,7 +176,8 @@ def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterat
         if number == 0:
             cure = "iter(train) must start again in each epoch" if epoch else "give it more samples"
             raise SettingsError(f"data: epoch {epoch} is too small for one batch per rank; {cure}")
-        epoch, done = epoch + 1, 0
+        epoch = epoch + 1
+        done = 0
 
 
 def _read_all(task: Task, own: slice, seed: int, *, epoch: int, skip: int) -> Iterator[Any]:
@@ -187,7 +191,8 @@ def _read_all(task: Task, own: slice, seed: int, *, epoch: int, skip: int) -> It
     if hasattr(task.train, "set_epoch"):
         task.train.set_epoch(epoch)
 
-    make_batch, stream = task.collate or default_collate, iter(task.train)
+    make_batch = task.collate or default_collate
+    stream = iter(task.train)
     groups = iter(lambda: list(itertools.islice(stream, own.stop)), [])
     for number, group in enumerate(groups):
         beat()  # reading what was trained on before can take long

@@ -92,9 +92,13 @@ class Meter:
     def read(self) -> tuple[float, float]:
         """Start a new reading; returns the last one: terms per second, share of time for data."""
         self.state_dict()
-        before_s, before_terms, loaded_s = self._read_s, self._read_terms, self._loaded_s
-        self._read_s, self._read_terms = self.wall() - self._paused_s, self._terms
-        self._sums, self._loaded_s = {"loss": 0.0, "terms": 0}, 0.0
+        before_s = self._read_s
+        before_terms = self._read_terms
+        loaded_s = self._loaded_s
+        self._read_s = self.wall() - self._paused_s
+        self._read_terms = self._terms
+        self._sums = {"loss": 0.0, "terms": 0}
+        self._loaded_s = 0.0
         seconds = self._read_s - before_s
         return (self._read_terms - before_terms) / seconds, loaded_s / seconds
 
@@ -164,7 +168,8 @@ class Stopwatch:
 
     def read(self) -> float:
         """Start a new reading; returns the seconds of the previous one."""
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         if not self._is_cuda:
             return math.fsum(end - start for start, end in spans)
         torch.cuda.synchronize()
@@ -183,7 +188,8 @@ class Pace:
 
     def __init__(self, meter: Meter, stopwatch: Stopwatch) -> None:
         self.hosts: list[str] = helper.gather_json(os.uname().nodename)
-        self._meter, self._stopwatch = meter, stopwatch
+        self._meter = meter
+        self._stopwatch = stopwatch
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         self._peak = next((peak for part, peak in PEAKS.items() if part in gpu), 0.0)  # 0: unknown
         self._read_steps: collections.deque[int] = collections.deque(maxlen=WARM_UP)
@@ -221,7 +227,8 @@ class Pace:
             self._ratios.popleft()
 
         ratios = [*map(statistics.median, zip(*(one for _, one in self._ratios), strict=True))]
-        ratio, steps = max(ratios), step - self._ratios[0][0]
+        ratio = max(ratios)
+        steps = step - self._ratios[0][0]
         rank = ratios.index(ratio)
         is_long = middle >= LEAST_S * (step - start)  # otherwise clock noise decides
         has_median = len(seconds) > 2 or not self._named  # of two ranks, only one can be slow

@@ -72,12 +72,14 @@ class Schedule:
     def __init__(
         self, optimizer: Optimizer, task: Task, settings: Train, last_step: int | None
     ) -> None:
-        self.optimizer, self.own = optimizer, task.schedule(optimizer, last_step)
+        self.optimizer = optimizer
+        self.own = task.schedule(optimizer, last_step)
         _refuse_unless(self.own, LRScheduler, task.schedule)
         if isinstance(self.own, ReduceLROnPlateau):
             _check_plateau(self.own, task, settings)
         self._best = task.best
-        self._settings, self._last_step = settings, last_step
+        self._settings = settings
+        self._last_step = last_step
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
     def before(self, step: int) -> float:

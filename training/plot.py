@@ -67,7 +67,8 @@ def draw(
             for metric in _shown(curves, panel):
                 is_held_out = metric.startswith("validation")
                 label = metric if len(runs) == 1 else f"{name} {metric}"
-                style, color = "o-" if is_held_out else "-", f"C{2 * at + is_held_out}"
+                style = "o-" if is_held_out else "-"
+                color = f"C{2 * at + is_held_out}"
                 axes.plot(*zip(*curves[metric], strict=True), style, label=label, color=color)
         axes.grid(alpha=0.3)
         if axes.lines:

@@ -103,9 +103,14 @@ class Progress:
     def __init__(
         self, folder: Path, unit: str, limits: Limits, trackers: Trackers, *, enabled: bool
     ) -> None:
-        self._folder, self._metrics = folder, folder / plot.METRICS
-        self._unit, self._limits, self._trackers = unit, limits, trackers
-        self._start, self._shown, self._draw_at = time.monotonic(), 0.0, 0.0
+        self._folder = folder
+        self._metrics = folder / plot.METRICS
+        self._unit = unit
+        self._limits = limits
+        self._trackers = trackers
+        self._start = time.monotonic()
+        self._shown = 0.0
+        self._draw_at = 0.0
         self._status = ""  # loss and speed
         self._details = ""  # the slowest rank, data, memory
         self._validation = ""  # the metrics of the newest validation

@@ -48,7 +48,8 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
     on any number of processes, until that setting or grad_accumulation changes. Raises
     SettingsError if the global batch is not divisible.
     """
-    each, shares = train.batch_size_on(world_size), world_size * train.grad_accumulation
+    each = train.batch_size_on(world_size)
+    shares = world_size * train.grad_accumulation
     before = 0
     if saved:
         now = {"batch_size": train.batch_size, "grad_accumulation": train.grad_accumulation}
@@ -74,10 +75,12 @@ def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None
 
     now: Tree = progress["settings"]
     told = list(changes(saved.progress.get("settings", now), now))
-    before, samples = saved.progress["global_batch_size"], progress["global_batch_size"]
+    before = saved.progress["global_batch_size"]
+    samples = progress["global_batch_size"]
     if samples != before:
         told.append(f"batches of {samples} samples (was {before})")
-    sizes, names = progress["sizes"], ("validation", "training")
+    sizes = progress["sizes"]
+    names = ("validation", "training")
     for new, old, name in zip(sizes, saved.progress.get("sizes") or sizes, names, strict=False):
         if new != old:
             told.append(f"{new} {name} samples (was {old})")
@@ -92,7 +95,8 @@ def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None
 def changes(before: Tree, now: Tree, prefix: str = "") -> Iterator[str]:
     """Yield each setting that differs, such as `seed 2 (was 1)`, apart from `resume`."""
     for key in {**now, **before}:
-        old, new = before.get(key), now.get(key)
+        old = before.get(key)
+        new = now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from changes(old, new, f"{prefix}{key}.")
         elif old != new and key != "resume":
@@ -126,7 +130,8 @@ def resume_line(environment: Environment, command: str | None) -> str:
 
 def _start(environment: Environment) -> list[str]:
     """Return the words before the script that start as many ranks, on each node or once for all."""
-    nodes, ranks = environment.num_nodes, environment.world_size
+    nodes = environment.num_nodes
+    ranks = environment.world_size
     if environment.launcher == "slurm":
         return ["srun", f"--nodes={nodes}", f"--ntasks={ranks}", "python"]
     if environment.launcher != "torchrun":

@@ -30,7 +30,8 @@ class Tokenizer:
                 self._tokens: Any = self._library.get_encoding(self._model)
             except (ValueError, OSError) as error:  # OSError: it cannot be fetched
                 raise SettingsError(f"tokenizer {name}: {error}") from None
-            self.vocabulary, self.end = self._tokens.n_vocab, self._tokens.eot_token
+            self.vocabulary = self._tokens.n_vocab
+            self.end = self._tokens.eot_token
         elif self._kind == "tokenizers" and self._model:
             self.file = folder / self._model
             if not self.file.is_file():

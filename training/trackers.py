@@ -106,7 +106,8 @@ class WandB:
 
         self._recorded = facts.recorded
         # Without a login, wandb would ask for one and wait.
-        stdin, sys.stdin = sys.stdin, io.StringIO()
+        stdin = sys.stdin
+        sys.stdin = io.StringIO()
         try:
             self._run = wandb.init(
                 id=facts.run_id,
@@ -133,13 +134,16 @@ class Trackers:
     """
 
     def __init__(self, names: Sequence[str], facts: RunFacts, *, asked: bool = True) -> None:
-        self._names, self._facts, self._asked = names, facts, asked
+        self._names = names
+        self._facts = facts
+        self._asked = asked
         self._started: dict[str, Tracker] = {}
         self._has_begun, self.recorded = False, 0  # the latter for RunFacts
 
     def record(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Pass the metrics of a step to each tracker; returns whether this call started them."""
-        is_first, self._has_begun = not self._has_begun, True
+        is_first = not self._has_begun
+        self._has_begun = True
         if is_first:
             self._each([*filter(self._is_wanted, self._names)], self._start)
         self._each([*self._started], lambda name: self._started[name].record(step, metrics))

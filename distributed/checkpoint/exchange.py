@@ -149,7 +149,8 @@ def _transfer(
         theirs.set_header(None)
         os.ftruncate(theirs.fd, int(sizes[1]))
 
-    out, into = _content(mine, int(sizes[0])), _content(theirs, int(sizes[1]))
+    out = _content(mine, int(sizes[0]))
+    into = _content(theirs, int(sizes[1]))
     for start in range(BEGIN, max(map(int, sizes)), _PIECE):
         swap(out[start : start + _PIECE], into[start : start + _PIECE])
         yield

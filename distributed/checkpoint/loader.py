@@ -44,7 +44,10 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
         if taken is None or any(files.step_of(one) >= taken.step for one in files.steps(folder)):
             content, state, folder, damage = _read_newest(folder)
         if taken is not None and not (content and files.step_of(folder) >= taken.step):
-            content, state, damage, is_snapshot = taken.content(), None, "", True
+            content = taken.content()
+            state = None
+            damage = ""
+            is_snapshot = True
 
     found = [damage, str(folder), [name for name in content if content[name]], is_snapshot]
     damage, place, names, is_snapshot = broadcast(found)

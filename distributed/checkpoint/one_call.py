@@ -118,7 +118,8 @@ def load(
 
 def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
     """Load a state, of which nothing has been read yet, into objects; return its progress."""
-    rank, ranks = own_rank(), state.ranks
+    rank = own_rank()
+    ranks = state.ranks
     is_new = rank >= len(ranks)
     mine = ranks[0 if is_new else rank] if ranks else {}
     progress = {**mine.get("progress", state.progress)}
@@ -136,7 +137,8 @@ def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
 
     scatter = is_sharded(targets["model"])
     parts = {n: _part_of(one, targets[n], scatter) for n, one in saved.items() if n in targets}
-    weights, moments = parts.pop("model"), parts.pop("optimizer", {})
+    weights = parts.pop("model")
+    moments = parts.pop("optimizer", {})
     found = state.fetch({"model": weights, "optimizer": {**moments, "objects": parts}})
     for name, one in {**own, **found["optimizer"].pop("objects"), **found}.items():
         if name in targets and (one or name in saved):  # not of a scaler that does nothing

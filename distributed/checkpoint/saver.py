@@ -118,7 +118,8 @@ class Saver:
         if not self.enabled and self._parts is None:
             return
 
-        trees, tensors = state.trees(), self._check(state)
+        trees = state.trees()
+        tensors = self._check(state)
         self.wait()
         if self._parts is None:
             copies = self._copy(tensors)

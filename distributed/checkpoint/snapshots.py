@@ -220,7 +220,8 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
         return None
 
     opened = _open_buffers()
-    own, copies = _of_run(folder, opened[:2]), _of_run(folder, opened[2:])
+    own = _of_run(folder, opened[:2])
+    copies = _of_run(folder, opened[2:])
     newest, lacking = exchange.agree(
         [buffer.header() for buffer, _ in own.values()],
         [buffer.header() for buffer, _ in copies.values()],

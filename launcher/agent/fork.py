@@ -44,7 +44,8 @@ def fork_ranks(
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, handled_signals())
 
     for local_rank, (variables, cpus) in enumerate(given):
-        number, error_file = int(variables["RANK"]), Path(variables["TORCHELASTIC_ERROR_FILE"])
+        number = int(variables["RANK"])
+        error_file = Path(variables["TORCHELASTIC_ERROR_FILE"])
         with contextlib.suppress(OSError):  # it does not exist, or the disk is read-only
             error_file.unlink()
         (stdout, out), (stderr, err) = outputs.open(part, local_rank)

@@ -49,7 +49,8 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         files=files,
     )
 
-    address, port = args.master_addr, args.master_port
+    address = args.master_addr
+    port = args.master_port
     named = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME", "")
     is_same = not named or network.interface_to(address) in re.split("[,=]", named)
     meeting = checkin.meet(

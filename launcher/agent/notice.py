@@ -26,7 +26,9 @@ class Notice:
     """
 
     def __init__(self, ranks: NodeRanks, facts: Facts, show: Callable[[str], None]) -> None:
-        self._ranks, self._facts, self._show = ranks, facts, show
+        self._ranks = ranks
+        self._facts = facts
+        self._show = show
         self._warn_at = 0.0  # 0 until the notice arrives
 
     def look(self) -> None:

@@ -62,7 +62,8 @@ class Query:
     def ask_about(self, suspect: RankState) -> None:
         """Report a silent rank, or end the run because of it, once per silence."""
         if self._known != suspect.progress:
-            self._silent, self._known = suspect, suspect.progress
+            self._silent = suspect
+            self._known = suspect.progress
             self.ask()
 
     def receive(self, node: int, message: StackRequest | NodeStacks) -> None:
@@ -91,7 +92,8 @@ class Query:
         return self._conclude() if self._end.take() else None
 
     def _here(self) -> NodeStacks:
-        stacks, calls = self.ranks.stacks(), self.ranks.collectives()
+        stacks = self.ranks.stacks()
+        calls = self.ranks.collectives()
         return NodeStacks([RankStack(rank, at, calls.get(rank)) for rank, at in stacks.items()])
 
     def _send(self, message: StackRequest | NodeStacks) -> None:
@@ -110,7 +112,8 @@ class Query:
         places = {each.rank: each.frames for each in everyone}
         calls = {each.rank: each.calls for each in everyone if each.calls is not None}
         unheard = [self.hosts[node] for node in self.peers if node not in self._told]
-        silent, self._silent = self._silent, None
+        silent = self._silent
+        self._silent = None
         self._told.clear()
 
         head = "where the ranks are, innermost call first:"
@@ -118,7 +121,8 @@ class Query:
             odd = stuck.find_odd(silent, places)
             if silent.ends_run:
                 return silent.rank if odd is None else odd
-            step, when = silent.progress[0], "since the ranks started"
+            step = silent.progress[0]
+            when = "since the ranks started"
             if step >= 0:
                 when = f"more than 10 times the longest gap between steps, after step {step}"
             who = "all ranks are at the same point" if odd is None else f"rank {odd} is behind"

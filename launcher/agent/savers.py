@@ -32,7 +32,9 @@ class Savers:
     """The ranks of this node that handled SIGTERM themselves when it was sent."""
 
     def __init__(self, ranks: NodeRanks, grace_s: float, show: Callable[[str], None]) -> None:
-        self._ranks, self._grace_s, self._show = ranks, grace_s, show
+        self._ranks = ranks
+        self._grace_s = grace_s
+        self._show = show
         self.others_s = 0.0  # for ranks of other nodes to save
         self._all: Sequence[Rank] = ()
         self._before: dict[int, str] = {}  # by rank: the main thread's stack before SIGTERM
@@ -50,7 +52,8 @@ class Savers:
 
         Blocks until they have written their stacks, for up to SAVERS_LOOK_S.
         """
-        is_first, self._is_judged = not self._is_judged, True
+        is_first = not self._is_judged
+        self._is_judged = True
         if not is_first or not self._all:
             return []
 

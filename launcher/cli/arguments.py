@@ -78,7 +78,8 @@ def read_usage(file: str) -> str:
 
 def _name_batch_script(values: Values, file: str) -> None:
     """Set the batch script that a resume line submits: ours, or the user's edited copy of it."""
-    ours, is_copy = values.get("batch_script"), file.endswith(_COPIES)
+    ours = values.get("batch_script")
+    is_copy = file.endswith(_COPIES)
     if values.get("like_torchrun") and not is_copy:
         del values["batch_script"]  # launch.sh, run directly
     elif ours and not is_copy and not is_same(Path(file), ROOT / ours):
@@ -91,7 +92,9 @@ class _Reader:
     def __init__(
         self, command: Command, values: Values, words: Iterable[str], *, is_scheduled: bool
     ) -> None:
-        self.command, self.values, self.is_scheduled = command, values, is_scheduled
+        self.command = command
+        self.values = values
+        self.is_scheduled = is_scheduled
         self.options = {**COMMON, **command.options}
         self.arguments = [*command.arguments]  # still missing
         self.words = iter(words)  # still unread
@@ -175,7 +178,8 @@ class _Reader:
 
     def _take_task(self, option: str, words: Iterable[str]) -> None:
         """Read --status, --stop or --stacks with the names of runs, or --help or --version."""
-        task, words = TASKS[option], [*words, *self.words]
+        task = TASKS[option]
+        words = [*words, *self.words]
         is_about_runs = task not in ("help", "version")
         if task in ("status", "stop"):
             self._refuse_scheduled(option)

@@ -29,13 +29,15 @@ def _list(folder: Path, *, verify: bool = False) -> bool:
         try:
             text = "intact" if verify and files.read(path) else _describe(path)
         except CheckpointError as error:
-            text, has_damage = f"damaged: {error}", True
+            text = f"damaged: {error}"
+            has_damage = True
         print(f"{path.name:<14} {text}")
     return has_damage
 
 
 def _describe(path: Path) -> str:
-    manifest, loss = files.read_manifest(path), files.read_progress(path).get("validation_loss")
+    manifest = files.read_manifest(path)
+    loss = files.read_progress(path).get("validation_loss")
     size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved"]))
     names = [n for n in ("latest", "best") if (path.parent / n).resolve() == path.resolve()]

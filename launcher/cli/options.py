@@ -65,7 +65,8 @@ def _need_master(values: Values, _environ: Environ) -> None:
 
 def _join_config(values: Values, environ: Environ) -> None:
     """Combine --config-path and --config-name into one config, or pass them to a Hydra script."""
-    folder, name = values.pop("config_path", ""), values.pop("config_name", "")
+    folder = values.pop("config_path", "")
+    name = values.pop("config_name", "")
     if not folder and not name:
         return
 
@@ -93,7 +94,8 @@ def _pass_to_test(values: Values, _environ: Environ) -> None:
     """Pass the self-test its own options. It runs in the project's folder."""
     if settings := values.get("setting"):
         raise PlanError(f"{settings[0]!r}: settings have no effect here; omit them")
-    test, file = values.pop("test", ""), values.pop("json", "")
+    test = values.pop("test", "")
+    file = values.pop("json", "")
     if test not in ("", "basic", "all"):
         raise PlanError(f"--test is {test!r}; give basic or all")
     words = ["--test", test] if test else []

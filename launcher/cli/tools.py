@@ -19,7 +19,8 @@ CHECKPOINT = {"ls": "DIR", "verify": "DIR", "export": "DIR FILE", "hash": "DIR"}
 
 def main(arguments: Sequence[str], environ: Environ) -> int:
     """Run the command that was typed. Returns the exit code."""
-    program, words = Path(arguments[0]).name, arguments[1:]
+    program = Path(arguments[0]).name
+    words = arguments[1:]
     try:
         if "explain" in program:
             code = int(import_module("launcher.explain.__main__").main(words, environ, program))

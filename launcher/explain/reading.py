@@ -120,7 +120,8 @@ def read(file: Path) -> list[Sighting]:
     shapes: set[int] = set()
     recent: deque[bytes] = deque(maxlen=ABOVE + 1)
     sightings: list[Sighting] = []
-    first_seen, tables = None, list[First]()
+    first_seen = None
+    tables = list[First]()
     table: deque[bytes] = deque(maxlen=TABLE)
     lines = chain(_lines_of_last_start(file), [(0, b"")] * TABLE)  # they complete the last table
 
@@ -162,9 +163,11 @@ def look(line: str) -> Sighting | None:
     if fault := own_fault(text):
         kind = min((rule.kind for rule in RULES if rule.fault == fault), default=Kind.CAUSE)
     elif rule := match(text):
-        kind, fault = rule.kind, rule.fault
+        kind = rule.kind
+        fault = rule.fault
     elif _EXCEPTION.match(text):
-        kind, fault = Kind.EXCEPTION, UNKNOWN
+        kind = Kind.EXCEPTION
+        fault = UNKNOWN
     else:
         return None
 
@@ -207,7 +210,8 @@ def lines_of(file: Path) -> Iterator[tuple[int, bytes]]:
             for row in rows:
                 for state in (begun + row).split(b"\r"):
                     yield number, state[:LONGEST]
-                number, begun = number + 1, b""
+                number = number + 1
+                begun = b""
             *states, last = (begun + last).split(b"\r")
             for state in states:
                 yield number, state[:LONGEST]
@@ -263,7 +267,8 @@ def _read_first(text: str) -> First | None:
         return None
     local = first["torch"] or first["spawn"] or first["deepspeed"]
     number = local or first["rank"] or first["reducer"] or first["task"]
-    rank, host = f"{'local ' if local else ''}rank {number}", first["host"] or first["node"] or ""
+    rank = f"{'local ' if local else ''}rank {number}"
+    host = first["host"] or first["node"] or ""
     return First(first["time"] or "", rank, host, first["code"] or "")
 
 

@@ -102,7 +102,9 @@ class Connection(Child):
 
     def start(self, request: Start) -> None:
         """Start the node's agent."""
-        self.is_started, self._words, self.heard = True, b"", time.monotonic()
+        self.is_started = True
+        self._words = b""
+        self.heard = time.monotonic()
         self.ask(request)
 
     def ask(self, request: Request | Start | StopRequest | Sweep) -> None:
@@ -121,7 +123,8 @@ class Connection(Child):
         return next((line for line in reversed(lines) if line), "")
 
     def _take(self, data: bytes, is_error: bool) -> None:
-        output, told = data, list[Any]()
+        output = data
+        told = list[Any]()
         if not is_error:
             output, told = self._messages.read(data)
             for _, message in told:
@@ -284,7 +287,8 @@ def write_opening(plan: Plan, added: Environ) -> str:
 
     `added` are variables in addition to the forwarded ones.
     """
-    names, environ = (*plan.forwarded, "LAUNCH_JOB", *JOB_VARIABLES), plan.environ
+    names = (*plan.forwarded, "LAUNCH_JOB", *JOB_VARIABLES)
+    environ = plan.environ
     kept = {name: environ[name] for name in names if name in environ}
     exports = shlex.join(f"{name}={value}" for name, value in {**kept, **added}.items())
     script = [word for word in plan.words if word[:1] != "-"][:1]

@@ -34,7 +34,8 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr):
         return REFUSED
 
-    nproc, port = report.nproc, report.port
+    nproc = report.nproc
+    port = report.port
     counts = plan.rank_counts(nproc)
     print_plan(plan, report, outcome, counts)
     command = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=plan.node_rank))

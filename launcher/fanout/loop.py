@@ -63,7 +63,8 @@ class Loop:
         for key, _ in self.selector.select(max(0.0, seconds)):
             if self.selector.get_map().get(key.fd) is key:  # no earlier event has closed it
                 key.data()
-        came, self._signals = self._signals, []
+        came = self._signals
+        self._signals = []
         return came
 
     def _on_signal(self) -> None:
@@ -143,7 +144,8 @@ class Child:
             os.close(fd)
 
         self._unsent = bytearray()
-        self._open, self._stderr = [out, err], err
+        self._open = [out, err]
+        self._stderr = err
         for fd in (self._stdin, *self._open):
             os.set_blocking(fd, False)
         for fd in self._open:

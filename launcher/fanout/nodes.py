@@ -137,11 +137,14 @@ class Silence:
     def note_turn(self, *, is_ending: bool) -> None:
         """Detect that this process or the machine was suspended; that does not count as silence."""
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
-        slept_s, self._turned_at = now - (self._turned_at or now), now
+        slept_s = now - (self._turned_at or now)
+        self._turned_at = now
         if slept_s > limits.GAP_S:
-            self.still_s, self._recall_until = slept_s, now + limits.RECALL_S
+            self.still_s = slept_s
+            self._recall_until = now + limits.RECALL_S
             for node in self.connections:
-                node.heard, node.gap = time.monotonic(), (0.0, 0.0)
+                node.heard = time.monotonic()
+                node.gap = (0.0, 0.0)
         elif now > self._recall_until and not is_ending:
             self.still_s = 0.0  # the run has survived it
 
@@ -164,7 +167,8 @@ class Silence:
 
     def recall(self) -> list[Connection]:
         """When the first node ends, return recently silent ones, which may have caused the end."""
-        now, blamed = time.monotonic(), []
+        now = time.monotonic()
+        blamed = []
         for node in self.connections:
             lasts_s = now - node.heard
             ended, seconds = (now, lasts_s) if lasts_s > limits.GAP_S else node.gap

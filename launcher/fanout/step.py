@@ -157,7 +157,8 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     started = time.time()
     await_end(plan, srun, output, asked)
 
-    code, outcome = processes.shell_code(srun.returncode), None
+    code = processes.shell_code(srun.returncode)
+    outcome = None
     if output is not None:
         output.close()
         outcome = find_outcome(plan, output, code, started, asked)
@@ -185,7 +186,10 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
 
 def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -> None:
     """Wait for srun to end, and add the signals that ask for a stop to `asked`."""
-    handled, interrupts, begun, end = handled_signals(), Interrupts(), 0, Deadline()
+    handled = handled_signals()
+    interrupts = Interrupts()
+    begun = 0
+    end = Deadline()
 
     while srun.poll() is None:
         if output:

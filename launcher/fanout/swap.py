@@ -90,7 +90,8 @@ def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
 
     Raises Refused if the other nodes cannot reach it.
     """
-    first, address = plan.nodes[0].name, hellos[0].address if hellos[0] else ""
+    first = plan.nodes[0].name
+    address = hellos[0].address if hellos[0] else ""
     if plan.master_addr not in (first, first.rpartition("@")[2]):  # MASTER_ADDR, or a single node
         return plan
 

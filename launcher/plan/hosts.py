@@ -37,9 +37,11 @@ def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
 
 
 def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
-    name, number = word, None
+    name = word
+    number = None
     if match := _IPV6.fullmatch(word):
-        name, number = (match[1] or "") + match[2], match[3]
+        name = (match[1] or "") + match[2]
+        number = match[3]
     elif word.count(":") == 1:
         name, number = word.split(":")
 

@@ -43,5 +43,6 @@ def _job(environ: Environ) -> tuple[int, int]:
         sizes = (environ.get("SLURM_JOB_NUM_NODES", ""), given)
         nodes, gpus = (int(size) if size.isdecimal() else 0 for size in sizes)
         return nodes, gpus
-    nodes, cards = len({*pbs.read_lines(environ)}), pbs.read_lines(environ, "PBS_GPUFILE")
+    nodes = len({*pbs.read_lines(environ)})
+    cards = pbs.read_lines(environ, "PBS_GPUFILE")
     return nodes, len(cards) // max(nodes, 1)  # Torque's file has a line for each GPU

@@ -117,7 +117,8 @@ def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> di
 
 def _find_hosts(typed: Typed) -> Typed:
     """Return what was typed for launch.sh, with --hosts turned into other commands' fields."""
-    nodes, via = typed.hosts, typed.via or "ssh"
+    nodes = typed.hosts
+    via = typed.via or "ssh"
     if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
         raise PlanError(f"--via is {via!r}; use ssh or pdsh, with --hosts")
     if nodes is None:
@@ -147,7 +148,8 @@ def _find_hosts(typed: Typed) -> Typed:
 
 def choose_fanout(typed: Typed) -> str:
     """Return how the nodes are reached; `auto` depends on where this runs."""
-    environ, job = typed.environ, "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
+    environ = typed.environ
+    job = "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
     if typed.batch_script and typed.is_dry_run and not environ.get(job):
         return "job_command"
     if typed.fanout in ("local", "auto") and (typed.node or typed.hostfile):
@@ -294,7 +296,8 @@ def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
     environ = typed.environ
     script = environ.get("TRAIN_SCRIPT") or ours
     is_ours = _is_ours(script)
-    config, flag = typed.config, environ.get("CONFIG_FLAG")
+    config = typed.config
+    flag = environ.get("CONFIG_FLAG")
     if config is None and typed.default_config:
         config = str(ROOT / "config/local3.yaml") if is_ours else "-"
     if config is None:

@@ -146,7 +146,8 @@ def ask_pbsdsh(names: Collection[str], hosts: Sequence[str], folder: Path) -> di
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".nodes-", dir=folder) as answers:
         task = ["pbsdsh", "--", "/bin/sh", "-c", _ANSWER, answers, "|".join(names)]
-        limit_s, null = limits.PBSDSH_S + len(hosts) // 10, subprocess.DEVNULL
+        limit_s = limits.PBSDSH_S + len(hosts) // 10
+        null = subprocess.DEVNULL
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(task, timeout=limit_s, stdin=null, stdout=null, stderr=null)
 

@@ -99,7 +99,8 @@ def find_tools(environ: OwnEnviron) -> None:
     PBS starts a program that follows `--` without a shell, and its own default for PATH,
     /bin:/usr/bin, does not contain its commands.
     """
-    path, file = environ.get("PATH", ""), _conf_file(environ)
+    path = environ.get("PATH", "")
+    file = _conf_file(environ)
     if not environ.get("PBS_JOBID") or which("qstat", path=path):
         return
     text = file.read_text(errors="replace") if file.is_file() else ""
@@ -145,7 +146,9 @@ def find_silence(environ: Environ) -> str:
 
 def find_short_delay(grace_s: int, environ: Environ) -> str:
     """Return a line if PBS may kill this job while its ranks are still saving; otherwise empty."""
-    queue, delay, close_s = environ.get("PBS_QUEUE", ""), _kill_delay(environ), limits.STOP_CLOSE_S
+    queue = environ.get("PBS_QUEUE", "")
+    delay = _kill_delay(environ)
+    close_s = limits.STOP_CLOSE_S
     if not delay.isdecimal() or (stop_s := grace_s + close_s) <= int(delay):
         return ""
     cause = f"a stop can take {stop_s} s (GRACE + {close_s}), but PBS kills this job {delay} s"
@@ -226,7 +229,8 @@ def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[st
 
     It requests what this job was given or, outside a job, one node. Empty if PBS does not answer.
     """
-    command, arguments = _qsub(environ, script), typed[1:]
+    command = _qsub(environ, script)
+    arguments = typed[1:]
     if not command or not is_torque(environ):
         return command and [*command, "--", str(script), *arguments]
     return [*command, *(["-F", shlex.join(arguments)] if arguments else []), str(script)]

@@ -81,7 +81,8 @@ def _set_for_it(typed: Typed) -> Iterator[str]:
 
     The shell's initial variables, and those set by a site or an environment, are omitted.
     """
-    environ, again = typed.environ, read_begun()
+    environ = typed.environ
+    again = read_begun()
     if environ.get("CONTAINER") or typed.python == str(ROOT / ".venv/bin/python"):
         again.add(f"PYTHON={environ.get('PYTHON')}")
     theirs = {*typed.activated, *find_own(typed, again).names} - {"PYTHON"}

@@ -15,7 +15,8 @@ _ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 def check_script(plan: Plan) -> None:
     """Raise PlanError if the script is not a Python program; other nodes compare theirs with it."""
-    name, script = plan.words[0], plan.directory / plan.words[0]
+    name = plan.words[0]
+    script = plan.directory / plan.words[0]
     if plan.container or not script.is_file():  # a module, or another program
         return
     if script.suffix in _OTHER:

@@ -129,10 +129,12 @@ def refuse_many_tasks(environ: Environ) -> None:
 def refuse_many_nodes(environ: Environ, program: str) -> None:
     """Raise PlanError if the step (or the job, outside a step) has nodes that would stay unused."""
     if in_slurm_step(environ):
-        nodes, fault = environ.get("SLURM_STEP_NUM_NODES"), ""
+        nodes = environ.get("SLURM_STEP_NUM_NODES")
+        fault = ""
         cause = f"this allocation has {nodes} nodes, but {program} uses only one"
     else:
-        nodes, fault = environ.get("SLURM_JOB_NUM_NODES"), " [batch-step]"
+        nodes = environ.get("SLURM_JOB_NUM_NODES")
+        fault = " [batch-step]"
         cause = f"the job has {nodes} nodes, but srun did not start {program} on them"
     if environ.get("SLURM_JOB_ID") and nodes not in (None, "1"):
         each = f"--nodes={nodes} --ntasks={nodes}" + " --overlap" * in_slurm_step(environ)
@@ -186,7 +188,8 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
         if (value := record.get(field, "0")) not in _NOT_REPEATED:
             words.append(f"{option}={value.removeprefix('gres:gpu:')}")
     words += ["--exclusive"] if record.get("OverSubscribe") == "NO" else []
-    job, task = f"--job={job_id(environ)}", environ.get("SLURM_ARRAY_TASK_ID")
+    job = f"--job={job_id(environ)}"
+    task = environ.get("SLURM_ARRAY_TASK_ID")
     if task:
         words.append(f"--array={task}")
 

@@ -92,7 +92,8 @@ def take_own_settings(typed: Typed) -> tuple[dict[str, str], list[str]]:
 
     Raises PlanError if one is unknown or missing.
     """
-    own, is_ours = dict.fromkeys(OWN, ""), not typed.environ.get("TRAIN_SCRIPT")
+    own = dict.fromkeys(OWN, "")
+    is_ours = not typed.environ.get("TRAIN_SCRIPT")
     others = []
     for setting in typed.setting:
         name, _, value = setting.partition("=")
@@ -228,7 +229,8 @@ class Submission:
     """Submits the jobs of one command. If one is not accepted, names those that are queued."""
 
     def __init__(self, program: str, *, is_dry_run: bool) -> None:
-        self.program, self.is_dry_run = program, is_dry_run
+        self.program = program
+        self.is_dry_run = is_dry_run
         self.queued: list[str] = []
         self.sbatch: subprocess.Popen[str] | None = None  # the last one
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from launcher.text import count
 from launcher.wire.messages import Fault
 
-CGROUPS, MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+MINE = Path("/proc/self/cgroup")
 OF_A_RANK = 24  # processes and threads of a rank, with its share of the agent's
 FEW_PROCESSES = 4096  # with a higher limit for each user, nobody's processes are counted
 
@@ -32,7 +33,8 @@ def count_cpus() -> int:
 
 def check_processes(nproc: int, num_workers: int) -> Iterator[Fault]:
     """Enough processes and threads can start here for all ranks and their data workers."""
-    left, wanted = count_processes_left(), nproc * (OF_A_RANK + 2 * num_workers)
+    left = count_processes_left()
+    wanted = nproc * (OF_A_RANK + 2 * num_workers)
     if left is not None and left < wanted:
         cause = f"only {left} more processes and threads can start here, for {count(nproc, 'rank')}"
         cure = f"raise the limit by {wanted - left} (ulimit -u; pids.max of the container or job)"

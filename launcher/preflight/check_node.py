@@ -88,7 +88,9 @@ def _meet(
             listener.close()
         return (), ()
 
-    wait, address, host = Wait(request.within_s), request.master_addr, short_host_name()
+    wait = Wait(request.within_s)
+    address = request.master_addr
+    host = short_host_name()
     access = read_access(environ)
     if listener is None:
         me = NodeReport(request.node_rank, request.num_nodes, 1, host, request.run_id)
@@ -99,15 +101,18 @@ def _meet(
     folder = None
     if request.checkpoint_dir and "SLURM_JOB_ID" in environ:
         folder = request.directory / request.checkpoint_dir
-    first, others = Member(0, host, 1, address), request.meeting_size - 1
+    first = Member(0, host, 1, address)
+    others = request.meeting_size - 1
     return between_nodes.receive_others(listener, first, access, others, folder, wait), ()
 
 
 def _look_at_machine(request: Request, environ: Environ, port: int, port_error: int) -> Machine:
     try:
-        gpus, gpu_error = visible_gpus(environ), ""
+        gpus = visible_gpus(environ)
+        gpu_error = ""
     except GpuError as error:
-        gpus, gpu_error = (), str(error)
+        gpus = ()
+        gpu_error = str(error)
 
     given = environ.get("SLURM_GPUS_ON_NODE", "")
     nproc = request.nproc or len(gpus) or int(given.isdecimal() and given)

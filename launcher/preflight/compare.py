@@ -77,7 +77,8 @@ def print_findings(preflight: Preflight, program: str, *, is_strict: bool, out: 
 
     lines = []
     for finding in by_weight:
-        fault, names = finding.fault, [*hosts[finding.fault]]
+        fault = finding.fault
+        names = [*hosts[finding.fault]]
         if len(names) <= MANY:
             names = [finding.host]
         elif finding.host != names[0]:

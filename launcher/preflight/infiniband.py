@@ -68,7 +68,8 @@ def ports_of_nccl(ports: Iterable[Port], environ: Environ) -> list[Port]:
 
 def is_chosen(device: str, names: str, number: str = "") -> bool:
     """Whether a variable lets NCCL use a device; it lists prefixes, =exact or ^excluded names."""
-    is_exact, is_named = "=" in names[:2], False
+    is_exact = "=" in names[:2]
+    is_named = False
     for word in names.lstrip("^=").split(","):
         name, _, port = word.partition(":")
         is_device = device == name if is_exact else device.startswith(name)

@@ -70,7 +70,8 @@ def mismatches(me: NodeReport, node: NodeReport) -> Iterator[tuple[str, str]]:
         ("code-mismatch", me.files, node.files),
     ):
         for name in {**mine, **theirs}:
-            here, there = mine.get(name, "missing"), theirs.get(name, "missing")
+            here = mine.get(name, "missing")
+            there = theirs.get(name, "missing")
             if here != there and here and there:
                 first, second = (f"node rank {each.node_rank} ({each.host})" for each in (me, node))
                 yield fault, f"{name} is {here!r} on {first} and {there!r} on {second}"

@@ -199,7 +199,8 @@ def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
 
     Raises Refused if that fails, or if another process was faster.
     """
-    me, job = LauncherProcess.of(os.getpid()), this_start(environ)
+    me = LauncherProcess.of(os.getpid())
+    job = this_start(environ)
     with writing_to(folder), _one_writer(folder):
         refuse_live(folder, environ)
         fields |= {"launcher": me, "job": job, **_start(folder, "starting")}

@@ -148,7 +148,8 @@ def progress(run: Run) -> str:
 
 def goodput(record: Record, now: float) -> str:
     """Return the share of the latest start's time spent on training, and where the rest went."""
-    started, end = record.started or now, record.ended or now
+    started = record.started or now
+    end = record.ended or now
     restarts = [restart for restart in record.restarts if restart.failed >= started]
     losses = {"start": record.first_step - started} if record.first_step else {}
     for restart in restarts:
@@ -240,7 +241,8 @@ def show_stacks(run: Run, program: str) -> int:
 
 def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
     """Ask a run's launcher to stop it, and wait until it has ended; the ranks may save first."""
-    launcher, limit_s = run.record.launcher, run.record.grace + limits.STOP_COMMAND_S
+    launcher = run.record.launcher
+    limit_s = run.record.grace + limits.STOP_COMMAND_S
     if run.record.is_over or launcher is None or (launcher.is_here and not launcher.is_alive):
         cause = ", ".join(filter(None, (run.state, run.cause)))
         return _refuse(program, f"run {run.id} is not running: {cause}; there is nothing to stop")

@@ -31,7 +31,8 @@ class Barrier:
     def wait_for_all(self, what: str, limit_s: float = limits.SELFTEST_S) -> None:
         """Return once all have arrived; raises StuckError if one is stuck, or does not arrive."""
         self._met += 1
-        here, deadline = f"selftest/{self._name}/{self._met}", time.monotonic() + limit_s
+        here = f"selftest/{self._name}/{self._met}"
+        deadline = time.monotonic() + limit_s
         if self._store.add(here, 1) == self._size:
             self._store.set(f"{here}/all", "")
 

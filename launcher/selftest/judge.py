@@ -76,7 +76,8 @@ def find_slow_links(
     best = dict(measure(rounds))
     compared = best
     for _ in range(LINK_LOOKS):
-        slow, pairs = slow_nodes(compared), slow_pairs(compared)
+        slow = slow_nodes(compared)
+        pairs = slow_pairs(compared)
         if not slow and not pairs:
             break
 

@@ -29,7 +29,8 @@ class Check:
         """Return what is wrong on this rank, or None."""
         # bf16 has 8 significant bits.
         loss, dtype = (2**-6, " in bf16") if self.got.dtype == torch.bfloat16 else (1e-4, "")
-        got, want = self.got.double(), self.want.double()
+        got = self.got.double()
+        want = self.want.double()
         if torch.allclose(got, want, rtol=loss, atol=1e-6):
             return None
         worst = int((got - want).abs().argmax())
@@ -100,6 +101,7 @@ def _ddp_step(rank: int, ranks: int) -> Check:
     model = setup_distributed_models(copy.deepcopy(alone))
     model(batches[rank]).square().mean().backward()
     alone(batches).square().mean().backward()
-    got, want = next(model.parameters()).grad, alone.weight.grad
+    got = next(model.parameters()).grad
+    want = alone.weight.grad
     assert got is not None and want is not None
     return Check("DDP gradient", got, want)

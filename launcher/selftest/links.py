@@ -106,7 +106,9 @@ def _send(peer: int, seconds: float) -> tuple[float, float]:
     while len(pings) < _PINGS and time.monotonic() < deadline - _SENDING * seconds:
         pings.append(_timed(peer, word.fill_(_PING), None))
 
-    latency, size, took = min(pings) / 2, SMALLEST, []
+    latency = min(pings) / 2
+    size = SMALLEST
+    took = []
     while True:
         data = torch.empty(size, dtype=torch.uint8, device=device())
         whole = _timed(peer, word.fill_(size), data)
@@ -115,7 +117,8 @@ def _send(peer: int, seconds: float) -> tuple[float, float]:
         if left < took[-1]:
             break
         if size < LARGEST and left > 2 * _GROWTH * took[-1]:
-            size, took = size * _GROWTH, []
+            size = size * _GROWTH
+            took = []
 
     _transfer(word.fill_(_END), peer, is_sending=True)
     return size / statistics.median(took), latency

@@ -89,7 +89,8 @@ def run(options: argparse.Namespace) -> int:
 
 def measure_all(test: Test) -> int:
     """Measure everything, and print results on the way. Returns the number of checks."""
-    env, is_basic = test.env, test.options.test == "basic"
+    env = test.env
+    is_basic = test.options.test == "basic"
     where = f"{device()} {torch.cuda.get_device_name()}" if device().type == "cuda" else "cpu"
     host = socket.gethostname()
     mine = Member(host, env.node_rank, env.local_rank, where, torch.__version__)
@@ -162,7 +163,8 @@ def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
     """Return the FLOP/s of some ranks; all ranks call this."""
     env = test.env
     turns = min(env.world_size, CPU_TURNS) if device().type == "cpu" else 1
-    seconds, speed = limits.COMPUTE_S / (2 if test.options.quick else 1), 0.0
+    seconds = limits.COMPUTE_S / (2 if test.options.quick else 1)
+    speed = 0.0
     for turn in sorted({rank % turns for rank in ranks}):
         if env.rank in ranks and env.rank % turns == turn:
             speed = measure_speed(seconds)
@@ -180,7 +182,8 @@ def measure_speed(seconds: float) -> float:
     result = matrix @ matrix
     result[0, 0].item()
 
-    products, start = 0, time.perf_counter()
+    products = 0
+    start = time.perf_counter()
     while (took := time.perf_counter() - start) < seconds:
         for _ in range(at_once):
             torch.matmul(matrix, matrix, out=result)

@@ -37,7 +37,8 @@ def read_request(fd: int, silence_s: float = limits.SILENCE_S) -> Any | None:
 
     Not a byte more is read, because what follows may be meant for another process.
     """
-    stream, line = io.FileIO(fd, closefd=False), b"\n"
+    stream = io.FileIO(fd, closefd=False)
+    line = b"\n"
     with contextlib.suppress(MessageError):
         while line == b"\n":
             line = stream.readline() if hears(fd, silence_s) else b""
@@ -47,7 +48,8 @@ def read_request(fd: int, silence_s: float = limits.SILENCE_S) -> Any | None:
 
 def hears(fd: int, silence_s: float) -> bool:
     """Wait until there is something to read. Returns False after this long without anything."""
-    own, heard = OwnTime(), time.monotonic()
+    own = OwnTime()
+    heard = time.monotonic()
     while own.since(heard) <= silence_s:
         if wait_for_input([fd], limits.BEAT_S):
             return True
@@ -83,7 +85,9 @@ class Answers:
 
         At the end, when `data` is empty, the output is everything that is left.
         """
-        text, output, told = self._text + data, [], []
+        text = self._text + data
+        output = []
+        told = []
         while (at := text.find(self._mark)) >= 0 and (end := text.find(b"\n", at)) >= 0:
             try:
                 told.append(self._take(text[at + len(self._mark) : end]))

@@ -41,7 +41,8 @@ class Wait:
     """A wait with a limit. After CHECKIN_TELL_S, it reports once what it is waiting for."""
 
     def __init__(self, timeout_s: float, say: Callable[[str], object] = lambda text: None) -> None:
-        self.timeout_s, self.say = timeout_s, say
+        self.timeout_s = timeout_s
+        self.say = say
         self.deadline = own_time.now() + timeout_s
         self._tell_at = time.monotonic() + limits.CHECKIN_TELL_S
 

@@ -47,9 +47,11 @@ class Link:
 
         Without `may_wait`, send nothing while another thread is sending.
         """
-        line, data = message, b""
+        line = message
+        data = b""
         if isinstance(message, SnapshotData):
-            line, data = message.piece, message.data
+            line = message.piece
+            data = message.data
         if not self._sending.acquire(blocking=may_wait):
             return
 
@@ -157,14 +159,17 @@ class Pulse:
     """
 
     def __init__(self, everyone: Callable[[], Sequence[Link]]) -> None:
-        self._everyone, self._is_over, self._news = everyone, False, threading.Event()
+        self._everyone = everyone
+        self._is_over = False
+        self._news = threading.Event()
         self.note(NodeBeat(None))
         self._thread = threading.Thread(target=self._send, daemon=True)
         self._thread.start()
 
     def note(self, newest: NodeBeat) -> None:
         """Send this heartbeat at once, and again every BEAT_S."""
-        self._newest, self._noted = newest, time.monotonic()
+        self._newest = newest
+        self._noted = time.monotonic()
         self._news.set()
 
     def _send(self) -> None:

@@ -101,7 +101,8 @@ class Windows(Dataset[Tensor]):
 
     def read(self, first: int, count: int) -> bytearray:
         """Return the bytes of `count` tokens, from `first` on."""
-        at, missing = first * self._dtype.itemsize, count * self._dtype.itemsize
+        at = first * self._dtype.itemsize
+        missing = count * self._dtype.itemsize
         found = bytearray()
         for number in range(bisect.bisect_right(self._ends, at), len(self._ends)):
             piece = self._pieces[number]

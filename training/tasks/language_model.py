@@ -101,7 +101,9 @@ class LanguageModelTask(Task):
     def __init__(self, settings: config.Settings) -> None:
         self.shape = settings.model
         self.corpus = corpus = find_corpus(settings.data.path)
-        context, dtype, most = self.shape.context, corpus.dtype, VALIDATION_TOKENS + 1
+        context = self.shape.context
+        dtype = corpus.dtype
+        most = VALIDATION_TOKENS + 1
         self.train = Windows(corpus.train, context, dtype)
         self.validation = Windows(corpus.validation, context, dtype, most)
         if not (len(self.train) and len(self.validation)):
@@ -115,7 +117,8 @@ class LanguageModelTask(Task):
                 f"at least {vocabulary}; raise it"
             )
 
-        layers, width = self.shape.layers, self.shape.width
+        layers = self.shape.layers
+        width = self.shape.width
         matrices = 12 * layers * width**2 + width * self.shape.vocabulary
         self.flops = 6.0 * matrices + 12 * layers * width * context  # the second term: attention
 
@@ -145,7 +148,8 @@ class LanguageModelTask(Task):
     def summary(self, model: nn.Module, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Compare the loss with that of simpler models of the same bytes, and show a sample."""
         assert isinstance(model, GPT)
-        windows, corpus = self.validation, self.corpus
+        windows = self.validation
+        corpus = self.corpus
         measure = f"loss {shown(metrics['loss'], 4)}"
         if corpus.is_text:
             count = len(windows) * windows.context  # tokens that are predicted

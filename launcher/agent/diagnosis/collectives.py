@@ -28,7 +28,8 @@ def file_of(error_file: Path) -> Path:
 
 def read(files: Mapping[int, Path], limit_s: float) -> dict[int, Calls]:
     """Wait at most `limit_s` for the ranks to write these files. Returns their calls, by rank."""
-    deadline, found = time.monotonic() + limit_s, dict[int, Calls]()
+    deadline = time.monotonic() + limit_s
+    found = dict[int, Calls]()
     while len(found) < len(files) and time.monotonic() < deadline:
         for rank, file in files.items():
             with contextlib.suppress(OSError, MessageError):

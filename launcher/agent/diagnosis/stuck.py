@@ -57,7 +57,8 @@ def wait_for_stacks(files: Mapping[Path, int], limit_s: float) -> None:
     sizes: list[int] = []
     same = 0  # checks without a change: a busy machine writes a stack in parts
     while files and time.monotonic() < deadline:
-        before, sizes = sizes, [*map(size_of, files)]
+        before = sizes
+        sizes = [*map(size_of, files)]
         same = same + 1 if sizes == before else 0
         if all(map(operator.gt, sizes, files.values())) and same >= 5:
             return

@@ -89,7 +89,8 @@ def meet(
         here = gather(acceptor, me, wait, tells_late=is_by_hand)
     members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
 
-    within_s, losses = limits.for_nodes(limits.PAIRS_S, len(members)), []
+    within_s = limits.for_nodes(limits.PAIRS_S, len(members))
+    losses = []
     if tries_pairs and here:
         losses = meeting.try_pairs(members[0], here, within_s, within_s)
     if losses:
@@ -218,7 +219,8 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
         except (NotAccepted, WrongSecret) as error:
             if isinstance(error, WrongSecret) and turned_away is None:
                 say(f"warning: {address}:{port} has a different RUN_SECRET, or none [stranger]")
-            last, turned_away = error, turned_away or time.monotonic()
+            last = error
+            turned_away = turned_away or time.monotonic()
             if own_time.since(turned_away) > limits.CHECKIN_REJECTED_S:
                 break
         except OSError as error:

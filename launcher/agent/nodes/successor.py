@@ -26,7 +26,8 @@ from launcher.wire.messages import Member, NodeReport
 
 def follow(before: Meeting, args: Arguments) -> Meeting | None:
     """Check in with the new node rank 0. Returns None if the run cannot continue."""
-    old, until = before.assignment, own_time.now() + limits.SUCCESSOR_S
+    old = before.assignment
+    until = own_time.now() + limits.SUCCESSOR_S
     everyone = [*old.members, *old.spares]
     own = next(member for member in everyone if member.node_id == args.node_rank)
     me = NodeReport(
@@ -58,10 +59,12 @@ def follow(before: Meeting, args: Arguments) -> Meeting | None:
 
 def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
     """Become node rank 0 of all agents that check in. Raises Refused without a majority."""
-    old, failover = before.assignment, before.failover
+    old = before.assignment
+    failover = before.failover
     assert failover is not None
     behind = old.successors[old.successors.index(me) + 1 :]
-    awaited, wait = {member.node_id for member in behind}, Wait(limits.LOSS_SPREAD_S)
+    awaited = {member.node_id for member in behind}
+    wait = Wait(limits.LOSS_SPREAD_S)
     with failover, contextlib.closing(Acceptor(failover, args.access, say)) as acceptor:
         here = meeting.gather(
             acceptor, awaited, wait, lambda _, report: report.attempt == old.attempt
@@ -79,7 +82,8 @@ def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
     spares = {member: peers[member.node_id] for member in old.spares if member.node_id in peers}
     team = Team(old.run_id, members, there, spares, args.min_nodes)
 
-    why, others = team.why_not(), len(old.successors)
+    why = team.why_not()
+    others = len(old.successors)
     if 2 * (1 + len(peers)) <= 1 + others:
         why = f"{me.host} reaches only {len(peers)} of {count(others, 'other agent')}: the run ends"
     if why:

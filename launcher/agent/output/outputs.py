@@ -35,14 +35,18 @@ class Outputs:
     def keep_in(self, folder: RunFolder) -> None:
         """Write the log and the files to the run's folder from now on."""
         self._log.close()
-        self._log, self._files = NodeLog(folder.node_log), folder.path
+        self._log = NodeLog(folder.node_log)
+        self._files = folder.path
 
     def open(self, part: Assignment, local_rank: int) -> list[tuple[int, Stream]]:
         """Open a rank's stdout and stderr. Returns the rank's end and the agent's end of each."""
-        args, number, opened = self._args, part.first_rank + local_rank, []
+        args = self._args
+        number = part.first_rank + local_rank
+        opened = []
         shown = args.shown_ranks(part.first_rank, has_log=self._log.path is not None)
         is_alone = len(shown) == 1 and not args.has_labels
-        redirected, teed = args.redirected[local_rank], args.teed[local_rank]
+        redirected = args.redirected[local_rank]
+        teed = args.teed[local_rank]
 
         for terminal, (name, kind) in zip(self._terminals, STREAMS.items(), strict=True):
             terminal.open_by = None  # messages between attempts have begun a new line

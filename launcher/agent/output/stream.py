@@ -89,7 +89,8 @@ class RankView(View):
         With `is_debug`, also show torch's noise.
         """
         super().__init__(screen, is_alone=is_alone, prefix=label)
-        self.traceback, self._is_debug = HeldTraceback(), is_debug
+        self.traceback = HeldTraceback()
+        self._is_debug = is_debug
         name = re.escape(label.rstrip(b": "))
         self._torchs_label = re.compile(rb"^%s: " % name, re.M) if name else None
 
@@ -204,14 +205,16 @@ class Stream:
         if not state or state == self._logged_text:
             return is_waiting
         if now - self._logged >= limits.REDRAW_S:
-            self._logged, self._logged_text = now, state
+            self._logged = now
+            self._logged_text = state
             self.last_line = self.log.write(self.rank, [state])
         return True
 
     def _end_lines(self, text: bytes) -> None:
         """Log the unfinished line and the lines of `text`, which lacks the last newline."""
         whole = bytes(self._partial + text)
-        logged, self._logged_text = self._logged_text, b""
+        logged = self._logged_text
+        self._logged_text = b""
         self._partial.clear()
 
         lines = whole.split(b"\n")

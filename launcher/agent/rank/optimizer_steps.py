@@ -35,7 +35,8 @@ class CountedHeart(Heart):
 
     def __init__(self, fd: int, number: int, stack_file: Path) -> None:
         super().__init__(fd, number, stack_file)
-        limit_s, start = self._limit_s or limits.FIRST_SILENCE_S, time.monotonic()
+        limit_s = self._limit_s or limits.FIRST_SILENCE_S
+        start = time.monotonic()
         self._write(Beat(time=start, limit_s=limit_s, limit_by=self._limit_by, is_counted=True))
 
 

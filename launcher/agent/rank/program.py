@@ -259,7 +259,8 @@ def _code_of(leave: SystemExit) -> int:
 def _record(error: BaseException, code: int, file: Path) -> None:
     """Write the error file, in torch's format; torch itself writes it only for exceptions."""
     text = _text_of(error)
-    fault, has_left = getattr(error, "fault", ""), isinstance(error, SystemExit)
+    fault = getattr(error, "fault", "")
+    has_left = isinstance(error, SystemExit)
     has_told = has_left and fault  # distributed.errors.Leave, which may be imported twice
     stack = "" if has_told else traceback.format_exc()
 

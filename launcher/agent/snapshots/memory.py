@@ -201,7 +201,8 @@ class Outgoing:
 
         The pieces come from a private copy, which the rank cannot overwrite.
         """
-        image, sent_step = processes.anonymous_file("snapshot"), -1
+        image = processes.anonymous_file("snapshot")
+        sent_step = -1
         while True:
             newest = max(self._buffers, key=lambda buffer: buffer.header().step)
             header = newest.header()
