@@ -108,9 +108,9 @@ IN_RUNS: tuple[Fault | Elsewhere, ...] = (
     Elsewhere("wrong-result", "needs faulty hardware; tests/unit/test_selftest.py breaks a sum"),
     in_run(
         "node-lost",
-        "SLURM: the cable of the job's only node is unplugged",
-        '"$CLUSTER" cut node3',
-        undo="restore node3",
+        "SLURM: the job's only node, a virtual machine, is suspended, and resumed later",
+        '"$CLUSTER" cut node3; on node3 bash -c "kill -STOP -1"',
+        undo="on node3 bash -c 'kill -CONT -1'; restore node3",
         command="lose_job",
         torchrun="",
         host=r"on node\d",

@@ -59,6 +59,8 @@ lose_job() {
     "$ROOT/config/local3.yaml" "${SMALL[@]}" checkpoint.every=50)
   until [[ $(on login squeue -h -j "$job" -o %N) == node3 ]]; do sleep 0.2; done
   on login scontrol update nodename="$others" state=resume
+  until grep -q '^resumed ' "$FOLDER/output"; do sleep 0.2; done
+  on node3 bash -c "kill -CONT -1"
   until grep -q 'node-lost' "$FOLDER/output"; do sleep 0.2; done
   on login scancel "$job"
   until [[ -z $(on login squeue -h -j "$job") ]]; do sleep 0.2; done
