@@ -584,11 +584,11 @@ SH
 }
 
 # bats test_tags=prove,long
-@test "a lost node: its jobs complete on other nodes, and processes that were cut off save nothing" {
+@test "a lost node: its jobs complete on other nodes, and a start that was suspended saves nothing" {
   local many=(train.max_steps=600 "${SMALL[@]:1}" checkpoint.every=50) two lost other
   RUN_ID=never SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${many[@]}"
   LONG+=(checkpoint.every=50)
-  start_long --nodes=1
+  GRACE=5 start_long --nodes=1
   lost=$(field "$JOB" BatchHost)
   lost=${lost#*=}
   two=$(RUN_ID=two NPROC_PER_NODE=1 SILENCE_SECONDS=10 on login \
@@ -597,11 +597,13 @@ SH
   eventually test -e checkpoints/two/latest || { cat two.out && false; }
   other=$(on login scontrol show hostnames "$(on login squeue -h -j "$two" -o %N)" | tail -n 1)
   "$CLUSTER" cut "$lost"
+  on "$lost" bash -c 'kill -STOP -1' # a virtual machine that is suspended; otherwise it would stop
   "$CLUSTER" cut "$other"
   # Unless SLURM requeues the job within 8 s, it ends. SLURM itself noticed the loss 3 s too late.
   eventually grep -q "^FAILED   node agent 1 ($other) .*\[link-lost\]$" two.out
   on login scontrol update nodename="$other" state=down reason=lost
   eventually grep -q '^resumed    after step' job.out
+  on "$lost" bash -c 'kill -CONT -1'
   eventually is_gone_from "$lost" "rdzv-id $JOB .*train.py"
   grep -q "step [0-9]* was not saved: run $JOB was restarted on node[1-5], so .*\[node-lost\]" job.out
   eventually has_ended "$two"
