@@ -27,7 +27,7 @@ from launcher.wire.messages import Fault, Request
 
 OLDEST_TORCH = (2, 4)
 FIRST_DRIVER = {11: 450, 12: 525, 13: 580}  # by CUDA version: CUDA Compatibility, table 2 (NVIDIA)
-AGENT_FILES = 128  # of a node agent with up to 16 ranks, beside its connections
+AGENT_FILES, RANK_FILES = 27, 6  # of a node agent, and for each of its ranks, beside connections
 LEAST_FILES = 1024  # open files of one process; Linux's own default
 LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
 LEAST_DISK = 2 << 30  # bytes free where checkpoints go
@@ -272,7 +272,7 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
     """The limits are high enough for data workers and NCCL, and for InfiniBand's locked buffers."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 means no limit
     # Those of node rank 0's agent: a connection to each node, and one of each rank to its store.
-    needed = (1 + machine.nproc) * machine.num_nodes + AGENT_FILES
+    needed = (1 + machine.nproc) * machine.num_nodes + AGENT_FILES + RANK_FILES * machine.nproc
     if machine.node_rank == 0 and 0 <= most < needed:
         cause = f"the hard limit on open files is {most}, and this run's agent needs {needed}"
         yield Fault("low-nofile", cause, "raise it (limits.conf; under SLURM, slurmd's limit)")
