@@ -27,6 +27,7 @@ from launcher.outer_job import leave_outer_job
 from launcher.outer_run import leave_outer_run
 from launcher.plan import pbs, resume, slurm, submit_with_config
 from launcher.plan.check_config import check_config
+from launcher.plan.foreign import read_value
 from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan
@@ -80,7 +81,7 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     if typed.fanout in ("help", "version"):  # bash prints these, because that needs no Python
         os.execvp("bash", ["bash", call.file, f"--{typed.fanout}"])
     if typed.show is not None:
-        environ["SHOW_RANKS"] = typed.show
+        environ["SHOW_RANKS"] = read_value("SHOW_RANKS", typed.show)
 
     if typed.fanout in ("status", "stop", "stacks"):
         return runs.main(
