@@ -17,10 +17,10 @@ teardown_file() {
 
 # --- SLURM --------------------------------------------------------------------------------------
 
-@test "up in less than 20 seconds, with every node in two partitions" {
+@test "up in less than 20 seconds, with every node in each partition" {
   ((UP_S < 20))
   run on login sinfo -h -t idle,mix -o '%P %D'
-  [[ $output == $'batch* 3\nurgent 3' ]]
+  [[ $output == $'batch* 3\nlow 3\ncheap 3\nurgent 3' ]]
 }
 
 @test "srun: each node reports its own name" {
