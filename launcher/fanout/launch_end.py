@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,8 @@ from launcher.outcome import Account, Basis, Outcome, choose
 from launcher.plan.plan import Plan
 from launcher.processes import KILLED
 from launcher.text import short_host_name
+
+_TERMINATED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class LaunchEnd:
             failure = outcome.failure
             if failure is None:
                 yield Basis.STOP if outcome.code else Basis.DONE, outcome
-            elif failure.is_consequence:
-                yield Basis.CONSEQUENCE, outcome
+            elif failure.is_consequence or (failure.rank < 0 and failure.code == _TERMINATED):
+                yield Basis.CONSEQUENCE, outcome  # srun terminates the tasks of the other nodes
             else:
                 yield Basis.CAUSE if failure.rank >= 0 else Basis.LOST_AGENT, outcome
 

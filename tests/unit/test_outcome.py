@@ -363,6 +363,8 @@ SILENT = replace(STOPPED, lost="no sign of life", is_silent=True)
         ([FINE, FINE], 0, ""),
         ([node(0), node(0)], 0, ""),  # another engine's agent sends no outcome
         ([SAVED, node(75)], 75, "stopped"),
+        ([node(143, told(143, "agent-killed")), node(1, told(1, "env-missing"))], 1, "env-missing"),
+        ([node(143, told(143, "agent-killed")), STOPPED], 143, "agent-killed"),
         ([FAILED, node(1)], 1, "rank-error"),
         # Node rank 0 is gone: the other agent's own view counts, not node rank 0's message.
         ([node(137, told(0)), GONE], 137, "agent-killed"),
