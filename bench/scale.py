@@ -24,7 +24,7 @@ from scale_cost import Cost, exponent
 
 SIZES = (4, 16, 64, 256, 1024)
 C10D = Path(__file__).with_name("scale_c10d.py")
-MOST_C10D = 128  # nodes; twice as many cost eight times as much
+MOST_C10D = 64  # nodes; 128 did not meet within 300 s of processor time
 # What is measured, by the program whose processor time it is.
 AGENT, LAUNCHER, RANK = "agent of node rank 0", "launcher", "each rank, in the self-test"
 TOGETHER = "all nodes together"
@@ -81,17 +81,8 @@ def main() -> None:
         rows = [row(event, sizes, found[of, event]) for of, event in found if of == program]
         tables.append(render([program, *head], rows))
 
-    write_section("scale", f", {sizes[-1]} nodes at most", *tables, *compare(max(sizes)))
+    write_section("scale", f", {sizes[-1]} nodes at most", *tables)
     scale_picture.draw()
-
-
-def compare(most: int) -> Iterator[str]:
-    """Yield a table of both rendezvous with the most nodes that torchrun's is measured with."""
-    if most > MOST_C10D:
-        _, ours = scale_agent.measure_check_in(MOST_C10D)
-        both = {OURS: ours, TORCHRUNS: measure_c10d(MOST_C10D)}
-        rows = [[event, f"{cost.cpu_s:.2f}"] for event, cost in both.items()]
-        yield render([TOGETHER, f"{MOST_C10D} nodes, CPU s"], rows)
 
 
 if __name__ == "__main__":
