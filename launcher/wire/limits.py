@@ -6,8 +6,8 @@ longer than any process that it waits for. The helper has its own limits (distri
 
 from __future__ import annotations
 
-# Each node adds this to a limit in which all nodes must answer: three times the processor time that
-# the answer of one takes node rank 0, at most (`make bench-scale`).
+# Each node adds this to a limit in which all nodes must answer: four times the processor time that
+# the costliest answer, a node's stacks, takes node rank 0 (`make bench-scale`).
 EACH_NODE_S = 0.005
 
 

@@ -59,6 +59,6 @@ def cases() -> Iterator[object]:
 def test_a_shape_is_as_under_torchrun(shape: Shape) -> None:
     launchers = Launchers(Path(sys.executable), has_cluster=False, port=free_port())
     (cell, *_) = shapes.look(shape, launchers)
-    if re.match(r"differs; exit code .*torchrun failed in", cell):
-        pytest.skip(f"torchrun itself fails with this torch: {cell}")
+    if re.search(r"torchrun failed in (\d+) of \1 runs", cell):
+        pytest.skip("torchrun itself fails with this torch")
     assert not cell.startswith("differs"), cell
