@@ -20,6 +20,7 @@ import warm
 from agents import Run, kill_what_is_left
 from job_tools import job_plan
 
+from distributed.checkpoint import saver
 from distributed.stop_signals import STOP_SIGNALS
 from launcher.plan.pbs import ask_qstat
 from launcher.plan.plan import Plan
@@ -111,6 +112,13 @@ def own_signals() -> Iterator[None]:
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@pytest.fixture(autouse=True)
+def own_savers() -> Iterator[None]:
+    """Forget the savers of a test: a later load in this process would warn of their failures."""
+    yield
+    saver._savers.clear()
 
 
 @pytest.fixture

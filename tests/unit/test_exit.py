@@ -49,8 +49,8 @@ SCRIPTS = {
         mapped[:3] = b"abc"
     """,
     "shelve": """
-        import shelve
-        f = shelve.open("out", writeback=True)
+        import dbm.dumb, shelve  # the files of other databases hold an id of their own
+        f = shelve.Shelf(dbm.dumb.open("out"), writeback=True)
         f["a"] = []
         f["a"].append(1)
     """,
