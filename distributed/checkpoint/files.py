@@ -173,11 +173,11 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
         except CheckpointError as error:
             _log.warning("%s; this checkpoint is not deleted", error)
 
-    kept = [folder for folder in scores if step_of(folder) <= step][-keep_last:]
+    kept = {*[folder for folder in scores if step_of(folder) <= step][-keep_last:]}
     best = min(scores, key=scores.__getitem__, default=None)
     if best is not None and math.isfinite(scores[best]):
         update_link(run_folder / "best", best.name)
-        kept.append(best)
+        kept.add(best)
 
     for folder in scores:
         if folder not in kept:
