@@ -194,9 +194,8 @@ def submit_all(
     submit = Submission(typed.program, is_dry_run=typed.is_dry_run)
     after = own["dependency"]
     if own["prepare"]:
-        first = ["--nodes=1", f"--gpus-per-node={own['num_gpus'] or 0}"]
-        first += ["--output=logs/slurm-%j.out", *([f"--dependency={after}"] if after else [])]
-        first += [own["prepare"], own["config"]]
+        first = ["--nodes=1", f"--gpus-per-node={own['num_gpus'] or 0}", *depend(after)]
+        first += ["--output=logs/slurm-%j.out", own["prepare"], own["config"]]
         after = f"afterok:{submit.run([*common, *first])}"
 
     if (number := int(own["chain"] or 1)) > 1:
