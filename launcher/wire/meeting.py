@@ -13,7 +13,7 @@ import math
 import socket
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -50,10 +50,11 @@ class Wait:
     def left_s(self) -> float:
         return self.deadline - own_time.now()
 
-    def tell(self, what: str) -> None:
-        """Report what this process is waiting for, if CHECKIN_TELL_S has passed."""
+    def tell(self, node_ranks: Iterable[int], where: str = "") -> None:
+        """Report which nodes this process is waiting for, if CHECKIN_TELL_S has passed."""
         if time.monotonic() > self._tell_at:
-            self.say(f"waiting up to {self.timeout_s:g} s for {what}")
+            nodes = name_numbers(sorted(node_ranks))
+            self.say(f"waiting up to {self.timeout_s:g} s for node rank {nodes}{where}")
             self._tell_at = math.inf
 
 
@@ -69,23 +70,24 @@ def gather(
     that the run cannot start.
     """
     here: dict[int, tuple[Link, Member]] = {}
-    while (missing := awaited - here.keys()) and wait.left_s > 0:
-        wait.tell(f"node rank {name_numbers(sorted(missing))}")
+    missing = {*awaited}
+    while missing and wait.left_s > 0:
+        wait.tell(missing)
         for connection, received in acceptor.wait(min(wait.left_s, limits.CHECKIN_AGAIN_S)):
             link = Link(connection, received)
-            said = link.wait(wait.deadline)
-            if isinstance(said, Refusal):
-                raise Refused(said.fault, said.message)
+            report = link.wait(wait.deadline)
+            if isinstance(report, Refusal):
+                raise Refused(report.fault, report.message)
 
-            if isinstance(said, NodeReport):
-                free = min(awaited - here.keys(), default=0)
-                report = said if said.node_rank >= 0 else replace(said, node_rank=free)
-                if admit(link, report) and report.node_rank in awaited - here.keys():
+            if isinstance(report, NodeReport):
+                if report.node_rank < 0:
+                    report = replace(report, node_rank=min(missing, default=0))
+                node_id = report.node_rank
+                if admit(link, report) and node_id in missing:
+                    missing.remove(node_id)
                     address = address_of(connection.getpeername)
-                    member = Member(
-                        report.node_rank, report.host, report.nproc, address, report.failover_port
-                    )
-                    here[report.node_rank] = link, member
+                    port = report.failover_port
+                    here[node_id] = link, Member(node_id, report.host, report.nproc, address, port)
                     continue
             link.close()
     return dict(sorted(here.items()))

@@ -225,7 +225,7 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
                 break
         except OSError as error:
             last = error
-        wait.tell(f"node rank 0 at {address}:{port}")
+        wait.tell([0], f" at {address}:{port}")
         time.sleep(limits.CHECKIN_AGAIN_S)
 
     if isinstance(last, WrongSecret):
