@@ -26,7 +26,7 @@ from launcher.typed_json import MessageError
 from launcher.wire import limits, messages
 from launcher.wire.messages import NodeBeat, SnapshotData, SnapshotPiece
 
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 1 << 23  # enough to name all members of a run of 50,000 nodes
 _LAST_ACK_AT = 56  # of tcp_info: the milliseconds since the kernel at the other end last answered
 
 

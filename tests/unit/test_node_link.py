@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from launcher import own_time
 from launcher.failure import Failure
 from launcher.outcome import NodeEnd, Outcome
 from launcher.typed_json import MessageError, decode, encode
@@ -20,6 +22,7 @@ from launcher.wire.messages import (
     Assignment,
     EndRanks,
     Exit,
+    Member,
     NodeBeat,
     Parts,
     Ready,
@@ -115,11 +118,22 @@ def test_a_peer_that_has_gone_is_noticed_where_it_is_read() -> None:
 
 def test_a_line_without_end_is_no_agents() -> None:
     peer, theirs = connect()
-    for _ in range(40):
+    for _ in range(140):
         theirs.sendall(b"x" * 65536)
         if peer.receive() is None:
             return
-    raise AssertionError("took more than 2 MiB")
+    raise AssertionError("took more than 8 MiB")
+
+
+def test_a_message_may_name_the_members_of_a_very_large_run() -> None:
+    hosts = [f"cluster-gpu-{node:05}.example.org" for node in range(50_000)]
+    members = [Member(node, host, 8, "10.100.100.100", 45678) for node, host in enumerate(hosts)]
+    sent = Assignment("run", 7, 400_000, hosts, members=members, spares=[])
+    peer, theirs = connect()
+    sending = threading.Thread(target=Link(theirs).send, args=[sent])
+    sending.start()
+    assert peer.wait(own_time.now() + 60) == sent
+    sending.join()
 
 
 def test_heartbeats_go_on_while_the_loop_is_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
