@@ -37,7 +37,7 @@ def _spent_by_children() -> float:
 def measure_selftest(number: int) -> Iterator[tuple[str, Cost]]:
     """Yield what each rank computes in a self-test, in which one node's links are slow."""
     rounds: list[list[Pair]] = []
-    yield "all pairs in rounds", _timed(lambda: rounds.extend(links.rounds(number)))
+    yield "pairs in rounds", _timed(lambda: rounds.extend(links.rounds(number)))
 
     told = {pair: [*map(typed_json.encode, _both_links(pair))] for one in rounds for pair in one}
 

@@ -43,14 +43,24 @@ def slow_ranks(
 
     `speeds` has the measured ranks, `kinds` the devices of all ranks.
     """
-    slow = {}
-    for rank, speed in speeds.items():
-        others = [
-            speeds[other] for other in speeds if other != rank and kinds[other] == kinds[rank]
-        ]
-        if others and statistics.median(others) >= least * speed:
-            slow[rank] = statistics.median(others) / speed
+    slow: dict[int, float] = {}
+    for kind in dict.fromkeys(kinds):
+        alike = {rank: speed for rank, speed in speeds.items() if kinds[rank] == kind}
+        slow |= {rank: usual / speeds[rank] for rank, usual in find_slow(alike, least).items()}
     return slow
+
+
+def find_slow(speeds: Mapping[int, float], times: float) -> dict[int, float]:
+    """Return those so many times slower than the median of all others, with that median."""
+    by_speed = sorted(speeds, key=speeds.__getitem__)
+    middle = (len(speeds) - 2) // 2, (len(speeds) - 1) // 2  # of the others, in this order
+    slow = {}
+    for place, one in enumerate(by_speed if len(speeds) > 1 else ()):
+        others = [by_speed[at if at < place else at + 1] for at in middle]
+        usual = statistics.mean(speeds[other] for other in others)
+        if usual >= times * speeds[one]:
+            slow[one] = usual
+    return dict(sorted(slow.items()))
 
 
 def ranks_to_compare(
@@ -102,14 +112,7 @@ def slow_nodes(links: Links) -> dict[int, float]:
     Two nodes have only one link, so neither can be singled out.
     """
     best = best_links(links)
-    by_speed = sorted(best, key=best.__getitem__)
-    slow = {}
-    for place, node in enumerate(by_speed if len(best) > 2 else ()):
-        others = [best[other] for other in (*by_speed[:place], *by_speed[place + 1 :])]
-        usual = statistics.median(others)
-        if usual >= SLOW_LINK * best[node]:
-            slow[node] = usual
-    return dict(sorted(slow.items()))
+    return find_slow(best, SLOW_LINK) if len(best) > 2 else {}
 
 
 def slow_pairs(links: Links) -> dict[Pair, float]:

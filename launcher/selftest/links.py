@@ -1,4 +1,4 @@
-"""Latency and bandwidth between each pair of nodes, measured in rounds of disjoint pairs.
+"""Latency and bandwidth between pairs of nodes, measured in rounds of disjoint pairs.
 
 Each transfer is as large as the link allows in the time available, so that a link a thousand times
 slower than the others takes no longer to measure.
@@ -21,6 +21,7 @@ from launcher.selftest.barrier import Barrier
 from launcher.selftest.judge import Pair
 from launcher.wire import limits
 
+MOST_ROUNDS = 63  # enough for every pair of 64 nodes; more nodes have so many partners each
 SMALLEST, LARGEST = 2**16, 2**26  # bytes of one transfer
 _PINGS, _SENDING = 5, 0.75  # pings at most; the share of the time for data
 _GROWTH = 4
@@ -46,13 +47,13 @@ class Link:
 
 
 def rounds(nodes: int) -> list[list[Pair]]:
-    """Return every pair of nodes once, in as few rounds of disjoint pairs as possible.
+    """Return rounds of disjoint pairs of nodes: every pair once, as far as MOST_ROUNDS allows.
 
     This is the circle method: one node stays, and the others move on by one place each round.
     """
     players = [*range(nodes), *([-1] if nodes % 2 else [])]  # -1: its partner rests
     all_rounds = []
-    for _ in range(len(players) - 1):
+    for _ in range(min(len(players) - 1, MOST_ROUNDS)):
         half = len(players) // 2
         pairs = zip(players[:half], reversed(players[half:]), strict=True)
         all_rounds.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
@@ -117,7 +118,7 @@ def _send(peer: int, seconds: float) -> tuple[float, float]:
         if left < took[-1]:
             break
         if size < LARGEST and left > 2 * _GROWTH * took[-1]:
-            size = size * _GROWTH
+            size *= _GROWTH
             took = []
 
     _transfer(word.fill_(_END), peer, is_sending=True)

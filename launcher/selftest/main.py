@@ -136,7 +136,7 @@ def measure_all(test: Test) -> int:
 
 
 def measure_links(test: Test, nodes: Sequence[Node]) -> None:
-    """Measure every pair of nodes; then measure each pair that seems slow again, by itself.
+    """Measure pairs of nodes; then measure each pair that seems slow again, by itself.
 
     All ranks call this.
     """
