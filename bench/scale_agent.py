@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 from harness import AGENT
-from scale_cost import BEATS_S, Cost, Meter, beat, wait_until
-from scale_nodes import Nodes, is_assigned
+from scale_cost import BEATS_S, USUAL_LIMIT, Cost, Meter, beat, wait_until
+from scale_nodes import NPROC, Nodes, is_assigned
 
 from distributed.environment import Environment
 from distributed.rendezvous import rendezvous
@@ -46,7 +46,7 @@ class Agent:
         sizes = [f"--nnodes={number}", "--node-rank=0", "--nproc-per-node=1"]
         where = ["--master-addr=127.0.0.1", f"--master-port={self.port}"]
         self.process = subprocess.Popen(
-            [*AGENT, *sizes, *where, str(script)],
+            [*USUAL_LIMIT, *AGENT, *sizes, *where, str(script)],
             env={**os.environ, "RUN_SECRET": secret, "PYTHONPATH": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -68,6 +68,9 @@ class Agent:
     def measure(self, act: Callable[[Agent], object]) -> Cost:
         """Return what the agent spends until `act` returns."""
         return self._meter.measure(lambda: act(self), self.nodes.received.total)
+
+    def count_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
 
     def finish(self) -> tuple[int, str]:
         """Return the exit code and what was printed to stderr."""
@@ -105,6 +108,15 @@ def started(number: int) -> Iterator[Agent]:
 def check_in(agent: Agent) -> None:
     agent.nodes.join()
     wait_until(lambda: is_assigned(agent.nodes))
+
+
+def connect_ranks(agent: Agent) -> list[socket.socket]:
+    """Connect to torch's store as the ranks of the other nodes do. Returns the connections."""
+    number = NPROC * (agent.nodes.number - 1)
+    before = agent.count_files()
+    ranks = [socket.create_connection(("127.0.0.1", agent.port)) for _ in range(number)]
+    wait_until(lambda: agent.count_files() >= before + number)
+    return ranks
 
 
 def all_judged(agent: Agent) -> None:

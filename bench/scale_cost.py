@@ -13,6 +13,7 @@ from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
 BEATS_S = 10.0
+USUAL_LIMIT = ["prlimit", "--nofile=1024:"]  # the soft limit of open files that most systems set
 
 
 @dataclass(frozen=True)

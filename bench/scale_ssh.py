@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 
 from harness import ROOT
-from scale_cost import BEATS_S, Cost, Meter, beat, wait_until
+from scale_cost import BEATS_S, USUAL_LIMIT, Cost, Meter, beat, wait_until
 from scale_nodes import NPROC
 
 from launcher.descriptors import raise_limit
@@ -194,7 +194,7 @@ class Launcher:
         ssh.chmod(0o755)
         path = f"{ssh.parent}:{os.environ['PATH']}"
         self.process = subprocess.Popen(
-            launch_command(number),
+            [*USUAL_LIMIT, *launch_command(number)],
             cwd=folder,
             env={**os.environ, "PATH": path, "PYTHON": sys.executable},
             stdin=subprocess.DEVNULL,

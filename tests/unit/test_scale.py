@@ -4,7 +4,6 @@ bench/scale.py measures their processor time.
 """
 
 import html
-import os
 import re
 
 import pytest
@@ -15,18 +14,38 @@ from agents import rarely
 from scale_nodes import NPROC
 
 pytestmark = pytest.mark.slow
-SIZES = [64, *rarely(256)]
+SIZES = [64, *rarely(256, 1024)]
 
 
 @pytest.mark.parametrize("number", SIZES)
 def test_if_all_ranks_fail_each_node_is_told_once(number: int) -> None:
     with scale_agent.started(number) as agent:
-        files = len(os.listdir(f"/proc/{agent.pid}/fd"))
+        files = agent.count_files()
         scale_agent.fail_all(agent)
         code, err = agent.finish()
     assert agent.nodes.received["EndRanks"] == agent.nodes.received["Verdict"] == number - 1
     assert files < number + 40
     assert code == 7 and "FAILED   rank 1 (" in err, err
+
+
+@pytest.mark.parametrize("number", SIZES)
+def test_a_failure_is_told_although_all_ranks_are_connected(number: int) -> None:
+    """With 8 ranks on each node; the soft limit of open files is 1,024, as on most systems."""
+    with scale_agent.started(number) as agent:
+        ranks = scale_agent.connect_ranks(agent)
+        scale_agent.fail_one(agent)
+        code, err = agent.finish()
+    assert len(ranks) == NPROC * (number - 1)
+    failed = agent.nodes.ranks_of(2)[0]
+    assert code == 7 and f"FAILED   rank {failed} (local rank 0, node2)" in err, err
+
+
+@pytest.mark.parametrize("number", SIZES)
+def test_a_lost_node_is_named(number: int) -> None:
+    with scale_agent.started(number) as agent:
+        scale_agent.lose_one(agent)
+        code, err = agent.finish()
+    assert code == 137 and "node2" in err and "[agent-killed]" in err, err
 
 
 @pytest.mark.parametrize("number", SIZES)
