@@ -53,8 +53,8 @@ def _complete_launch(values: Values, environ: Environ) -> None:
     """For options that were not typed, read PET_NNODES and similar variables, as torchrun does."""
     for name, option in _TORCHRUN.items():
         value = environ.get(f"PET_{name[2:].replace('-', '_').upper()}")
-        if value and option.has_value and option.field != "passed":
-            values.setdefault(option.field, value)
+        if value and option.field != "passed":
+            values.setdefault(option.field, value if option.has_value else value != "0")
     read_like_torchrun(values, environ)
 
 

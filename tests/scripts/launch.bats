@@ -152,6 +152,7 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   [[ $(planned --nproc-per-node auto own.py) == *" --nproc-per-node $(getconf _NPROCESSORS_ONLN) "* ]]
   [[ $(NPROC_PER_NODE=3 planned own.py) == *" --nproc-per-node 3 "* ]]
   [[ $(PET_NPROC_PER_NODE=3 PET_LOG_DIR=there planned own.py) == *" --nproc-per-node 3 "*" --log-dir there "* ]]
+  [[ $(PET_NO_PYTHON=1 PET_MODULE=0 planned "$(type -P true)") == *" --no-python "*/true ]]
   [[ $(RUN_ID='' planned --rdzv_id='7/a b:c' --log-dir=x --max-restarts 2 --role w -t 3 own.py) == *" --log-dir x --rdzv-id 7_a_b_c --max-restarts 2 --role w -t 3 own.py" ]]
   [[ $(planned --nnode=1 --redirect=0 -t3 --nproc_per=2 own.py) == *" --nproc-per-node 2 "*" --redirects 0 -t 3 own.py" ]]
   [[ $(planned --rdzv-endpoint=localhost:0 --master-port=0 --rdzv-id=none own.py) == "--nnodes 1 "*" --master-port "[1-9]* ]]

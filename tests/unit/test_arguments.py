@@ -203,6 +203,9 @@ def test_what_only_launch_takes_from_the_environment() -> None:
     assert found == {"nproc": "3", "max_restarts": "2", "run_id": "r", "rest": ("x.py",)}
     environ["PET_NPROC_PER_NODE"] = "4"
     assert read("launch", "x.py", environ=environ)["nproc"] == "4"
+    flags = {"PET_NO_PYTHON": "1", "PET_MODULE": "0", "PET_STANDALONE": "", "PET_RUN_PATH": "1"}
+    found = read("launch", "x.sh", environ=flags)
+    assert found == {"as_command": True, "nproc": "1", "rest": ("x.sh",)}
     assert read("launch_singlenode", environ=environ) == {}
     assert read("pbs_train", environ={"CONFIG": "c"}) == {"config": "c"}
     assert read("pbs_train", "d", environ={"CONFIG": "c"}) == {"config": "d"}
