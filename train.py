@@ -312,18 +312,22 @@ class Run:
             return
 
         time = timedelta(seconds=round(self.meter.wall()))
-        session = f"{step - self.limits.first_step} steps this session, {time}"
         speed = shown_speed(self.meter.speed() * self.environment.world_size, self.task.unit)
         ended = f", ended by task {self.settings.task}" if self.is_over else ""
 
-        print(f"done       step {step}{ended} ({session}), {speed}")
+        if steps := step - self.limits.first_step:
+            print(f"done       step {step}{ended} ({steps} steps this session, {time}), {speed}")
+        else:
+            cure = "; to train on, raise train.max_steps or train.epochs" * (not self.is_over)
+            print(f"done       step {step}{ended}: an earlier start has completed the run{cure}")
         if skipped := int(self.scaler.skipped):
             print(f"skipped    {skipped} steps, because their gradients were not finite in float16")
         for label, text in rows:
             print(f"{label:<10} {text}".replace("\n", "\n" + 11 * " "))
         print(f"checkpoint {self.folder.absolute() / f'step-{step}'}")
         print(f"logs       {self.logs}")
-        if line := resume.resume_line(self.environment, self.command):
+        line = resume.resume_line(self.environment, self.command)
+        if line and not self.is_over:
             print(line)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Container
 from typing import NoReturn
 
 from distributed.errors import STOPPED
+from launcher.text import warn
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -28,6 +29,12 @@ def leave(code: int) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         os.kill(os.getpid(), signal.SIGINT)
     sys.exit(code)
+
+
+def leave_unstarted(signum: int, frame: object = None) -> NoReturn:
+    """Exit after a stop before the run has started; what runs until then ends with this process."""
+    warn(f"stopped  by {signal.Signals(signum).name}; nothing was started")
+    raise SystemExit(128 + signum)
 
 
 def is_in_foreground() -> bool:

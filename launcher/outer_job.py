@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from distributed.environment import tasks_per_node
 from distributed.job import ask_scheduler
-from launcher.processes import read_stat
+from launcher.processes import read_proc, read_stat
 from launcher.text import OwnEnviron
 
 _OF_A_STEP = "SLURM_(STEP|SRUN|PTY|LAUNCH|DISTRIBUTION)"
@@ -62,9 +61,6 @@ def _read_owner(process: str) -> tuple[str, str]:
     Its parent, slurmstepd, shows them in its title: [12.batch] or [12.0].
     """
     stat = read_stat(int(process)) if process.isdecimal() else []
-    try:
-        title = Path(f"/proc/{int(stat[1])}/cmdline").read_text(errors="replace")
-    except (OSError, IndexError):
-        title = ""
+    title = read_proc(int(stat[1]), "cmdline").decode(errors="replace") if stat else ""
     found = re.search(r"\[(\d+)\.(\w+)", title)
     return (found[1], found[2]) if found else ("", "")

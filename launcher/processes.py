@@ -99,11 +99,14 @@ def read_stat(pid: int) -> list[bytes]:
     The list is empty if the process has ended or is not visible. The second field, the name, can
     contain any bytes; it is cut off after 15 bytes, even inside a character.
     """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()
-    except OSError:
-        return []
+    return read_proc(pid, "stat").rpartition(b")")[2].split()
+
+
+def read_proc(pid: int, name: str) -> bytes:
+    """Return the content of /proc/PID/NAME; empty if the process has ended or is not visible."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
+        return file.read()
+    return b""
 
 
 def start_ticks(pid: int) -> int | None:
@@ -153,10 +156,8 @@ def has_signal(pid: int, mask: str, signum: int) -> bool:
 
     SigCgt lists the signals that have a handler, SigBlk those that the main thread blocks.
     """
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", errors="replace") as file:
-        mask_line = next((line for line in file if line.startswith(f"{mask}:")), f"{mask}: 0")
-        return bool(int(mask_line.split()[1], 16) >> (signum - 1) & 1)
-    return False
+    found = re.search(rf"^{mask}:\s*(\w+)".encode(), read_proc(pid, "status"), re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (signum - 1) & 1)
 
 
 def handles(pid: int, signum: int) -> bool:
@@ -267,10 +268,8 @@ def _workers() -> list[int]:
 
 def is_cleaner(pid: int) -> bool:
     """Whether a process removes the shared memory of others: Python's tracker, torch's manager."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-        if b"from multiprocessing.resource_tracker import main" in file.read():
-            return True
-    return shared_files.is_manager(pid)
+    is_tracker = b"from multiprocessing.resource_tracker import main" in read_proc(pid, "cmdline")
+    return is_tracker or shared_files.is_manager(pid)
 
 
 def kill_others(spared: Iterable[int]) -> None:
@@ -316,9 +315,7 @@ def ranks_of(run_id: str) -> dict[str, int]:
     """Return the process ids of a run's ranks on this machine, by name, in rank order."""
 
     def name_of(pid: int) -> str:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", errors="replace") as file:
-            return file.read().strip()
-        return ""
+        return read_proc(pid, "comm").decode(errors="replace").strip()
 
     ranks = {}
     for pid in _marked(f"RUN_ID={run_id}"):
@@ -334,9 +331,8 @@ def _marked(*variables: str) -> list[int]:
     marks = {variable.encode() for variable in variables}
     pids = []
     for pid in _all_pids():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
-            if marks & {*environ.read().split(b"\0")} and pid != os.getpid():
-                pids.append(pid)
+        if marks & {*read_proc(pid, "environ").split(b"\0")} and pid != os.getpid():
+            pids.append(pid)
     return pids
 
 

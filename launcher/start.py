@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,8 +22,10 @@ from distributed.errors import BAD_INPUT, REFUSED, Refused
 from distributed.hostlist import HostlistError
 from distributed.job import job_id
 from distributed.lock import is_locked, locked_by
+from distributed.stop_signals import NOTICES, handled_signals
 from launcher.cli.arguments import Call, parse
 from launcher.fanout import detach
+from launcher.interrupt import leave_unstarted
 from launcher.outer_job import leave_outer_job
 from launcher.outer_run import leave_outer_run
 from launcher.plan import pbs, resume, slurm, submit_with_config
@@ -94,6 +97,8 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     if typed.fanout == "submit":
         return submit_with_config.run(typed)
 
+    for signum in {*handled_signals()} - {*NOTICES}:  # until the fan-out handles them
+        signal.signal(signum, leave_unstarted)
     pbs.find_tools(environ)
     resume.forward_given(environ, pbs.note_job(environ))
     plan = make_plan(typed)

@@ -10,20 +10,20 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 from distributed import hostlist
 from distributed.environment import tasks_per_node
 from distributed.errors import REFUSED, Refused
 from distributed.job import job_id
-from distributed.stop_signals import NOTICES, handled_signals
+from distributed.stop_signals import NOTICES
 from launcher import handshake, importable, processes
-from launcher.fanout.step import Srun, run_step, start
+from launcher.fanout.step import Srun, requeue, run_step, start
 from launcher.fanout.swap import find_ill, leave_out
+from launcher.interrupt import leave_unstarted
 from launcher.plan.plan import Plan, print_plan, shell_line
-from launcher.plan.slurm import has_ended
+from launcher.plan.slurm import has_ended, preempt_mode
 from launcher.preflight import compare
 from launcher.preflight.check_node import read_reports
 from launcher.text import PlanError, count, warn
@@ -40,8 +40,6 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     """Start the run on all nodes of the job. Returns the run's exit code."""
     if not plan.is_dry_run:  # a notice that arrives during the preflight stays pending
         signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
-        for signum in {*handled_signals()} - {*NOTICES}:
-            signal.signal(signum, _leave)
 
     if has_ended(plan.job):
         cause = f"SLURM_JOB_ID is {plan.job}, a job that has ended"
@@ -71,12 +69,6 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
 
     be_ready()
     return run_step(plan, command)
-
-
-def _leave(signum: int, frame: object = None) -> NoReturn:
-    """Exit after a stop during the preflight, whose step ends with this process."""
-    warn(f"stopped  by {signal.Signals(signum).name}; nothing was started")
-    raise SystemExit(128 + signum)
 
 
 def secret_variables(plan: Plan) -> dict[str, str]:
@@ -122,7 +114,7 @@ def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
         warn(f"{plan.program}: {'; '.join(changes)}")
         return check_nodes(plan)
 
-    if silent := silent_hosts(plan, answers):
+    if silent := silent_hosts(plan, reports):
         cause = f"no answer to the preflight from {', '.join(silent)}, and no spare can take over"
         raise Refused("node-missing", f"{cause}; try srun --nodelist={','.join(silent)} hostname")
     return None if is_refused else (plan, reports[0], outcome)
@@ -142,26 +134,36 @@ def ask_nodes(plan: Plan) -> list[Report]:
 
     answers = receive(srun, plan)
     code = processes.shell_code(srun.returncode)
-    if code == 128 + signal.SIGTERM and has_ended(plan.job):
-        _leave(signal.SIGTERM)  # scancel ends the step before it signals the batch script
+    if code == 128 + signal.SIGTERM:
+        leave_if_stopped(plan)
 
     reports = read_reports(answers)
-    silent = silent_hosts(plan, {report.node_rank for report in reports})
+    silent = silent_hosts(plan, reports)
     if reports and len(silent) <= plan.num_spares:
         return reports
 
-    cause = f"the preflight did not start on {', '.join(silent)}, see above"
+    cure = ""
     if plan.container and srun.returncode > 0:
         cure = f"check that the image exists and contains {plan.python}"
+    elif srun.returncode in _CANNOT_START:
+        cure = f"make {plan.directory}, {plan.root} and {plan.python} available there"
+    if cure:
+        cause = f"the preflight did not start on {', '.join(silent)}, see above"
         raise Refused("env-missing", f"{cause}; {cure}")
-    if srun.returncode in _CANNOT_START:
-        needed = f"{plan.directory}, {plan.root} and {plan.python}"
-        raise Refused("env-missing", f"{cause}; make {needed} available there")
     raise Refused(
         "node-missing",
         f"no answer to the preflight from {', '.join(silent)} (srun's exit code is {code}, see "
         f"above); try srun --nodelist={','.join(silent)} hostname",
     )
+
+
+def leave_if_stopped(plan: Plan) -> None:
+    """Exit if SLURM has ended the preflight's step: scancel and preemptions signal steps first."""
+    mode = preempt_mode(plan.environ)
+    if "REQUEUE" in mode:
+        requeue(plan, has_limit=False)
+    if mode or has_ended(plan.job):
+        leave_unstarted(signal.SIGTERM)
 
 
 def receive(srun: Srun, plan: Plan) -> bytes:
@@ -173,10 +175,10 @@ def receive(srun: Srun, plan: Plan) -> bytes:
     try:
         return bytes(srun.communicate(timeout=limits.STEP_NAMING_S)[0])
     except subprocess.TimeoutExpired as wait:
-        answered = {report.node_rank for report in read_reports(wait.output or b"")}
+        reports = read_reports(wait.output or b"")
 
-    silent = silent_hosts(plan, answered)
-    if answered and silent:
+    silent = silent_hosts(plan, reports)
+    if reports and silent:
         warn(
             f"{plan.program}: warning: no answer to the preflight from {', '.join(silent)} "
             f"for {limits.STEP_NAMING_S:g} s; waiting [node-missing]"
@@ -189,8 +191,9 @@ def receive(srun: Srun, plan: Plan) -> bytes:
         return bytes(srun.communicate()[0])
 
 
-def silent_hosts(plan: Plan, answered: Collection[int]) -> list[str]:
+def silent_hosts(plan: Plan, reports: Iterable[Report]) -> list[str]:
     """Return the hosts of the node ranks that have not answered."""
+    answered = {report.node_rank for report in reports}
     hosts = enumerate(hostlist.expand(plan.hosts))
     return [host for node_rank, host in hosts if node_rank not in answered]
 
@@ -231,8 +234,10 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
     step += more_options(plan)
 
     variables = [f"MASTER_ADDR={plan.master_addr}"] if plan.has_named_master else []
-    variables.append(f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}")
-    variables.append(f"PYTHONPATH={importable.search_path(environ)}")
+    variables += [
+        f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}",
+        f"PYTHONPATH={importable.search_path(environ)}",
+    ]
     rank = plan.inside([plan.python, "-u", *plan.words])
     return [*step, *plan.with_variables([*variables, *rank])]
 

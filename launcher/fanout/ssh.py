@@ -32,7 +32,7 @@ from launcher.fanout.launch_end import LaunchEnd
 from launcher.fanout.loop import Loop, Show, given_options
 from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.swap import choose_master, find_ill, swap
-from launcher.interrupt import code_for_shell
+from launcher.interrupt import code_for_shell, leave_unstarted
 from launcher.plan.own import find_own, read_begun
 from launcher.plan.plan import Plan, print_commands, print_plan
 from launcher.preflight import compare
@@ -236,8 +236,7 @@ class Fanout:
         """Forward a signal to every node; the agents decide how to act on it."""
         is_query = signum == QUERY and QUERY not in stop_signals()
         if self.started is None and not is_query:
-            self.say(f"stopped by {signum.name}; nothing was started")
-            raise SystemExit(128 + signum)
+            leave_unstarted(signum)
         if signum not in NOTICES and not is_query:
             self.stopped_by = signum
             self.close_within(self.plan.grace_s + limits.STOP_CLOSE_S)

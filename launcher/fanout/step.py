@@ -169,15 +169,14 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
 
     # 128 + SIGUSR1: the notice came before there was anything to save.
     has_saved = code == STOPPED or (code - 128 in NOTICES and plan.checkpoint_dir is not None)
-    comes_back = has_saved and not {*asked}.isdisjoint(NOTICES)
     is_stopped = code in (STOPPED, 128 + signal.SIGTERM) and not (outcome and outcome.failure)
-    is_preempted = is_stopped and in_batch_script(plan.environ) and slurm.is_preempted(plan.environ)
+    is_preempted = is_stopped and "REQUEUE" in slurm.preempt_mode(plan.environ)
+    comes_back = is_preempted or (has_saved and not {*asked}.isdisjoint(NOTICES))
 
     if outcome is not None:  # before the requeue, which ends this job
-        shown = replace(outcome, command="") if comes_back or is_preempted else outcome
+        shown = replace(outcome, command="") if comes_back else outcome
         print_outcome(shown, sys.stderr, plan.folder)
-    is_back = requeue(plan, has_limit=not is_preempted) if comes_back or is_preempted else True
-    if not is_back and outcome is not None:
+    if comes_back and not requeue(plan, has_limit=not is_preempted) and outcome is not None:
         print_resume(outcome, sys.stderr)
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(plan.environ):
         signal.sigtimedwait(handled, limits.REQUEUE_S)
@@ -277,7 +276,7 @@ def stop_step(plan: Plan, srun: Srun) -> None:
     if listed is None:
         srun.send_signal(NOTICES[0])  # works without SLURM's controller
         return
-    steps = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [plan.run_id]]
+    steps = re.findall(rf"^(\S+) {re.escape(plan.run_id)}$", listed, re.MULTILINE)
     if steps:
         subprocess.run(["scancel", "--quiet", "--signal=TERM", *steps])  # the steps may have ended
     else:

@@ -17,7 +17,7 @@ from pathlib import Path
 from launcher.plan import pbs
 from launcher.plan.plan import Plan
 from launcher.plan.typed import Choices
-from launcher.processes import read_stat
+from launcher.processes import read_proc, read_stat
 from launcher.text import Environ, short_host_name
 from launcher.wire import limits
 
@@ -99,11 +99,7 @@ def asked_names(environ: Environ) -> list[str]:
 
 def read_begun() -> set[str]:
     """Return the shell's initial variables, as `NAME=value`; none if a scheduler owns it."""
-    try:
-        text = Path(f"/proc/{_find_shell()}/environ").read_bytes()
-    except OSError:  # another user's
-        text = b""
-    return {*os.fsdecode(text).split("\0")}
+    return {*os.fsdecode(read_proc(_find_shell(), "environ")).split("\0")}
 
 
 def _find_shell() -> int:

@@ -16,7 +16,7 @@ _ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 def check_script(plan: Plan) -> None:
     """Raise PlanError if the script is not a Python program; other nodes compare theirs with it."""
     name = plan.words[0]
-    script = plan.directory / plan.words[0]
+    script = plan.directory / name
     if plan.container or not script.is_file():  # a module, or another program
         return
     if script.suffix in _OTHER:

@@ -128,17 +128,21 @@ def refuse_many_tasks(environ: Environ) -> None:
 
 def refuse_many_nodes(environ: Environ, program: str) -> None:
     """Raise PlanError if the step (or the job, outside a step) has nodes that would stay unused."""
-    if in_slurm_step(environ):
-        nodes = environ.get("SLURM_STEP_NUM_NODES")
-        fault = ""
-        cause = f"this allocation has {nodes} nodes, but {program} uses only one"
-    else:
-        nodes = environ.get("SLURM_JOB_NUM_NODES")
-        fault = " [batch-step]"
-        cause = f"the job has {nodes} nodes, but srun did not start {program} on them"
-    if environ.get("SLURM_JOB_ID") and nodes not in (None, "1"):
-        each = f"--nodes={nodes} --ntasks={nodes}" + " --overlap" * in_slurm_step(environ)
-        raise PlanError(f"{cause}; use srun {each} scripts/cluster_train.sh CONFIG{fault}")
+    is_step = in_slurm_step(environ)
+    nodes = environ.get("SLURM_STEP_NUM_NODES" if is_step else "SLURM_JOB_NUM_NODES")
+    if not environ.get("SLURM_JOB_ID") or nodes in (None, "1"):
+        return
+
+    srun = f"use srun --nodes={nodes} --ntasks={nodes}"
+    if is_step:
+        raise PlanError(
+            f"this allocation has {nodes} nodes, but {program} uses only one; "
+            f"{srun} --overlap scripts/cluster_train.sh CONFIG"
+        )
+    raise PlanError(
+        f"the job has {nodes} nodes, but srun did not start {program} on them; "
+        f"{srun} scripts/cluster_train.sh CONFIG [batch-step]"
+    )
 
 
 def warn_of_part(environ: Environ, program: str, *, needs_srun: bool = False) -> None:
@@ -189,8 +193,7 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
             words.append(f"{option}={value.removeprefix('gres:gpu:')}")
     words += ["--exclusive"] if record.get("OverSubscribe") == "NO" else []
     job = f"--job={job_id(environ)}"
-    task = environ.get("SLURM_ARRAY_TASK_ID")
-    if task:
+    if task := environ.get("SLURM_ARRAY_TASK_ID"):
         words.append(f"--array={task}")
 
     if in_batch_script(environ):  # ours, or the user's own, which contains the command
@@ -252,19 +255,27 @@ def is_at_time_limit(environ: Environ) -> bool:
     return show("job", job_id(environ)).get("Reason") == "TimeLimit"
 
 
-def is_preempted(environ: Environ) -> bool:
-    """Return whether SLURM would requeue this job when the grace time of its preemption ends.
+def preempt_mode(environ: Environ) -> str:
+    """Return what SLURM does to this job when the grace time of its preemption ends, such as
+    REQUEUE; "" outside such a time. If the job exits in that time, SLURM calls it failed.
 
-    If the job exits in that time, SLURM calls it failed. It has ended if the user cancelled it.
+    The mode is that of the job's QOS, unless this is "cluster", otherwise that of the partition.
+    SLURM cancels what it cannot requeue, such as salloc's shell.
     """
     job = show("job", job_id(environ))
     if job.get("JobState") != "RUNNING" or job.get("PreemptTime", "None") == "None":
-        return False
-    return show("partition", job["Partition"]).get("PreemptMode") == "REQUEUE"
+        return ""
+    if not in_batch_script(environ):
+        return "CANCEL"
+    ask_for_mode = f"sacctmgr -nP show qos name={job['QOS']} format=PreemptMode"
+    mode = (ask_scheduler(*ask_for_mode.split()) or "").strip().upper()
+    if mode not in ("", "CLUSTER"):
+        return mode
+    return show("partition", job["Partition"]).get("PreemptMode", "OFF")
 
 
 def show(*what: str) -> dict[str, str]:
-    """Return the fields of the record of a job or of a partition; none if SLURM does not answer."""
+    """Return the fields of the record of a job, for example; none if SLURM does not answer."""
     return dict(re.findall(r"(\w+)=(\S*)", ask_scheduler("scontrol", "show", "-o", *what) or ""))
 
 

@@ -85,6 +85,35 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
   has_lines 0 'kill_delay'
 }
 
+# bats test_tags=prove,long
+@test "qdel before the ranks start, while bash looks for Python or in the preflight: one line, and nothing is left" {
+  local node part
+  mkdir bin
+  cat >bin/nvidia-smi <<SH
+#!/bin/bash
+[[ \$(uname -n) == node1 ]] || { touch $PWD/waits && exec sleep 600; }
+exit 9
+SH
+  for part in shell preflight; do
+    rm -f waits
+    cat >python <<SH
+#!/bin/bash
+[[ $part\$* != shell*version_info* ]] || { touch $PWD/waits && exec sleep 600; }
+PATH=$PWD/bin:\$PATH exec $PYTHON "\$@"
+SH
+    chmod +x bin/nvidia-smi python
+    JOB=$(on login qsub -l select=2:ncpus=1 -l place=scatter -v "PYTHON=$PWD/python,CONFIG=long.yaml" scripts/pbs/pbs_train.sh)
+    eventually test -e waits
+    on login qdel "$JOB"
+    eventually is_over
+    cat "logs/$JOB.OU"
+    has_lines 1 '^stopped  by SIGTERM; nothing was started$'
+    [[ $(tail -n 1 "logs/$JOB.OU") == "stopped  by SIGTERM; nothing was started" ]]
+    on login qstat -xf "$JOB" | grep -qx "    Exit_status = 271"
+    for node in node1 node2; do eventually is_gone_from "$node" "far_side|exec bash -s$|pbs_train|sleep 600"; done
+  done
+}
+
 @test "a job that PBS suspends for 23 s goes on, and saves" {
   local shown
   start 2

@@ -798,12 +798,21 @@ have_trained_alone() { # <jobs>
   run ! grep -q '^FAILED ' job.out
 }
 
-# Runs a job that takes two nodes of a long job with a grace time, until the file over exists.
+# Runs a job that takes two nodes of a long job with a grace time, until free_nodes().
 preempt() { # <long job's sbatch options...>
-  rm -f over
   start_long --nodes=2 --nodelist=node[1-2] --gpus-per-node=1 "$@"
-  on login sbatch --partition=urgent --nodes=2 --nodelist=node[1-2] --exclusive --output=/dev/null \
-    --wrap "until test -e over; do sleep 0.1; done"
+  take_nodes
+}
+
+take_nodes() { # sets URGENT
+  URGENT=$(on login sbatch --parsable --partition=urgent --nodes=2 --nodelist=node[1-2] --exclusive \
+    --output=/dev/null --wrap "until test -e over; do sleep 0.1; done")
+}
+
+free_nodes() {
+  touch over
+  eventually has_ended "$URGENT"
+  rm over
 }
 
 # bats test_tags=prove
@@ -813,7 +822,7 @@ preempt() { # <long job's sbatch options...>
     preempt --partition=low "$options"
     eventually grep -q "^requeued job $JOB.*; it resumes when SLURM starts it again$" job.out
     grep -q '^stopped  by SIGTERM after saving a checkpoint ' job.out
-    touch over
+    free_nodes
     eventually has_resumed 1
     [[ $(field "$JOB" Restarts) == Restarts=1 ]]
     on login scancel "$JOB"
@@ -824,12 +833,56 @@ preempt() { # <long job's sbatch options...>
 }
 
 # bats test_tags=prove,long
-@test "preempted with a grace time and PreemptMode=CANCEL, a job saves and ends with its resume line" {
-  preempt --partition=cheap
+@test "preempted with PreemptMode=CANCEL, a job saves and ends with its resume line, with and without a grace time" {
+  local grace
+  for grace in 30 0; do
+    on login scontrol update partitionname=cheap gracetime="$grace"
+    preempt --partition=cheap
+    eventually has_ended "$JOB"
+    free_nodes
+    cat job.out
+    [[ $(field "$JOB" ExitCode) == ExitCode=75:0 && $(<job.out) != *requeued* ]]
+    grep "^resume   RUN_ID=$JOB " job.out
+    rm job.out
+  done
+  on login scontrol update partitionname=cheap gracetime=30
+}
+
+# Preempts a job of two nodes in a part of its start, for which node2 waits once.
+preempt_early() { # <part of a command line> <partition>
+  rm -rf waits job.out
+  cat >python <<SH
+#!/bin/bash
+[[ \$(uname -n)\$* != node2*$1* ]] || ! mkdir $PWD/waits || sleep 600
+exec $PYTHON "\$@"
+SH
+  chmod +x python
+  JOB=$(PYTHON=$PWD/python on login sbatch --parsable --output=job.out --partition="$2" --nodes=2 \
+    --nodelist=node[1-2] --gpus-per-node=1 scripts/slurm/slurm_train.sh config/local3.yaml "${LONG[@]}")
+  eventually test -e waits
+  take_nodes
+}
+
+# bats test_tags=prove,long
+@test "preempted in the preflight or while its nodes meet, a job is requeued; with PreemptMode=CANCEL, it ends" {
+  local part
+  for part in check_node agent.py; do
+    preempt_early "$part" low
+    eventually grep -q "^requeued job $JOB; it resumes when SLURM starts it again$" job.out
+    free_nodes
+    eventually grep -q '^step ' job.out
+    cat job.out
+    [[ $(field "$JOB" Restarts) == Restarts=1 ]]
+    run ! grep -E '^FAILED|^Traceback|\[node-missing\]' job.out
+    on login scancel "$JOB"
+    eventually has_ended "$JOB"
+  done
+  preempt_early check_node cheap
   eventually has_ended "$JOB"
-  touch over
-  [[ $(field "$JOB" ExitCode) == ExitCode=75:0 && $(<job.out) != *requeued* ]]
-  tail -n 1 job.out | grep -q "^resume   RUN_ID=$JOB "
+  free_nodes
+  cat job.out
+  [[ $(field "$JOB" ExitCode) == ExitCode=143:0 && $(field "$JOB" Restarts) == Restarts=0 ]]
+  [[ $(tail -n 1 job.out) == "stopped  by SIGTERM; nothing was started" ]]
 }
 
 # bats test_tags=prove,long
@@ -1119,9 +1172,11 @@ nothing_queued() {
 
 # bats test_tags=prove,long
 @test "the guide's batch file trains on all nodes, saves before its time limit and is requeued" {
-  mkdir logs
+  mkdir -p logs .venv/bin
+  echo "PATH=${PYTHON%/*}:\$PATH" >.venv/bin/activate
+  unset PYTHON
   sed -n '/^### Your own batch file$/,/^exec /p' "$ROOT/LAUNCH_GUIDE.md" | sed -n '/^#!/,$p' |
-    sed -E -e '/--(account|mem)=|^source /d; s/=gpu /=batch /; s/--nodes=4/--nodes=2/; s/(-per-(node|gpu))=8/\1=1/' \
+    sed -E -e 's/=gpu /=batch /; s/--nodes=4/--nodes=2/; s/(-per-(node|gpu))=8/\1=1/' \
       -e 's/--time=24:00:00/--time=1/; s/USR1@120/USR1@30/' \
       -e "s|~/launch-kit|$ROOT|; s|train.py .*|$ROOT/train.py --config config/local3.yaml ${LONG[*]}|" >job.sbatch
   JOB=$(on login sbatch --parsable job.sbatch)
@@ -1130,6 +1185,30 @@ nothing_queued() {
   grep -q '^ranks      2 = 2 nodes x 1, ' "logs/slurm-$JOB.out"
   grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' "logs/slurm-$JOB.out"
   eventually has_ended "$JOB"
+}
+
+# bats test_tags=prove,long
+@test "what the guide names instead of options that SLURM rejects beside those of the batch scripts" {
+  local refused
+  for refused in --gpus=4 --cpus-per-task=4; do
+    run ! on login sbatch --test-only "$refused" --nodes=1 scripts/slurm/slurm_train.sh
+  done
+  job --nodes=2 --gpus-per-node=0 --gres=gpu:1 scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}"
+  grep -q '^ranks      2 = 2 nodes x 1, gloo$' job.out
+  make_ordinary
+  job --nodes=2 --gpus-per-node=1 --cpus-per-task=4 scripts/launch.sh --hosts job ordinary.py
+  grep -q '^all 2$' job.out
+  [[ $(field "$JOB" NumCPUs) == NumCPUs=8 ]]
+}
+
+# bats test_tags=prove,long
+@test "the page's batch file for torchrun trains on all nodes, unchanged" {
+  sed -n '/^### torchrun in your own SLURM script$/,/^  --node-rank/p' "$ROOT/docs/train-py.md" | sed -n '/^#!/,$p' >job.sbatch
+  ln -s -- "$ROOT/train.py" .
+  printf '%s\n' 'train: {max_steps: 6, batch_size: 3, eval_every: 0}' 'model: {layers: 1, width: 16}' >my.yaml
+  RUN_ID=torchrun PATH=${PYTHON%/*}:$PATH job job.sbatch || { cat job.out && false; }
+  grep -q '^model .* on 4 x cpu$' job.out
+  [[ -d checkpoints/torchrun/step-6 ]]
 }
 
 @test "outside a job: exit 2, and what to do; --dry-run shows the sbatch command" {

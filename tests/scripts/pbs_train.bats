@@ -183,3 +183,24 @@ without_shell() { # <words of pbs_train.sh...>
   [[ $status == 0 && $output == *" LAUNCH_COMMAND= "* ]]
   [[ ${lines[0]} == "pbs_train.sh: warning: qstat is neither in PATH nor in PBS_EXEC of $PWD/pbs.conf; without it, the resume line, "*"; submit with qsub -v PATH" ]]
 }
+
+@test "a qdel before the ranks start, while bash or Python waits: code 143, one line, and nothing is left" {
+  local code where session
+  setup_folder
+  cp -- "$ROOT/scripts/pbs/pbs_train.sh" 7.host.SC
+  for where in qstat slow-python; do # PBS signals all processes of the job's session at once
+    fake_tool "$where" "touch $where; exec sleep 600"
+    [[ $where == qstat ]] || export PYTHON=slow-python
+    code=0
+    PBS_JOBID=7.host PBS_O_WORKDIR=$PWD PBS_NODEFILE=$PWD/nodes \
+      setsid ./7.host.SC plain.yaml >"$where.out" 2>&1 3>&- &
+    session=$!
+    until [[ -e $where ]]; do sleep 0.1; done
+    pkill -TERM -s "$session"
+    wait "$session" || code=$?
+    cat "$where.out"
+    ((code == 143))
+    [[ $(grep -vx Terminated "$where.out") == "stopped  by SIGTERM; nothing was started" ]] # bash adds a line
+    run ! pgrep -s "$session"
+  done
+}

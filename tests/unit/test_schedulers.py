@@ -915,28 +915,38 @@ def test_a_job_has_ended_if_squeue_and_its_record_say_so(
     assert slurm.has_ended("7") == has_ended
 
 
+PREEMPTED = "JobState=RUNNING PreemptTime=2026-11-29T01:00:09"
+NO_QOS = "exit 1"  # of sacctmgr, on a cluster without accounting
+
+
 @pytest.mark.parametrize(
-    ("job", "partition", "is_preempted"),
+    ("job", "qos", "partition", "mode"),
     [
-        ("JobState=RUNNING PreemptTime=2026-11-29T01:00:09", "PreemptMode=REQUEUE", True),
-        ("JobState=RUNNING PreemptTime=2026-11-29T01:00:09", "PreemptMode=CANCEL", False),
-        ("JobState=RUNNING PreemptTime=2026-11-29T01:00:09", "PreemptMode=GANG,SUSPEND", False),
-        ("JobState=CANCELLED PreemptTime=2026-11-29T01:00:09", "PreemptMode=REQUEUE", False),
-        ("JobState=RUNNING PreemptTime=None", "PreemptMode=REQUEUE", False),
-        ("", "", False),  # SLURM does not answer
+        (PREEMPTED, NO_QOS, "PreemptMode=REQUEUE", "REQUEUE"),
+        (PREEMPTED, NO_QOS, "PreemptMode=CANCEL", "CANCEL"),
+        (PREEMPTED, NO_QOS, "PreemptMode=GANG,SUSPEND", "GANG,SUSPEND"),
+        (PREEMPTED, "echo requeue", "PreemptMode=OFF", "REQUEUE"),
+        (PREEMPTED, "echo cancel", "PreemptMode=REQUEUE", "CANCEL"),
+        (PREEMPTED, "echo cluster", "PreemptMode=REQUEUE", "REQUEUE"),  # it has none of its own
+        (PREEMPTED.replace("RUNNING", "CANCELLED"), NO_QOS, "PreemptMode=REQUEUE", ""),
+        ("JobState=RUNNING PreemptTime=None", NO_QOS, "PreemptMode=REQUEUE", ""),
+        ("", "", "", ""),  # SLURM does not answer
     ],
 )
-def test_a_job_is_preempted_if_slurm_would_requeue_it(
-    job: str, partition: str, is_preempted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_mode_of_a_preemption_is_that_of_the_qos_or_of_the_partition(
+    job: str, qos: str, partition: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tool(
         tmp_path / "scontrol",
-        f'case $* in "show -o job 5_2") echo "JobId=7 Partition=low {job}" ;; '
+        f'case $* in "show -o job 5_2") echo "JobId=7 QOS=q Partition=low {job}" ;; '
         f'"show -o partition low") echo "PartitionName=low {partition}" ;; *) exit 1 ;; esac',
     )
+    make_tool(tmp_path / "sacctmgr", f'[[ $* == *" qos name=q "* ]] || exit 1; {qos}')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    environ = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
-    assert slurm.is_preempted(environ) == is_preempted
+    environ = captured("array-batch-step", SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="2")
+    assert slurm.preempt_mode(environ) == mode
+    salloc = {name: one for name, one in environ.items() if name != "SLURM_PROCID"}
+    assert slurm.preempt_mode(salloc) == ("CANCEL" if mode else "")
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,22 @@ def test_a_silent_node_that_no_spare_replaces_is_refused(plan: Plan, tools: Path
         srun.check_nodes(plan)
 
 
+@pytest.mark.parametrize(("mode", "is_back"), [("REQUEUE", True), ("CANCEL", False)])
+def test_a_preemption_that_ends_the_preflight_requeues_the_job_if_slurm_would(
+    mode: str, is_back: bool, plan: Plan, tools: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queued = tools / "queued"
+    record = f"JobId=7 JobState=RUNNING QOS=N/A PreemptTime=now Partition=low PreemptMode={mode}"
+    make_tool(tools / "scontrol", f'[[ $1 == requeue ]] && echo "$*" >"{queued}" || echo {record}')
+    make_tool(tools / "srun", "exit 143")
+    with pytest.raises(SystemExit) as left:
+        srun.ask_nodes(replace(plan, environ=captured("requeued-batch-step", **os.environ)))
+    assert left.value.code == 143 and queued.exists() == is_back
+    told = capsys.readouterr().err
+    assert told.endswith("stopped  by SIGTERM; nothing was started\n")
+    assert told.startswith("requeued job 11; ") == is_back
+
+
 @pytest.mark.parametrize("is_late", [True, False])
 def test_a_node_that_found_the_port_closed_is_asked_again(
     plan: Plan, tools: Path, capsys: pytest.CaptureFixture[str], is_late: bool

@@ -410,7 +410,7 @@ def test_a_signal_before_the_start_ends_the_launch(nodes: Nodes) -> None:
     launcher.send_signal(signal.SIGINT)
     out, err = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 130 and out == b""
-    assert err == b"launch_torchrun_auto.sh: stopped by SIGINT; nothing was started\n"
+    assert err == b"stopped  by SIGINT; nothing was started\n"
     eventually(lambda: not is_alive(there), "the login")
 
 

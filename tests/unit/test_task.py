@@ -276,7 +276,9 @@ def test_a_schedule_by_steps_goes_on_where_it_was(work: Work) -> None:
 def test_a_task_may_end_the_run(work: Work, task: str, nproc: int, step: int) -> None:
     told = work.run(task, nproc, f"task=points:{task}")
     assert f"done       step {step}, ended by task " in told
-    work.run(task, nproc, f"task=points:{task}")
+    assert "\nresume " not in told
+    again = work.run(task, nproc, f"task=points:{task}")
+    assert ": an earlier start has completed the run\n" in again
     assert max(work.metrics(task, "loss")) == step
 
 

@@ -329,7 +329,11 @@ def test_the_settings_are_kept_and_a_resume_with_others_names_them(
     before = hash_of(trained / "checkpoints/longer")
     words = ("--config", kept, "train.max_steps=8")
     again = run(trained, *words, RUN_ID="longer", LAUNCH_COMMAND="launch 'a b'")
-    assert "resumed    after step 8\nmodel " in again.stdout  # it has no steps left
+    assert "resumed    after step 8\nmodel " in again.stdout
+    assert (
+        "\ndone       step 8: an earlier start has completed the run; "
+        "to train on, raise train.max_steps or train.epochs\n" in again.stdout
+    )
     assert "resume     RUN_ID=longer launch 'a b'\n" in again.stdout
     assert hash_of(trained / "checkpoints/longer") == before
 
