@@ -9,7 +9,7 @@ SLOW_RANK = 1.3  # times the others' time
 SUSPECT = 1.1  # times; such a rank is measured again
 RANK_LOOKS, LINK_LOOKS = 12, 6  # of what seems slow: other programs may interfere for seconds
 SLOW_LINK = 2.0  # times
-MOST_AGAIN = 9  # pairs that are measured again in one look
+MOST_AGAIN = 6  # suspects that are measured again in one look: the slowest
 REFERENCES = 3  # healthy pairs that are measured along with those that seem slow
 Pair = tuple[int, int]  # numbers of nodes
 Links = Mapping[Pair, float]  # bytes/s from the first to the second
@@ -81,20 +81,39 @@ def find_slow_links(
 ) -> tuple[Links, dict[int, float], dict[Pair, float]]:
     """Return the links, the slow nodes and the slow pairs, each with the usual bandwidth.
 
-    `measure` measures some pairs, round by round. As with ranks, the best measurement counts.
+    `measure` measures some pairs, round by round. What seems slow (of a node, its best link) is
+    measured again alone, along with healthy pairs. As with ranks, the best measurement counts.
     """
     best = dict(measure(rounds))
-    compared = best
+    nodes = slow_nodes(best)
+    pairs = slow_pairs(best)
+    fastest = sorted(best, key=lambda pair: (-_both_ways(pair, best), pair))
+
+    suspects: dict[int | Pair, Pair] = {pair: pair for pair in pairs}
+    for node in nodes:
+        suspects[node] = next(pair for pair in fastest if node in pair)
+    ill = {*suspects, *suspects.values()}
+    rest = [pair for pair in fastest if not {pair, pair[::-1], *pair} & ill]
+    healthy = [pair for pair in rest if pair[0] < pair[1]][:REFERENCES]
+
+    usual = 0.0
     for _ in range(LINK_LOOKS):
-        slow = slow_nodes(compared)
-        pairs = slow_pairs(compared)
-        if not slow and not pairs:
+        slowest = sorted(suspects, key=lambda one: _both_ways(suspects[one], best))[:MOST_AGAIN]
+        if not slowest:
             break
 
-        latest = measure([[pair] for pair in pairs_to_compare(best, slow, pairs)])
+        again = dict.fromkeys([*healthy, *(suspects[one] for one in slowest)])
+        latest = measure([[pair] for pair in again])
         best |= {pair: max(speed, best[pair]) for pair, speed in latest.items()}
-        compared = {pair: best[pair] for pair in latest}
-    return best, slow_nodes(compared), slow_pairs(compared)
+        references = [_both_ways(pair, best) for pair in healthy] or [max(best.values())]
+        usual = statistics.median(references)
+        least = usual / SLOW_LINK
+        suspects = {
+            one: suspects[one] for one in slowest if _both_ways(suspects[one], best) <= least
+        }
+
+    slow_ones = {node: usual for node in nodes if node in suspects}
+    return best, slow_ones, {pair: usual for pair in pairs if pair in suspects}
 
 
 def best_links(links: Links) -> dict[int, float]:
@@ -131,28 +150,6 @@ def slow_pairs(links: Links) -> dict[Pair, float]:
         for pair, speed in rest.items()
         if usual >= SLOW_LINK * speed and speed <= rest[pair[::-1]]
     }
-
-
-def pairs_to_compare(links: Links, nodes: Collection[int], pairs: Collection[Pair]) -> list[Pair]:
-    """Return the pairs to measure again: the best healthy ones, and the slowest of the others.
-
-    A slow node, and either end of a slow pair, is measured with its best healthy partner.
-    """
-    slow = {(min(pair), max(pair)) for pair in pairs}
-    rest = {pair for pair in links if pair[0] < pair[1]} - slow
-    best = sorted(rest, key=lambda pair: (-_both_ways(pair, links), pair))
-    chosen = [pair for pair in best if not {*pair} & {*nodes}][:REFERENCES]
-    partners = {node for pair in chosen or links for node in pair} - {*nodes}
-
-    def best_pair(node: int) -> list[Pair]:
-        return [pair for pair in best if node in pair and {*pair} - {node} <= partners][:1]
-
-    suspects = [best_pair(node) for node in nodes]
-    suspects += [[pair, *best_pair(pair[0]), *best_pair(pair[1])] for pair in slow]
-    for some in sorted(suspects, key=lambda some: [_both_ways(pair, links) for pair in some]):
-        if len({*chosen, *some}) <= MOST_AGAIN:
-            chosen += some
-    return [*dict.fromkeys(chosen)]
 
 
 def _both_ways(pair: Pair, links: Links) -> float:

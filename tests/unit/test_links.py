@@ -31,6 +31,24 @@ def slowed(node: int, nodes: int, times: float) -> dict[tuple[int, int], float]:
     return {pair: times for one in pairs for pair in (one, one[::-1])}
 
 
+def find(
+    nodes: int, first: judge.Links, later: judge.Links | None = None
+) -> tuple[list[list[judge.Pair]], list[int], list[judge.Pair]]:
+    """Return the pairs measured in each look but the first, the slow nodes and the slow pairs.
+
+    All looks but the first give `later`, if it is given.
+    """
+    looks: list[list[judge.Pair]] = []
+
+    def measure(rounds: Sequence[Sequence[judge.Pair]]) -> judge.Links:
+        seen = later if looks and later is not None else first
+        looks.append([pair for pairs in rounds for pair in pairs])
+        return {both: seen[both] for pair in looks[-1] for both in (pair, pair[::-1])}
+
+    _, slow, pairs = judge.find_slow_links(measure, links.rounds(nodes))
+    return looks[1:], [*slow], [*pairs]
+
+
 @given(st.integers(1, 64))
 def test_every_pair_meets_once_and_nobody_twice_in_a_round(nodes: int) -> None:
     rounds = links.rounds(nodes)
@@ -70,14 +88,14 @@ def test_each_is_compared_with_the_median_of_all_others(values: list[float], tim
 def test_the_node_behind_a_slow_link_is_named(nodes: int, times: float) -> None:
     for node in range(nodes):
         found = all_links(nodes, slowed(node, nodes, times))
-        assert [*judge.slow_nodes(found)] == [node]
-        assert not judge.slow_pairs(found)
-        again = judge.pairs_to_compare(found, [node], [])
-        assert sum(node in pair for pair in again) == 1 < len(again)
-        latest = {both: found[both] for pair in again for both in (pair, pair[::-1])}
-        assert node in judge.slow_nodes(latest)
-        healed = dict.fromkeys(latest, USUAL)
-        assert not judge.slow_nodes(healed)
+        looks, slow, pairs = find(nodes, found)
+        assert (slow, pairs) == ([node], [])
+        assert len(looks) == judge.LINK_LOOKS
+        for pairs in looks:
+            assert sum(node in pair for pair in pairs) == 1 < len(pairs) <= 1 + judge.REFERENCES
+
+        looks, slow, pairs = find(nodes, found, dict.fromkeys(found, USUAL))
+        assert (len(looks), slow, pairs) == (1, [], []), "what is fast by itself is not slow"
 
 
 def test_two_slow_nodes_of_four_are_both_named() -> None:
@@ -88,25 +106,21 @@ def test_two_slow_nodes_of_four_are_both_named() -> None:
 @pytest.mark.parametrize("nodes", [4, 5, 16])
 def test_one_slow_cable_is_named_by_both_its_ends(nodes: int) -> None:
     found = all_links(nodes, {(2, 1): 0.1})
-    assert not judge.slow_nodes(found)
-    assert [*judge.slow_pairs(found)] == [(2, 1)]
-    again = judge.pairs_to_compare(found, [], [(2, 1)])
-    assert (1, 2) in again and len(again) <= 3 + judge.REFERENCES
-    latest = {both: found[both] for pair in again for both in (pair, pair[::-1])}
-    assert [*judge.slow_pairs(latest)] == [(2, 1)]
+    looks, slow, pairs = find(nodes, found)
+    assert (slow, pairs) == ([], [(2, 1)])
+    for again in looks:
+        assert (2, 1) in again and len(again) <= 1 + judge.REFERENCES
 
 
 def test_a_slow_node_is_looked_at_although_no_pair_is_healthy() -> None:
     found = all_links(3, {**slowed(2, 3, 0.1), (0, 1): 0.3})
-    assert [*judge.slow_nodes(found)] == [2] and [*judge.slow_pairs(found)] == [(0, 1)]
-    again = judge.pairs_to_compare(found, [2], [(0, 1)])
-    latest = {both: found[both] for pair in again for both in (pair, pair[::-1])}
-    assert [*judge.slow_nodes(latest)] == [2]
+    _, slow, pairs = find(3, found)
+    assert (slow, pairs) == ([2], [(0, 1)])
 
 
 def test_of_two_nodes_only_the_directions_can_be_compared() -> None:
-    assert [*judge.slow_pairs(all_links(2, {(0, 1): 0.1}))] == [(0, 1)]
-    assert not judge.slow_nodes(all_links(2, slowed(1, 2, 0.1)))
+    assert find(2, all_links(2, {(0, 1): 0.1}))[1:] == ([], [(0, 1)])
+    assert find(2, all_links(2, slowed(1, 2, 0.1))) == ([], [], [])
 
 
 @given(st.integers(2, 20))
@@ -135,11 +149,10 @@ def test_the_best_of_all_looks_at_a_link_counts() -> None:
 def test_among_many_that_seem_slow_the_slowest_is_judged_beside_healthy_ones(crowd: int) -> None:
     first = {p: s for n in range(crowd) for p, s in slowed(n, 16, 0.4).items()}
     found = all_links(16, first | slowed(11, 16, 0.1))
-    again = judge.pairs_to_compare(found, [*range(crowd), 11], [])
-    assert len(again) <= judge.MOST_AGAIN
-    latest = {both: USUAL for pair in again for both in (pair, pair[::-1])}
-    latest |= {pair: USUAL / 10 for pair in latest if 11 in pair}
-    assert [*judge.slow_nodes(latest)] == [11]
+    later = {pair: USUAL / 10 if 11 in pair else USUAL for pair in found}
+    looks, slow, pairs = find(16, found, later)
+    assert (slow, pairs) == ([11], [])
+    assert len(looks[0]) <= judge.MOST_AGAIN + judge.REFERENCES
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 9])
