@@ -26,6 +26,7 @@ NUMBERS = {  # the least and the most
     "MIN_NODES": (1, 100_000),
     "NPROC_PER_NODE": (1, MOST_RANKS),
     "PREFLIGHT_SECONDS": (5, 3600),
+    "SILENCE_SECONDS": (10, 3600),
     "SPARES": (0, 1000),
 }
 WORDS = {
@@ -44,7 +45,7 @@ SHAPES = {"HOSTS": r"[^/=]+", "LOG_DIR": r"(?!\w+://).+"}
 # The node agent and the ranks read these: they must not see another program's value.
 _HIDDEN = (
     *("GRACE", "HANG_SECONDS", "HOSTS", "MASTER_ADDR", "MIN_NODES", "NUMA_BINDING", "RUN_ID"),
-    "SPARES",
+    *("SILENCE_SECONDS", "SPARES"),
 )
 
 

@@ -18,7 +18,7 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
     Raises PlanError if the numbers are not valid, or this launcher cannot replace a node.
     """
     given = {name: environ[name] for name in NAMES if environ.get(name)}
-    spares = read_number("SPARES", given.get("SPARES", "0"), 0, 1000)
+    spares = int(given.get("SPARES", 0))
     if (not spares and "MIN_NODES" not in given) or fanout == "job_command":
         return world
 
@@ -46,5 +46,4 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
 def read_silence(world: World, environ: Environ) -> int:
     """Return after how many seconds without a heartbeat a node is lost: less if it is replaced."""
     usual_s = limits.SPARED_SILENCE_S if world.min_nodes else limits.SILENCE_S
-    given = environ.get("SILENCE_SECONDS") or f"{usual_s:g}"
-    return read_number("SILENCE_SECONDS", given, 10, 3600)
+    return int(environ.get("SILENCE_SECONDS") or usual_s)

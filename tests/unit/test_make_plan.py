@@ -106,6 +106,7 @@ FOREIGN = {
     "PREFLIGHT_SECONDS": "1",
     "RUN_ID": "manual__2026-11-29T00:00:00+00:00",
     "SHOW_RANKS": "true",
+    "SILENCE_SECONDS": "never",
     "SKIP_PREFLIGHT": "yes",
     "SPARES": "x",
 }
