@@ -53,12 +53,11 @@ class Heart:
         self._longest_s = 0.0
         self._limit_s = float(os.environ.get("HANG_SECONDS") or 0)
         self._limit_by = 1 if self._limit_s else 0
-        try:
+        with contextlib.suppress(OSError):  # a full disk, a lost folder, a sandbox: no stacks
+            stack_file.unlink(missing_ok=True)  # it may be a pipe or a link of another user
             self._stack_file = stack_file.open("w")  # stays open: the handler writes to it
-        except OSError:  # a full disk, or the folder is gone: no stacks, but the run continues
-            self._stack_file = open(os.devnull, "w")  # noqa: SIM115
-        faulthandler.register(STACK_SIGNAL, self._stack_file, all_threads=True)
-        _deepen_signal_stack()
+            faulthandler.register(STACK_SIGNAL, self._stack_file, all_threads=True)
+            _deepen_signal_stack()
 
     @property
     def newest(self) -> Beat:

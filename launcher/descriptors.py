@@ -1,10 +1,13 @@
-"""Open files: wait for several of them, and the limit on how many this process may have."""
+"""Open files: files in memory, waits for input, and the limit on how many files may be open."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import resource
 import select
+import tempfile
 from collections.abc import Iterable
 
 _MOST = 1 << 16  # enough for 7,000 nodes with 8 ranks; some containers have a limit of 2^30
@@ -19,6 +22,19 @@ def _read_limit() -> tuple[int, int]:
 
 
 _given = _read_limit()
+
+
+def anonymous_file(name: str) -> int:
+    """Return the descriptor of a new file in memory, which nobody else can open by name."""
+    try:
+        return os.memfd_create(name)
+    except AttributeError:  # Pythons built for old systems, such as conda's
+        pass
+    except OSError as error:  # old kernels, sandboxes
+        if error.errno == errno.EMFILE:
+            raise
+    with tempfile.TemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
+        return os.dup(file.fileno())
 
 
 def wait_for_input(fds: Iterable[int], seconds: float | None = None) -> list[int]:

@@ -6,7 +6,8 @@ import re
 
 from distributed.environment import tasks_per_node
 from distributed.job import ask_scheduler
-from launcher.processes import read_proc, read_stat
+from launcher.proc import read_proc
+from launcher.processes import read_stat
 from launcher.text import OwnEnviron
 
 _OF_A_STEP = "SLURM_(STEP|SRUN|PTY|LAUNCH|DISTRIBUTION)"

@@ -15,12 +15,12 @@ import os
 import re
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 
 from launcher import shared_files
 from launcher.outer_run import OUTER_TOKEN
+from launcher.proc import read_proc
 from launcher.text import warn
 from launcher.wire import limits
 
@@ -39,26 +39,12 @@ KILLED = 128 + signal.SIGKILL  # the exit code of a killed process, as a shell s
 def _prctl(option: int, value: int) -> None:
     """Call prctl. Where it fails, processes are only found by the run's token, and later."""
     if _libc_prctl(option, value, 0, 0, 0) != 0:
-        _warn_of_prctl()
+        _warn_of("prctl", "if a process of the run is killed, the others may end seconds later")
 
 
 @functools.cache
-def _warn_of_prctl() -> None:
-    lost = "if a process of the run is killed, the others may end seconds later"
-    warn(f"node agent: warning: this system refuses prctl(2); {lost}")
-
-
-def anonymous_file(name: str) -> int:
-    """Return the descriptor of a new file in memory, which nobody else can open by name."""
-    try:
-        return os.memfd_create(name)
-    except AttributeError:  # Pythons built for old systems, such as conda's
-        pass
-    except OSError as error:  # old kernels, sandboxes
-        if error.errno == errno.EMFILE:
-            raise
-    with tempfile.TemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
-        return os.dup(file.fileno())
+def _warn_of(call: str, lost: str) -> None:
+    warn(f"node agent: warning: this system refuses {call}(2); {lost}")
 
 
 def claim(name: str, *, is_inherited: bool = False) -> bool:
@@ -81,11 +67,27 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def leave_session() -> None:
+    """Start a session, or at least a group: Ctrl-C on a terminal does not reach this process."""
+    try:
+        os.setsid()
+    except OSError:  # a sandbox
+        os.setpgid(0, 0)
+        if os.isatty(0):
+            _warn_of("setsid", "a script that reads from the terminal is stopped")
+
+
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     """Have the kernel signal this process when its parent, with process id `parent`, dies."""
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signum)
+
+
+def leave_terminal(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Start a session that ends with the parent."""
+    leave_session()
+    die_with_parent(parent, signum)
 
 
 def outlive_parent() -> None:
@@ -100,13 +102,6 @@ def read_stat(pid: int) -> list[bytes]:
     contain any bytes; it is cut off after 15 bytes, even inside a character.
     """
     return read_proc(pid, "stat").rpartition(b")")[2].split()
-
-
-def read_proc(pid: int, name: str) -> bytes:
-    """Return the content of /proc/PID/NAME; empty if the process has ended or is not visible."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
-        return file.read()
-    return b""
 
 
 def start_ticks(pid: int) -> int | None:
@@ -157,7 +152,7 @@ def has_signal(pid: int, mask: str, signum: int) -> bool:
     SigCgt lists the signals that have a handler, SigBlk those that the main thread blocks.
     """
     found = re.search(rf"^{mask}:\s*(\w+)".encode(), read_proc(pid, "status"), re.MULTILINE)
-    return found is not None and bool(int(found[1], 16) >> (signum - 1) & 1)
+    return bool(found and int(found[1], 16) >> (signum - 1) & 1)
 
 
 def handles(pid: int, signum: int) -> bool:
@@ -172,9 +167,15 @@ def await_signal(signals: Iterable[int], limit_s: float) -> int | None:
     the wait, instead of the timeout of sigtimedwait(): if a process is stopped for longer than
     that, Python returns uninitialized memory (seen with 3.11).
     """
-    signal.setitimer(signal.ITIMER_REAL, max(0.001, limit_s))  # 0 would set no alarm
-    came = signal.sigwaitinfo({*signals, *WAKING}).si_signo
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    awaited = {*signals, *WAKING}
+    try:
+        signal.setitimer(signal.ITIMER_REAL, max(0.001, limit_s))  # 0 would set no alarm
+    except OSError:  # a sandbox; the caller waits again
+        time.sleep(limits.POLL_S)
+        if not signal.sigpending() & awaited:
+            return None
+    came = signal.sigwaitinfo(awaited).si_signo
+    signal.alarm(0)
     return None if came in WAKING else came
 
 
@@ -263,13 +264,7 @@ def _end_cleaners() -> list[int]:
 
 def _workers() -> list[int]:
     """Return all descendants except those that only clean up."""
-    return [pid for pid in descendants(os.getpid()) if not is_cleaner(pid)]
-
-
-def is_cleaner(pid: int) -> bool:
-    """Whether a process removes the shared memory of others: Python's tracker, torch's manager."""
-    is_tracker = b"from multiprocessing.resource_tracker import main" in read_proc(pid, "cmdline")
-    return is_tracker or shared_files.is_manager(pid)
+    return [pid for pid in descendants(os.getpid()) if not shared_files.is_cleaner(pid)]
 
 
 def kill_others(spared: Iterable[int]) -> None:
@@ -286,7 +281,7 @@ def kill_others(spared: Iterable[int]) -> None:
 def end_marked(token: str, wait_s: float) -> int:
     """Wait for the processes of a run to end, and kill the rest. Returns the number killed."""
     left, files = _await_marked(token, wait_s)
-    send([pid for pid in left if not is_cleaner(pid)], signal.SIGKILL)
+    send([pid for pid in left if not shared_files.is_cleaner(pid)], signal.SIGKILL)
     if left:
         cleaners, more = _await_marked(token, limits.CLEAN_S)
         send(cleaners, signal.SIGKILL)
@@ -329,11 +324,8 @@ def ranks_of(run_id: str) -> dict[str, int]:
 def _marked(*variables: str) -> list[int]:
     """Return this user's processes that were started with one of these variables (`NAME=value`)."""
     marks = {variable.encode() for variable in variables}
-    pids = []
-    for pid in _all_pids():
-        if marks & {*read_proc(pid, "environ").split(b"\0")} and pid != os.getpid():
-            pids.append(pid)
-    return pids
+    others = {*_all_pids()} - {os.getpid()}
+    return [pid for pid in others if marks & {*read_proc(pid, "environ").split(b"\0")}]
 
 
 def exit_code(status: int) -> int:

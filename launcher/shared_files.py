@@ -13,6 +13,8 @@ import contextlib
 import os
 import re
 
+from launcher.proc import read_proc
+
 _SHARED = re.compile(rb"/torch_\d+_\d+\w*")  # as for shm_open()
 _SOCKET = re.compile(rb"/[^\0]+/torch-shm-dir-\w+/manager\.sock")
 _MOST_BYTES = 1 << 26  # of one part of a manager's memory
@@ -20,9 +22,13 @@ _MOST_BYTES = 1 << 26  # of one part of a manager's memory
 
 def is_manager(pid: int) -> bool:
     """Whether a process is a torch_shm_manager."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", "rb") as file:
-        return file.read() == b"torch_shm_manag\n"
-    return False
+    return read_proc(pid, "comm") == b"torch_shm_manag\n"
+
+
+def is_cleaner(pid: int) -> bool:
+    """Whether a process removes the shared memory of others: Python's tracker, torch's manager."""
+    tracker = b"from multiprocessing.resource_tracker import main"
+    return tracker in read_proc(pid, "cmdline") or is_manager(pid)
 
 
 def files_of(manager: int) -> set[str]:

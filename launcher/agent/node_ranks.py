@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distributed.heartbeat import RECORD, STACK_SIGNAL, Beat, name_record, stack_file_of
-from launcher import failure, own_time, processes
+from launcher import descriptors, failure, own_time, processes
 from launcher.agent.diagnosis import collectives, stuck
 from launcher.agent.diagnosis.collectives import DUMP_SIGNAL
 from launcher.agent.output.stream import Stream
@@ -74,7 +74,7 @@ class Heartbeats:
     """Shared memory that the ranks write to: one record per local rank."""
 
     def __init__(self, ranks: int) -> None:
-        self._fd = processes.anonymous_file("heartbeat")
+        self._fd = descriptors.anonymous_file("heartbeat")
         os.set_inheritable(self._fd, True)  # also for programs that a rank executes
         self._ranks = ranks
         self._reached = (-1, -1)

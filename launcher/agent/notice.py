@@ -39,7 +39,7 @@ class Notice:
 
         for each in self._ranks.living():
             # A newly forked rank still has the agent's handlers and session.
-            is_ready = os.getsid(each.pid) == each.pid and processes.handles(each.pid, came)
+            is_ready = os.getpgid(each.pid) == each.pid and processes.handles(each.pid, came)
             if is_ready and each.rank not in self._facts.noticed:
                 processes.send([each.pid], came)
                 self._facts.noticed.add(each.rank)

@@ -83,7 +83,7 @@ class Savers:
 def _may_save(pid: int) -> bool:
     """Whether a rank handles SIGTERM, and not all stop signals alike."""
     handled = handled_signals()
-    is_started = os.getsid(pid) == pid  # before that, it has the agent's handlers
+    is_started = os.getpgid(pid) == pid  # before that, it has the agent's handlers
     takes_all = all(processes.has_signal(pid, "SigCgt", signum) for signum in handled)
     return is_started and processes.handles(pid, signal.SIGTERM) and not takes_all
 

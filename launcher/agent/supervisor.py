@@ -128,14 +128,13 @@ def fork_agent(
     reapers = start_reaper(environ["LAUNCH_TOKEN"]) if is_launcher else (None, None)
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
-    me, words = os.getpid(), processes.anonymous_file("words")
+    me, words = os.getpid(), descriptors.anonymous_file("words")
 
     if (pid := os.fork()) == 0:
         ours.close()
         for fd in (reapers[0], control.fd if control else None, held):
             close(fd)
-        os.setsid()  # Ctrl-C on a terminal reaches only the supervisor
-        processes.die_with_parent(me)
+        processes.leave_terminal(me)  # Ctrl-C on a terminal reaches only the supervisor
         processes.adopt_orphans()
         descriptors.raise_limit()  # one for each rank of the run, and for each node
         for signum in handled:
@@ -223,12 +222,12 @@ def start_reaper(token: str) -> tuple[int, int]:
     (supervisor, ours), (agent, theirs) = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
         if os.fork() == 0:
-            os.setsid()
             for signum in STOP_SIGNALS:
                 signal.signal(signum, signal.SIG_IGN)
             for fd in {*map(int, os.listdir("/proc/self/fd"))} - {supervisor, agent}:
                 with contextlib.suppress(OSError):  # other processes wait for these to close
                     os.close(fd)
+            processes.leave_session()
             ended = wait_for_input([supervisor, agent])
             if supervisor not in ended:  # it ends the rest, unless killed or stopped too
                 ended = wait_for_input([supervisor], limits.STOP_AGENT_S)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from distributed.environment import DEFAULT_LOG_DIR, printable
 from distributed.errors import BAD_INPUT
+from launcher.descriptors import anonymous_file
 from launcher.explain.kinds import Kind
 from launcher.explain.reading import (
     Sighting,
@@ -33,7 +34,6 @@ from launcher.explain.reading import (
 )
 from launcher.failure import one_line
 from launcher.failure_block import find_end
-from launcher.processes import anonymous_file
 from launcher.record.run_json import KEPT
 from launcher.record.run_json import read as read_record
 from launcher.record.runs import describe, find_all

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from launcher import processes
+from launcher import descriptors
 from launcher.fanout.loop import Child, Loop, Show, given_options, ssh_command
 from launcher.own_time import SilenceNews
 from launcher.plan.own import asked_names
@@ -88,7 +88,7 @@ class Connection(Child):
         self._answers: dict[type, Any] = {}
         self._words = b""  # stderr before the start, from start-up files or Python
 
-        self._log = processes.anonymous_file("ssh")  # ssh's own messages
+        self._log = descriptors.anonymous_file("ssh")  # ssh's own messages
         log = f"/proc/{os.getpid()}/fd/{self._log}"
         super().__init__(loop, ssh_command(node, loop.environ, connect_s, log), self._take)
 

@@ -61,8 +61,7 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
         os._exit(code or 0)
 
     os.close(reader)
-    os.setsid()
-    processes.die_with_parent(me)
+    processes.leave_terminal(me)
     sys.stderr = shown = _Copy(sys.stderr)
     return partial(_leave_terminal, plan, log, shown, writer)
 

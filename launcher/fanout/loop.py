@@ -137,8 +137,7 @@ class Child:
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            start_new_session=True,
-            preexec_fn=partial(processes.die_with_parent, os.getpid()),  # even if it is stopped
+            preexec_fn=partial(processes.leave_terminal, os.getpid()),  # even if it is stopped
         )
         for fd in (stdin, stdout, stderr):
             os.close(fd)

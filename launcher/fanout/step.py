@@ -54,7 +54,7 @@ def start(plan: Plan, command: Sequence[str], stdout: int | None) -> Srun:
 
     def prepare() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, QUERY, *processes.WAKING})
-        processes.die_with_parent(parent, signal.SIGTERM)
+        processes.leave_terminal(parent, signal.SIGTERM)
 
     return subprocess.Popen(  # preexec_fn is safe: this process has one thread
         command,
@@ -62,7 +62,6 @@ def start(plan: Plan, command: Sequence[str], stdout: int | None) -> Srun:
         env=plan.environ,
         stdin=subprocess.DEVNULL,
         stdout=stdout,
-        start_new_session=True,
         preexec_fn=prepare,
     )
 

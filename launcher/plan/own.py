@@ -17,7 +17,8 @@ from pathlib import Path
 from launcher.plan import pbs
 from launcher.plan.plan import Plan
 from launcher.plan.typed import Choices
-from launcher.processes import read_proc, read_stat
+from launcher.proc import read_proc
+from launcher.processes import read_stat
 from launcher.text import Environ, short_host_name
 from launcher.wire import limits
 

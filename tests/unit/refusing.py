@@ -20,6 +20,7 @@ NUMBERS = {
     **{"setpriority": 141, "prctl": 157, "sched_setaffinity": 203, "sched_getaffinity": 204},
     **{"fadvise64": 221, "clock_gettime": 228, "tgkill": 234, "symlinkat": 266, "prlimit64": 302},
     **{"memfd_create": 319, "ptrace": 101, "kill": 62, "link": 86, "getpriority": 140},
+    **{"setitimer": 38, "setsid": 112, "sigaltstack": 131},
 }
 # The position of the argument that selects what the call does.
 OPERATION = {"ioctl": 1, "socket": 0, "setsockopt": 2, "getsockopt": 2, "fcntl": 1, "prctl": 0}

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -27,13 +28,17 @@ LINKS = "symlink=EPERM,symlinkat=EPERM"
 NO_LINKS = "no symbolic links here (Operation not permitted): names such as latest are not updated"
 OFD_LOCKS = "fcntl:37=EINVAL,fcntl:38=EINVAL"
 NO_LOCKS = "this file system has no locks"
+NO_SETSID = "this system refuses setsid(2); a script that reads from the terminal is stopped"
 NO_PRCTL = "this system refuses prctl(2); if a process of the run is killed, the others may end"
 
 
 def launch(
-    calls: str, folder: Path, script: str, *words: str, **variables: str
+    calls: str, folder: Path, script: str, *words: str, terminal: int = -1, **variables: str
 ) -> tuple[int, str, str]:
-    """Launch with the system calls refused. Returns the exit code and what was printed."""
+    """Launch with the system calls refused. Returns the exit code and what was printed.
+
+    If there is a terminal, it is stdin and stdout.
+    """
     refuse = [sys.executable, str(Path(refusing.__file__)), calls]
     command = [*refuse, str(ROOT / "scripts" / script), *words]
     environ = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables}
@@ -41,12 +46,13 @@ def launch(
         command,
         cwd=folder,
         env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdin=subprocess.DEVNULL if terminal < 0 else terminal,
+        stdout=subprocess.PIPE if terminal < 0 else terminal,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=PATIENCE_S,
     )
-    return done.returncode, done.stdout, done.stderr
+    return done.returncode, done.stdout or "", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -55,6 +61,7 @@ def launch(
         (f"{LINKS},{OFD_LOCKS}", [NO_LINKS, NO_LOCKS]),
         ("memfd_create=ENOSYS,prctl:36=EINVAL,prctl:1=EPERM", [NO_PRCTL]),
         (f"ioctl:{0x8915}=ENOTTY,sched_getaffinity=ENOSYS", []),  # SIOCGIFADDR
+        ("setsid=EPERM,setitimer=ENOSYS,sigaltstack=EPERM", []),
         ("statfs=ENOSYS", [f"the check of the {what} failed (" for what in ("limits", "folders")]),
         *rarely(
             ("symlink=ENOSYS,symlinkat=ENOSYS", ["no symbolic links here (Function not impl"]),
@@ -72,6 +79,21 @@ def test_what_is_refused_is_done_without(calls: str, warnings: list[str], tmp_pa
     told = [line for line in err.splitlines() if "warning: " in line]
     assert len(told) == len(warnings), err
     assert all(words in err for words in warnings), err
+
+
+def test_a_terminal_whose_calls_are_refused_is_used_like_a_pipe(tmp_path: Path) -> None:
+    written(tmp_path / "sum.py", SUM)
+    refused, words = (
+        f"ioctl:{0x5402}=EPERM,setsid=EPERM",
+        ("--nproc-per-node", "2", "sum.py"),
+    )  # TCSETS
+    reader, terminal = pty.openpty()
+    code, _, err = launch(refused, tmp_path, "launch.sh", *words, terminal=terminal)
+    os.close(terminal)
+    assert (code, os.read(reader, 4096)) == (0, b"sum 2\r\n"), err
+    os.close(reader)
+    told = [line for line in err.splitlines() if "warning: " in line]
+    assert told == [f"node agent: warning: {NO_SETSID}"]
 
 
 def test_training_saves_and_resumes_without_links_locks_and_flushes(tmp_path: Path) -> None:

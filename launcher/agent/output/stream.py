@@ -292,7 +292,7 @@ def open_stream(
     """
     is_tty = False
     if terminal is not None and terminal.isatty():
-        with contextlib.suppress(OSError):  # a system without pseudo-terminals
+        with contextlib.suppress(OSError, termios.error):  # no pseudo-terminals here
             reader, writer = _open_pty(terminal)
             is_tty = True
     if not is_tty:

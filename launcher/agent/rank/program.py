@@ -94,8 +94,8 @@ def run_and_exit(
         parent: the node agent's process id; the rank dies with it.
     """
     _restore_signals()
-    os.setsid()  # keeps Ctrl-C from the rank, and shows the agent that signals are reset
-    processes.die_with_parent(parent)
+    # Also keeps Ctrl-C from the rank, and shows the agent that signals are reset.
+    processes.leave_terminal(parent)
     for fd, number in ((stdout, 1), (stderr, 2)):
         os.dup2(fd, number)
         os.close(fd)
@@ -207,7 +207,8 @@ def _execute(program: Program, error_file: Path, tell: Callable[[int], None]) ->
 
     `tell` tells the agent how far the end of a program has got that an error has ended.
     """
-    faulthandler.enable()
+    with contextlib.suppress(OSError):  # a sandbox: no stack after a crash
+        faulthandler.enable()
     try:
         if program.is_module:
             sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")

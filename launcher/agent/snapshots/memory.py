@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from distributed.checkpoint.memory import BEGIN, FILES, Memory, whole_steps
 from distributed.heartbeat import name_record
-from launcher import own_time, processes
+from launcher import descriptors, own_time, processes
 from launcher.agent.output.stream import say
 from launcher.outcome import NodeEnd
 from launcher.wire import limits
@@ -27,7 +27,7 @@ _AT_ONCE = 1 << 23  # bytes
 
 
 def _new_file() -> int:
-    fd = processes.anonymous_file("snapshot")
+    fd = descriptors.anonymous_file("snapshot")
     os.set_inheritable(fd, True)  # also for programs that a rank executes
     return fd
 
@@ -201,7 +201,7 @@ class Outgoing:
 
         The pieces come from a private copy, which the rank cannot overwrite.
         """
-        image = processes.anonymous_file("snapshot")
+        image = descriptors.anonymous_file("snapshot")
         sent_step = -1
         while True:
             newest = max(self._buffers, key=lambda buffer: buffer.header().step)
@@ -228,7 +228,7 @@ class Incoming:
     """Another node's snapshot: the newest complete one, and the one that is still arriving."""
 
     def __init__(self) -> None:
-        self.buffers = [Memory(processes.anonymous_file("snapshot")) for _ in range(2)]
+        self.buffers = [Memory(descriptors.anonymous_file("snapshot")) for _ in range(2)]
         self._next: Memory | None = None
 
     def take(self, arrived: SnapshotData) -> None:
