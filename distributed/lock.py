@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from . import limits
 from .errors import Refused
@@ -48,7 +48,7 @@ class RunLock:
         self.what = what
         self.path = folder / "lock"
         me = this_process()
-        new = str(folder / f".lock.{me['host']}.{me['process']}.{time.time_ns()}")
+        new = folder / f".lock.{me['host']}.{me['process']}.{time.time_ns()}"
         self.fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         os.write(self.fd, json.dumps(me).encode())
         if not _set_lock(self.fd, fcntl.F_WRLCK, _LIVE):
@@ -72,8 +72,8 @@ class RunLock:
             os.close(self.fd)
         self.fd = -1
 
-    def _take_place(self, new: str, me: Mapping[str, Any]) -> bool:
-        before = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+    def _take_place(self, new: Path, me: Mapping[str, Any]) -> bool:
+        before = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             until = time.monotonic() + limits.COMMIT_S
             while not _try_lock(before, _COMMIT):
@@ -89,7 +89,7 @@ class RunLock:
 
             name = self.path.parent.name
             job = me.get("run_id")
-            is_named_after_it = name == job or name.startswith(f"{job}.")
+            is_named_after_it = f"{name}.".startswith(f"{job}.")
             if is_named_after_it and _is_foreign(holder, me):
                 whose = f"cluster {holder.get('cluster')}, submitted {holder.get('submitted')}"
                 cause = f"{self.what} belongs to another job with the same id ({whose})"
@@ -114,7 +114,7 @@ class RunLock:
         try:
             if os.fstat(self.fd).st_nlink == 0:
                 self.path.stat()  # raises if the folder is gone
-                _, host = locked_by(self.path.parent) or (0, "another node")
+                _, host = locked_by(self.path.parent)
                 cause = f"{self.what} was restarted on {host}"
                 raise Refused("node-lost", f"{cause}, so this process can no longer save")
             yield
@@ -199,19 +199,24 @@ def _holder(fd: int) -> dict[str, Any]:
     return {}
 
 
+def open_lock(folder: Path) -> IO[str]:
+    """Open the lock of a folder that others may write to: follow no link. Raises OSError."""
+    return os.fdopen(os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW))
+
+
 def is_locked(folder: Path) -> bool:
     """Return whether another process, on any machine that shares the folder, holds its lock."""
-    with contextlib.suppress(OSError), (folder / "lock").open("r+b") as lock:
+    with contextlib.suppress(OSError), open_lock(folder) as lock:
         return not _try_lock(lock.fileno(), _LIVE)
     return False
 
 
-def locked_by(folder: Path) -> tuple[int, str] | None:
-    """Return the id and host of the process that last locked a folder; None without a lock."""
-    with contextlib.suppress(OSError), (folder / "lock").open("r+b") as lock:
+def locked_by(folder: Path) -> tuple[int, str]:
+    """Return the id and host of the process that last locked a folder; id 0 if it is unknown."""
+    with contextlib.suppress(OSError), open_lock(folder) as lock:
         if holder := _holder(lock.fileno()):
             return holder["process"], holder["host"]
-    return None
+    return 0, "another node"
 
 
 def is_locked_here(folder: Path) -> bool:

@@ -129,7 +129,7 @@ def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:
         return
 
     wait_s = grace_s + limits.STOP_COMMAND_S
-    _, host = locked_by(folder) or (0, "another node")
+    _, host = locked_by(folder)
     warn(f"waiting up to {wait_s:g} s for this job's earlier start, on {host}, to save and stop")
     run_json.update(folder, job=run_json.this_start(environ))
     until = time.monotonic() + wait_s

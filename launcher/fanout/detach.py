@@ -24,7 +24,7 @@ from launcher.failure_block import COLOURS
 from launcher.fanout import transcript
 from launcher.plan.plan import Plan
 from launcher.record import run_json
-from launcher.text import PlanError, print_row, short_host_name
+from launcher.text import PlanError, open_own, print_row, short_host_name
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -83,11 +83,11 @@ def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
 
     Raises Refused if the log cannot be written.
     """
-    with run_json.writing_to(log.parent):
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    with run_json.writing_to(log.parent), open_own(log, "ab") as file:
+        fd = os.dup(file.fileno())
     if plan.has_transcript:  # the log is the transcript
-        file = transcript.new_file(plan)
-        update_link(file, os.path.relpath(log, file.parent))
+        copy = transcript.new_file(plan)
+        update_link(copy, os.path.relpath(log, copy.parent))
 
     processes.outlive_parent()
     try:

@@ -36,7 +36,7 @@ from launcher.plan.slurm import ask_squeue, chain_of, in_batch_script, is_at_tim
 from launcher.processes import KILLED
 from launcher.record.run_json import ASKED, NOTICED
 from launcher.terminal import Terminal
-from launcher.text import short_host_name, warn
+from launcher.text import open_own, short_host_name, warn
 from launcher.wire import limits
 from launcher.wire.launcher_link import Answers
 from launcher.wire.messages import Exit, Membership
@@ -211,7 +211,7 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -
             srun.wait()
         elif came == QUERY and QUERY not in handled:
             with contextlib.suppress(OSError):
-                (plan.folder / ASKED).touch()  # asks for the stacks of all ranks
+                open_own(plan.folder / ASKED, "a").close()  # asks for the stacks of all ranks
         elif came is not None:
             asked.append(came)
             if came == signal.SIGINT and interrupts.is_second():
@@ -264,7 +264,7 @@ def pass_on(signum: int, plan: Plan, srun: Srun) -> None:
         return
     if not plan.engine:
         with contextlib.suppress(OSError):  # a full disk
-            (plan.folder / NOTICED[signum]).touch()
+            open_own(plan.folder / NOTICED[signum], "a").close()
             return
     srun.send_signal(signum)  # srun forwards the notice to the tasks that it knows have started
 
@@ -297,7 +297,7 @@ def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
         record = plan.folder / "requeues"
         record.parent.mkdir(parents=True, exist_ok=True)
         newest = f"step-{max(map(int, filter(str.isdecimal, steps)), default=0)}"
-        with record.open("a") as file:
+        with open_own(record, "a") as file:
             print(newest, file=file)
         last = record.read_text().splitlines()[-MOST_RESTARTS - 1 :]
         if last == [newest] * (MOST_RESTARTS + 1):

@@ -16,7 +16,15 @@ from typing import Any, final
 
 from distributed.errors import REFUSED, Refused
 from distributed.job import job_id, this_job
-from distributed.lock import RunLock, is_locked, locked_by, refuse_holder, this_process, update_link
+from distributed.lock import (
+    RunLock,
+    is_locked,
+    locked_by,
+    open_lock,
+    refuse_holder,
+    this_process,
+    update_link,
+)
 from distributed.stop_signals import NOTICES
 from launcher.processes import start_ticks
 from launcher.record.commit import git_commit
@@ -87,10 +95,7 @@ class Record:
 
 
 def read(folder: Path) -> Record | None:
-    """Return the record of a run: empty if run.json is damaged, None if there is no run.json.
-
-    Raises OSError if it cannot be read.
-    """
+    """Return a run's record: empty if it is damaged, None if there is none. Raises OSError."""
     try:
         with open_own(folder / "run.json", "rb") as file:
             text = file.read(LONGEST_FILE)
@@ -181,24 +186,20 @@ def refuse_live(folder: Path, environ: Environ) -> None:
     over the run. In a job, only the lock is checked, because it records the job.
     """
     if job_id(environ):
-        with contextlib.suppress(OSError), (folder / "lock").open("r+b") as lock:
+        with contextlib.suppress(OSError), open_lock(folder) as lock:
             refuse_holder(lock.fileno(), f"run {folder.name}", this_process())
         return
 
     record = read(folder)
     launcher = record.launcher if record and not record.is_over else None
-    is_ours = launcher is not None and launcher.is_here
-    if launcher and (launcher.is_alive if is_ours else is_locked(folder)):
-        where = "" if is_ours else f" on {launcher.host}"
+    if launcher and (launcher.is_alive if launcher.is_here else is_locked(folder)):
+        where = "" if launcher.is_here else f" on {launcher.host}"
         cause = f"run {folder.name} is live: process {launcher.process}{where}"
         raise Refused("run-is-live", f"{cause}; wait until it ends, or choose another RUN_ID")
 
 
 def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
-    """Record that this process is about to start the run.
-
-    Raises Refused if that fails, or if another process was faster.
-    """
+    """Record that this process starts the run. Raises Refused if it fails."""
     me = LauncherProcess.of(os.getpid())
     job = this_start(environ)
     with writing_to(folder), _one_writer(folder):
@@ -208,9 +209,9 @@ def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
 
 
 def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
-    """Record how this process's run ended, unless it is known or another process took over.
+    """Record how the run of this process ended, unless it is known or another process took over.
 
-    `agent` is the process id of the run's agent, which held the folder's lock.
+    `agent` is the id of a process that held the folder's lock.
     """
     with contextlib.suppress(OSError):
         record = read(folder) or Record()
@@ -248,10 +249,7 @@ class RunFolder:
             self.failures /= f"start_{start}"
 
     def create(self) -> None:
-        """Create the folders, and the links `latest` and `node_<rank>.log` in the log directory.
-
-        Raises Refused if they cannot be written to.
-        """
+        """Create the folders, and `latest` and `node_<rank>.log` beside them. Raises Refused."""
         with writing_to(self.path):
             self.failures.mkdir(parents=True, exist_ok=True)
             open_own(self.node_log, "ab").close()
@@ -290,7 +288,8 @@ class LiveRecord:
         Raises Refused if another live process has the run.
         """
         self._folder = folder
-        self._lock = RunLock(folder, f"run {folder.name}")
+        with writing_to(folder):
+            self._lock = RunLock(folder, f"run {folder.name}")
         self.earlier = read(folder) or Record()
         self._job = self.earlier.job
         self._progress = (-1, -1)

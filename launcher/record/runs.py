@@ -29,6 +29,7 @@ from launcher.wire import limits
 TAIL_BYTES = 8192  # read from the end of a file, to find its last line
 LONGEST = 100  # characters of that line to show
 LONGEST_PROGRAM = 60
+KILLED = "killed"  # the state of a run whose launcher, on this machine, recorded no end
 ALL, MOST = "--all", 20  # runs that --status lists without --all
 
 
@@ -63,7 +64,7 @@ class Run:
             return "unknown"
         if not record.launcher.is_here:
             return f"{record.state} on {record.launcher.host}, as of {date(self.written)}"
-        return record.state if record.launcher.is_alive else "killed"
+        return record.state if record.launcher.is_alive else KILLED
 
     @property
     def since(self) -> float:
@@ -213,13 +214,12 @@ def print_status(log_dir: Path, words: Sequence[str], program: str) -> int:
 
 def show_stacks(run: Run, program: str) -> int:
     """Print the stacks of all ranks of a run; the run continues."""
-    launcher = run.record.launcher
-    if run.record.is_over or (launcher and launcher.is_here and not launcher.is_alive):
+    if run.record.is_over or run.state == KILLED:
         return _refuse(program, f"run {run.id} is not running: {run.state}; it has no stacks")
 
     shown = run.folder / SHOWN
     size = shown.stat().st_size if shown.exists() else 0
-    (run.folder / ASKED).touch()
+    open_own(run.folder / ASKED, "a").close()
 
     limit_s = limits.for_nodes(limits.STACKS_SHOW_S, len(run.record.hosts))
     deadline = time.monotonic() + limit_s
@@ -243,7 +243,7 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
     """Ask a run's launcher to stop it, and wait until it has ended; the ranks may save first."""
     launcher = run.record.launcher
     limit_s = run.record.grace + limits.STOP_COMMAND_S
-    if run.record.is_over or launcher is None or (launcher.is_here and not launcher.is_alive):
+    if run.record.is_over or launcher is None or run.state == KILLED:
         cause = ", ".join(filter(None, (run.state, run.cause)))
         return _refuse(program, f"run {run.id} is not running: {cause}; there is nothing to stop")
     if not launcher.is_here:

@@ -17,7 +17,9 @@ import pytest
 from agents import AGENT, ROOT, Run, begun, eventually, execute, rarely, written
 
 from distributed.environment import port_from_id
+from distributed.lock import is_locked, locked_by
 from distributed.errors import REFUSED, Refused
+from distributed.lock import is_locked, locked_by
 from launcher import processes
 from launcher.processes import ranks_of, start_ticks
 from launcher.record import run_json, runs
@@ -234,6 +236,35 @@ def test_a_link_in_a_log_folder_is_not_written_through(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="dir-unwritable"):
         folder.create()
     assert not victim.exists()
+
+
+@pytest.mark.parametrize("name", ["lock", "stacks"])
+def test_a_link_to_a_file_that_a_run_shares_is_not_followed(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "one", state="running", launcher=launcher_of(os.getpid()))
+    victim = tmp_path / "victim"
+    (tmp_path / "one" / name).symlink_to(victim)
+    if name == "stacks":
+        assert ask("stacks", tmp_path, "one") == REFUSED
+        assert "Too many levels of symbolic links" in capsys.readouterr().err
+    else:
+        with pytest.raises(Refused, match=r"symbolic links.; set LOG_DIR"):
+            run_json.LiveRecord(tmp_path / "one", is_takeover=False, launcher=None, versions={})
+        victim.write_text("")
+        assert not is_locked(tmp_path / "one") and locked_by(tmp_path / "one")[0] == 0
+    assert victim.exists() == (name == "lock")
+
+
+@pytest.mark.slow
+def test_a_pipe_in_the_place_of_a_stack_file_is_replaced(tmp_path: Path) -> None:
+    failures = tmp_path / "r1/failures"
+    failures.mkdir(parents=True)
+    os.mkfifo(failures / "rank_0.stack")
+    script = written(tmp_path / "own.py", "print('ran')")
+    options = ["--rdzv-id", "r1", "--log-dir", str(tmp_path)]
+    done = execute(tmp_path, *AGENT, *options, script, RUN_ID="r1")
+    assert done.stdout == "ran\n" and (failures / "rank_0.stack").is_file()
 
 
 def test_a_run_that_does_not_end_is_left_with_the_command_that_ends_it(

@@ -55,7 +55,7 @@ class NodeLog:
         self.is_kept = path is not None
         self.lines = 0
         if path is not None:
-            with path.open("rb") as before:
+            with open_own(path, "rb") as before:
                 self.lines = sum(line.endswith(b"\n") for line in before)
         self._file = open_own(path or _NOWHERE, "ab", buffering=0)
 
