@@ -1,6 +1,7 @@
 """The master's port, where the nodes of a run meet: its number, and its listener.
 
-It is MASTER_PORT or --master-port if given, otherwise a port derived from the run id.
+It is MASTER_PORT or --master-port if given, otherwise one derived from the run id and the
+folder of the launch: runs in different folders may have the same id.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ def open_master_port(request: Request) -> tuple[int, socket.socket | None, int]:
     """Return the master's port, and on node rank 0 its listener, or the errno if listening fails.
 
     The port is opened only once: a node that connected to a trial listener would be cut off. If
-    no port is given, a single node uses the first free port from the run id's port upwards.
+    no port is given, a single node uses the first free one from there upwards.
     """
-    port = request.port or port_from_id(request.run_id)
+    place = request.directory / (request.log_dir if request.num_nodes == 1 else "")
+    port = request.port or port_from_id(str(place / request.run_id))
     while request.node_rank == 0:
         try:
             return port, open_port(port, request.master_addr), 0

@@ -112,7 +112,7 @@ class Plan(World, Choices, ConfigFacts):
     words: Sequence[str]  # the training script and its arguments, as the node agent takes them
     is_ours: bool = False  # the training script is this project's train.py
     config: str = ""  # empty: none
-    port: int | None = None  # None: derived from the run id
+    port: int | None = None  # None: derived from the run id and the folder
     engine: str = ""  # what starts the ranks instead of the node agent
     max_restarts: int = 0
     grace_s: int = limits.GRACE_S

@@ -47,7 +47,7 @@ class Request:
     nproc: int | None  # None means one per GPU, or `cpu_nproc` if there is no GPU
     cpu_nproc: int  # 0 means that GPUs are needed
     master_addr: str
-    port: int | None  # None means a port derived from the run id
+    port: int | None  # None means a port derived from the run id and the folder
     words: Sequence[str]  # the training script and its arguments
     directory: Path  # the base of relative paths
     log_dir: Path

@@ -328,6 +328,18 @@ def test_a_node_that_comes_after_a_refusal_by_hand_is_told_why(
     assert "telling it for 15 s to nodes that come later" in capsys.readouterr().err
 
 
+def test_a_program_at_the_port_that_never_answers_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for limit in ("CHECKIN_CONNECT_S", "CHECKIN_REJECTED_S"):
+        monkeypatch.setattr(limits, limit, 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        told = rf"another program listens at 127.0.0.1:{port}, .* \[port-in-use\]"
+        with pytest.raises(Refused, match=told):
+            checkin.join("127.0.0.1", port, THERE, b"", Wait(0.5, print))
+
+
 @pytest.mark.long
 def test_a_node_that_comes_when_the_run_has_begun_is_told(start: Start, port: int) -> None:
     for run in start():

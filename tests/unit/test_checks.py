@@ -425,6 +425,13 @@ def test_the_port_moves_on_from_one_in_use() -> None:
     assert port_opened(a_request()) == wanted
 
 
+def test_runs_of_the_same_id_in_two_folders_have_two_ports() -> None:
+    for place in ({"num_nodes": 2, "directory": Path("other")}, {"log_dir": Path("other")}):
+        assert port_opened(a_request(**place)) != port_opened(a_request())
+    # Over ssh, a live run with another LOG_DIR is found at the port.
+    assert port_opened(a_request(num_nodes=2, log_dir=Path("other"))) == port_opened(a_request())
+
+
 def test_node_rank_0_opens_the_port_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It used to open and close the port first, as a test, and cut off any node that connected."""
     opened = []

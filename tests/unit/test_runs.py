@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 from agents import AGENT, ROOT, Run, begun, eventually, execute, rarely, written
 
-from distributed.environment import port_from_id
-from distributed.lock import is_locked, locked_by
 from distributed.errors import REFUSED, Refused
 from distributed.lock import is_locked, locked_by
 from launcher import processes
@@ -449,15 +447,6 @@ def test_a_run_that_is_refused_has_ended(start: Start) -> None:
         done = execute(Path.cwd(), *command, code=3, **variables)
     assert "[port-in-use]" in done.stderr
     assert (read()["state"], read()["exit_code"]) == ("ended", 3)
-
-
-@pytest.mark.slow
-def test_a_port_that_nobody_chose_gives_way_to_another(tmp_path: Path) -> None:
-    """Another run with this id began at the same moment, in another folder."""
-    script, port = written(tmp_path / "own.py", "print('ran')"), port_from_id("r1")
-    with socket.create_server(("127.0.0.1", port)):
-        options = ["--rdzv-id", "r1", "--master-port", str(port)]
-        assert execute(tmp_path, *AGENT, *options, script).stdout == "ran\n"
 
 
 def test_writers_of_run_json_lose_nothing_of_each_other(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from distributed.environment import port_from_id
 from distributed.errors import Refused
 from launcher import own_time
 from launcher.agent.nodes.team import Team
@@ -77,14 +76,7 @@ def meet(
     if me.node_rank != 0:
         return join(address, port, me, access.secret, wait)
 
-    is_chosen = me.num_nodes > 1 or port != port_from_id(me.run_id)
-    try:
-        listener = listen(address, port)
-    except Refused:
-        if is_chosen:
-            raise
-        listener = listen(address, 0)  # another run with this id began at the same moment
-
+    listener = listen(address, port)
     with contextlib.closing(Acceptor(listener, access, say)) as acceptor:
         here = gather(acceptor, me, wait, tells_late=is_by_hand)
     members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
@@ -107,7 +99,7 @@ def meet(
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on the master port (0 means any free port). Raises Refused if it is taken."""
+    """Listen on the master port. Raises Refused if it is taken."""
     try:
         return open_port(port, address)
     except OSError as error:
@@ -231,6 +223,9 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
     if isinstance(last, WrongSecret):
         cause = f"node rank 0 at {address}:{port} has a different RUN_SECRET from this node"
         raise Refused("stranger", f"{cause}, or none; set the same one on every node")
+    if isinstance(last.__cause__, TimeoutError):
+        cause = f"another program listens at {address}:{port}, and does not answer"
+        raise Refused("port-in-use", f"{cause}; end it, or set MASTER_PORT to a free port")
     if isinstance(last, NotAccepted):
         which = f"node rank {me.node_rank}" if me.node_rank >= 0 else "this node"
         cause = f"{address}:{port} rejected {which}: the run has already started, or the port is "
