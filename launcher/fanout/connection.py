@@ -287,7 +287,7 @@ def write_opening(plan: Plan, added: Environ) -> str:
 
     `added` are variables in addition to the forwarded ones.
     """
-    names = (*plan.forwarded, "LAUNCH_JOB", *JOB_VARIABLES)
+    names = (*plan.forwarded, "LAUNCH_JOB", "TMPDIR", *JOB_VARIABLES)
     environ = plan.environ
     kept = {name: environ[name] for name in names if name in environ}
     exports = shlex.join(f"{name}={value}" for name, value in {**kept, **added}.items())
@@ -297,4 +297,7 @@ def write_opening(plan: Plan, added: Environ) -> str:
     return f"""\
 set -- ${{SSH_CONNECTION:-}}
 printf '\\002%s {{"Hello":{{"address":"%s"}}}}\\n' {shlex.quote(added["LAUNCH_TOKEN"])} "${{3:-}}"
-cd -- {shlex.quote(str(plan.directory))} && export {exports} && exec {far_side}; exit 127"""
+own=${{TMPDIR-}}
+cd -- {shlex.quote(str(plan.directory))} && export {exports} || exit 127
+[ -d "${{TMPDIR-}}" ] || TMPDIR=$own
+exec {far_side}; exit 127"""

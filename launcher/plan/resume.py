@@ -23,7 +23,7 @@ FORWARDED = (  # over ssh: names and beginnings of names; docs/reference.md says
     *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_"),  # threads
     *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DIFFUSERS_", "TOKENIZERS_", "ACCELERATE_"),
     *("WANDB_", "MLFLOW_", "COMET_", "CLEARML_", "NEPTUNE_"),  # trackers
-    *("DEEPSPEED_", "DS_", "XLA_", "TF_CPP_MIN_LOG_LEVEL"),
+    *("DEEPSPEED_", "DS_", "JAX_", "XLA_", "TF_CPP_MIN_LOG_LEVEL"),
     *("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONUTF8"),
     *("PYTHONFAULTHANDLER", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
 )

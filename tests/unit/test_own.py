@@ -124,6 +124,20 @@ def test_what_ssh_and_pdsh_send(plan: Plan, fanout: type[ssh.Fanout], job: dict[
     assert "NCCL_DEBUG=" in opening and "CUDA" not in opening and "OMP" not in opening
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_node_gets_our_folder_for_temporary_files_if_it_has_it(
+    plan: Plan, kept: bool, tmp_path: Path
+) -> None:
+    ours = tmp_path if kept else tmp_path / "gone"
+    launch = ssh.Fanout(replace(plan, environ={"TMPDIR": str(ours), "JAX_PLATFORMS": "cpu"}))
+    assert launch.plan.forwarded == ["JAX_PLATFORMS"]
+    opening = write_opening(replace(launch.plan, directory=tmp_path), {"LAUNCH_TOKEN": "t"})
+    shown = opening.replace("exec ", "echo $TMPDIR $JAX_PLATFORMS; exit; ")
+    environ = {"PATH": os.environ["PATH"], "TMPDIR": "/own"}
+    done = subprocess.run(["bash"], input=shown, env=environ, capture_output=True, text=True)
+    assert done.stdout.splitlines()[1:] == [f"{ours if kept else '/own'} cpu"], done.stderr
+
+
 PBSDSH = """
 [[ $1 == -- ]] && shift
 for node in 0 1 2; do
