@@ -36,7 +36,7 @@ from launcher.failure import one_line
 from launcher.failure_block import find_end
 from launcher.record.run_json import KEPT
 from launcher.record.run_json import read as read_record
-from launcher.record.runs import describe, find_all
+from launcher.record.runs import KILLED, describe, find_all
 from launcher.text import Environ, count, did_you_mean, name_ranks, warn
 
 STDIN = "-"  # as the name of a log
@@ -120,6 +120,9 @@ def explain(names: Sequence[str], log_dir: Path) -> int:
         folders = {file.resolve().parent for file in files}
         if runs := [run for run in find_all(log_dir) if run.folder.resolve() in folders]:
             print(describe(runs))  # the run is live, or was killed with its launcher
+            for run in runs:
+                if run.state == KILLED and (gone := run.record.launcher):
+                    print(f"the launcher (pid {gone.process} on {gone.host}) is gone")
         return 1
 
     print_cause(cause, sightings, find_ranks(cause, files))

@@ -267,10 +267,12 @@ def choose_run_id(typed: Typed, log_dir: Path, *, is_namer: bool) -> str:
     """Return RUN_ID. If unset, node rank 0 gets an id from --rdzv-id or the job, or a new one."""
     environ = typed.environ
     run_id = environ.get("RUN_ID", "")
+    given = plain_run_id(typed.run_id)
+    if run_id and given and not f"{run_id}.".startswith(f"{given}."):
+        warn(f"{typed.program}: warning: RUN_ID is {run_id}; --rdzv-id {given} is ignored")
     if run_id or not is_namer:
         return run_id and check_run_id(run_id)
 
-    given = plain_run_id(typed.run_id)
     if not (name := given or job_run_id(environ)):
         return new_run_id()
     run_id = free_run_id(log_dir, name, environ, of_job=not given, is_dry_run=typed.is_dry_run)

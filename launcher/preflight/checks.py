@@ -307,11 +307,6 @@ def check_folders(machine: Machine) -> Iterator[Fault]:
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.realpath(directory), exist_ok=True)
         place = existing(directory)
-        free = shutil.disk_usage(place).free
-        if free < LEAST_DISK:
-            cause = f"{free >> 20} MiB free under {str(directory)!r}"
-            yield warning("disk-low", cause, "free some space, or choose another folder")
-
         try:
             with tempfile.TemporaryFile(dir=place) as probe:
                 probe.write(b"\0")
@@ -319,6 +314,11 @@ def check_folders(machine: Machine) -> Iterator[Fault]:
             cause = f"cannot write under {str(directory)!r} ({error.strerror})"
             cure = "choose another folder (LOG_DIR, checkpoint.dir)"
             yield Fault(unwritable_fault(error), cause, cure)
+            continue
+        free = shutil.disk_usage(place).free
+        if free < LEAST_DISK:
+            cause = f"{free >> 20} MiB free under {str(directory)!r}"
+            yield warning("disk-low", cause, "free some space, or choose another folder")
 
 
 CHECKS = {  # each with the number of things that it checks

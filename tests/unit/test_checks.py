@@ -496,6 +496,11 @@ def test_a_full_quota_is_a_full_disk() -> None:
         assert text.unwritable_fault(OSError(number, "")) == fault
 
 
+def test_a_folder_that_cannot_be_made_is_one_fault() -> None:
+    faults = [*checks.check_folders(make_machine(log_dir=Path("/proc/x")))]
+    assert [fault.name for fault in faults] == ["dir-unwritable"]
+
+
 def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "LEAST_DISK", 1 << 60)
     fault = find(checks.check_folders, log_dir=tmp_path / "not" / "yet")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from launcher.explain.reading import HINT, Sighting, look, read, split
 from launcher.explain.rules import RULES
 from launcher.failure import Failure, RaisedError, describe_end
 from launcher.record import run_json
-from launcher.record.run_json import KEPT, note_start
+from launcher.record.run_json import KEPT, LauncherProcess, note_start
 
 EXPLAIN = [sys.executable, "-m", "launcher.explain"]
 LOGS = ROOT / "tests/logs"
@@ -438,6 +439,18 @@ def test_a_run_that_starts_and_has_no_log_yet_is_described(
     note_start(Path("logs/26"), {})
     assert main(["26"], {}, "explain.sh") == 1
     assert capsys.readouterr().out.startswith("26 ")
+
+
+def test_a_launcher_that_is_gone_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    gone = LauncherProcess(4194305, 1, socket.gethostname())  # above the largest process id
+    run_json.update(Path("logs/26"), state="running", launcher=gone)
+    (tmp_path / "logs/26/node_0.log").write_text("[0] step 1\n")
+    assert main(["26"], {}, "explain.sh") == 1
+    told = f"the launcher (pid 4194305 on {gone.host}) is gone\n"
+    assert capsys.readouterr().out.endswith(told)
 
 
 def test_without_a_name_the_newest_run_is_explained_even_if_it_never_began(

@@ -177,6 +177,13 @@ def test_exit_codes(tmp_path: Path, statement: str, code: int) -> None:
     assert run_agent("--nproc-per-node", "2", script).returncode == code
 
 
+def test_an_interrupt_that_a_script_raises_is_shown_with_its_place(tmp_path: Path) -> None:
+    script = written(tmp_path / "leave.py", "def leave():\n    raise KeyboardInterrupt\nleave()\n")
+    done = run_agent("--nproc-per-node", "2", script)
+    assert done.returncode == 130
+    assert "cause    KeyboardInterrupt\n" in done.stderr and "leave.py:2 in leave" in done.stderr
+
+
 @pytest.fixture
 def memory_group() -> Iterator[Path]:
     """A control group (version 1 or 2) with 1 GiB of memory."""

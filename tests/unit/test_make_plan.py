@@ -255,6 +255,15 @@ def test_what_wins(
     assert getattr(plan_of(environ, **typed), field) == expected
 
 
+def test_an_id_that_is_not_that_of_the_resumed_run_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for run_id, warns in {"typed": False, "typed.1": False, "mine": True}.items():
+        plan_of(run_id="typed", environ={"RUN_ID": run_id})
+        told = f"warning: RUN_ID is {run_id}; --rdzv-id typed is ignored"
+        assert (told in capsys.readouterr().err) == warns
+
+
 def test_a_new_run_id_where_nothing_names_the_run() -> None:
     assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", plan_of().run_id)
 

@@ -224,6 +224,7 @@ def _execute(program: Program, error_file: Path, tell: Callable[[int], None]) ->
             tell(ending.MAY_SAVE if code == STOPPED else ending.ENDED)
         return code
     except KeyboardInterrupt as stop:
+        _record(stop, 130, error_file)
         _report(stop)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # die of the signal, as Python does
         os.kill(os.getpid(), signal.SIGINT)
