@@ -198,21 +198,6 @@ def signal_name(code: int) -> str:
         return ""
 
 
-def count_memory_kills() -> int:
-    """Return the number of out-of-memory kills in this process's control group."""
-    with contextlib.suppress(OSError):
-        groups = Path("/proc/self/cgroup").read_text(errors="surrogateescape")
-        for line in groups.splitlines():  # cgroups v1: a line per controller; v2: one line
-            _, controllers, group = line.split(":", 2)
-            is_first = "memory" in controllers.split(",")
-            file = f"/memory{group}/memory.oom_control" if is_first else f"{group}/memory.events"
-            with contextlib.suppress(OSError):
-                counted = Path(f"/sys/fs/cgroup{file}").read_text()
-                if kills := re.search(r"^oom_kill (\d+)$", counted, re.MULTILINE):
-                    return int(kills[1])
-    return 0
-
-
 def one_line(cause: str) -> str:
     """Return the first line of a message, shortened if it would fill the screen."""
     first, *more = _lines_of(cause)

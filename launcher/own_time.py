@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from launcher.wire import limits
 
@@ -41,6 +41,14 @@ class OwnTime:
 _OWN = OwnTime()  # of the main thread
 now = _OWN.now
 since = _OWN.since
+
+
+def turns(limit_s: float, pause_s: float = limits.POLL_S) -> Iterator[None]:
+    """Yield after each pause, until the limit has passed; a wait for what sends no event."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(pause_s)
 
 
 class SilenceNews:

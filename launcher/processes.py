@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 
 from launcher import shared_files
 from launcher.outer_run import OUTER_TOKEN
+from launcher.own_time import turns
 from launcher.proc import read_proc
 from launcher.text import warn
 from launcher.wire import limits
@@ -212,13 +213,11 @@ def suspend() -> None:
     """Stop this process and all descendants, as Ctrl-Z does; continue them when it continues."""
     me = os.getpid()
     stopped: list[int] = []
-    deadline = time.monotonic() + limits.KILL_S
-    while running := [pid for pid in descendants(me) if not is_stopped(pid)]:
+    for _ in turns(limits.KILL_S):
+        if not (running := [pid for pid in descendants(me) if not is_stopped(pid)]):
+            break
         send(running, signal.SIGSTOP)  # repeat: one may have forked before it stopped
         stopped += running
-        if time.monotonic() > deadline:
-            break
-        time.sleep(limits.POLL_S)
     # With the default action, the kernel does not stop a process that no shell could continue.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
     signal.raise_signal(signal.SIGTSTP)
@@ -236,13 +235,13 @@ def end_descendants(*, term_s: float = 0.0) -> list[int]:
     """
     if term_s > 0:
         send(_workers(), signal.SIGTERM)
-        deadline = time.monotonic() + term_s
-        while _workers() and time.monotonic() < deadline:
-            time.sleep(limits.POLL_S)
-    deadline = time.monotonic() + limits.KILL_S
-    while (alive := _workers()) and time.monotonic() < deadline:
+        for _ in turns(term_s):
+            if not _workers():
+                break
+    for _ in turns(limits.KILL_S):
+        if not (alive := _workers()):
+            break
         send(alive, signal.SIGKILL)  # repeat: one may have forked before it stopped
-        time.sleep(limits.POLL_S)
     return _end_cleaners()
 
 
@@ -273,8 +272,7 @@ def kill_others(spared: Iterable[int]) -> None:
     Those that only clean up are left, too: they may belong to those that are spared.
     """
     kept = {*spared}
-    for pid in [*kept]:
-        kept.update(descendants(pid))
+    kept.update(*map(descendants, kept))
     send((pid for pid in _workers() if pid not in kept), signal.SIGKILL)
 
 

@@ -45,9 +45,8 @@ def files_of(manager: int) -> set[str]:
 
 def _writable_parts(pid: int) -> list[tuple[int, int]]:
     """Return the first and the last address of each part of a process's heap and stack."""
-    with open(f"/proc/{pid}/maps", errors="replace") as file:
-        rows = [line.split() for line in file]
-    spans = [row[0].split("-") for row in rows if row[1].startswith("rw") and row[4] == "0"]
+    rows = [line.split() for line in read_proc(pid, "maps").splitlines()]
+    spans = [row[0].split(b"-") for row in rows if row[1].startswith(b"rw") and row[4] == b"0"]
     return [(int(start, 16), int(end, 16)) for start, end in spans]
 
 

@@ -13,7 +13,6 @@ import importlib
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from launcher.fanout import detach
 from launcher.interrupt import leave_unstarted
 from launcher.outer_job import leave_outer_job
 from launcher.outer_run import leave_outer_run
+from launcher.own_time import turns
 from launcher.plan import pbs, resume, slurm, submit_with_config
 from launcher.plan.check_config import check_config
 from launcher.plan.foreign import read_value
@@ -132,9 +132,9 @@ def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:
     _, host = locked_by(folder)
     warn(f"waiting up to {wait_s:g} s for this job's earlier start, on {host}, to save and stop")
     run_json.update(folder, job=run_json.this_start(environ))
-    until = time.monotonic() + wait_s
-    while is_locked(folder) and time.monotonic() < until:
-        time.sleep(limits.LOCK_LOOK_S)
+    for _ in turns(wait_s, limits.LOCK_LOOK_S):
+        if not is_locked(folder):
+            break
 
 
 def prepare(plan: Plan, script: str) -> Callable[[], None]:

@@ -22,6 +22,7 @@ from launcher.agent.output.stream import Stream
 from launcher.agent.rank import ending
 from launcher.crash import read_crash
 from launcher.failure import Failure
+from launcher.preflight import cgroup
 from launcher.processes import KILLED
 from launcher.wire import limits
 from launcher.wire.states import Calls, RankState
@@ -130,7 +131,7 @@ class NodeRanks:
     heartbeats: Heartbeats
     node_rank: int
     host: str
-    _memory_kills: int = field(default_factory=failure.count_memory_kills)
+    _memory_kills: int = field(default_factory=cgroup.count_memory_kills)
 
     def living(self) -> list[Rank]:
         """Return the ranks that are still running."""
@@ -204,7 +205,7 @@ class NodeRanks:
             replace(unknown, log=f"{log}:{line}" if log and line else log),
             raised,
             code=each.code,
-            is_out_of_memory=failure.count_memory_kills() > self._memory_kills,
+            is_out_of_memory=cgroup.count_memory_kills() > self._memory_kills,
             last_text=err.last_text,
         )
 

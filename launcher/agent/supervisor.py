@@ -40,12 +40,13 @@ from launcher.command_line import find_option, read_for_torch, read_grace, read_
 from launcher.descriptors import wait_for_input
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import find_rule
-from launcher.failure import Failure, count_memory_kills, explain, signal_name
+from launcher.failure import Failure, explain, signal_name
 from launcher.interrupt import code_for_shell
 from launcher.outcome import Outcome
 from launcher.outer_job import leave_outer_job
 from launcher.outer_run import leave_outer_run
 from launcher.own_time import Deadline
+from launcher.preflight.cgroup import count_memory_kills
 from launcher.processes import KILLED
 from launcher.record import run_json
 from launcher.text import OwnEnviron, mend_streams, warn

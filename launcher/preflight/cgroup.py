@@ -1,4 +1,4 @@
-"""How many CPUs and processes a container, a scheduler or a service manager allows here."""
+"""What a container, a scheduler or a service manager allows here: CPUs, processes, memory."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ def count_cpus() -> int:
     with contextlib.suppress(OSError):  # a sandbox refuses it
         cpus = len(os.sched_getaffinity(0))
     return max(1, min([cpus, *quotas]))
+
+
+def count_memory_kills() -> int:
+    """Return the number of out-of-memory kills in this process's control group."""
+    with contextlib.suppress(OSError):
+        for group in _groups():
+            words = _read(group / "memory.events") or _read(group / "memory.oom_control")
+            if "oom_kill" in words:
+                return int(words[words.index("oom_kill") + 1])
+    return 0
 
 
 def check_processes(nproc: int, num_workers: int) -> Iterator[Fault]:

@@ -26,6 +26,7 @@ from distributed.lock import (
     update_link,
 )
 from distributed.stop_signals import NOTICES
+from launcher.own_time import turns
 from launcher.processes import start_ticks
 from launcher.record.commit import git_commit
 from launcher.record.restart import Restart
@@ -129,13 +130,12 @@ def _one_writer(folder: Path) -> Iterator[None]:
     """Lock out other writers. After 2 s, or if locking fails, continue without the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with open_own(folder / ".run.json.lock", "a") as lock:
-        deadline = time.monotonic() + limits.RECORD_LOCK_S
-        while time.monotonic() < deadline:
+        for _ in turns(limits.RECORD_LOCK_S):
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except (BlockingIOError, PermissionError):
-                time.sleep(limits.POLL_S)
+                continue
             except OSError:
                 break
         yield

@@ -21,6 +21,7 @@ from distributed.environment import printable
 from distributed.errors import BAD_INPUT, REFUSED
 from launcher.command_line import split
 from launcher.failure_block import find_kept, read_tail
+from launcher.own_time import turns
 from launcher.processes import ranks_of
 from launcher.record.run_json import ASKED, LONGEST_FILE, SHOWN, Record, read
 from launcher.text import count, did_you_mean, open_own, warn
@@ -222,9 +223,7 @@ def show_stacks(run: Run, program: str) -> int:
     open_own(run.folder / ASKED, "a").close()
 
     limit_s = limits.for_nodes(limits.STACKS_SHOW_S, len(run.record.hosts))
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        time.sleep(5 * limits.POLL_S)
+    for _ in turns(limit_s, 5 * limits.POLL_S):
         with contextlib.suppress(OSError), open_own(shown, "rb") as file:
             file.seek(size)
             if (text := file.read(LONGEST_FILE)).endswith(b"\n"):
@@ -255,10 +254,10 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
     with contextlib.suppress(ProcessLookupError):  # it has just ended
         os.kill(launcher.process, signal.SIGTERM)
     warn(f"{program}: asked run {run.id} to stop; waiting up to {limit_s:.0f} s for it to end")
-    deadline = time.monotonic() + limit_s
     with contextlib.suppress(KeyboardInterrupt):  # the user stops waiting
-        while launcher.is_alive and time.monotonic() < deadline:
-            time.sleep(5 * limits.POLL_S)
+        for _ in turns(limit_s, 5 * limits.POLL_S):
+            if not launcher.is_alive:
+                break
 
     if launcher.is_alive:
         cure = f"kill -KILL {launcher.process} ends it without saving"

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from launcher import typed_json
+from launcher.own_time import turns
 from launcher.text import name_ranks
 from launcher.typed_json import MessageError
-from launcher.wire import limits
 from launcher.wire.states import Calls, Collective
 
 DUMP_SIGNAL = signal.SIGRTMIN + 10  # makes a rank write its collectives; not used by scripts
@@ -28,13 +27,13 @@ def file_of(error_file: Path) -> Path:
 
 def read(files: Mapping[int, Path], limit_s: float) -> dict[int, Calls]:
     """Wait at most `limit_s` for the ranks to write these files. Returns their calls, by rank."""
-    deadline = time.monotonic() + limit_s
     found = dict[int, Calls]()
-    while len(found) < len(files) and time.monotonic() < deadline:
+    for _ in turns(limit_s):
         for rank, file in files.items():
             with contextlib.suppress(OSError, MessageError):
                 found[rank] = typed_json.parse(Calls, file.read_text())
-        time.sleep(limits.POLL_S)
+        if len(found) == len(files):
+            break
     return found
 
 

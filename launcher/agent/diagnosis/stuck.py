@@ -8,13 +8,13 @@ from __future__ import annotations
 import operator
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from launcher.failure import user_frames
+from launcher.own_time import turns
 from launcher.wire import limits
 from launcher.wire.states import RankState
 
@@ -53,16 +53,14 @@ def size_of(file: Path) -> int:
 
 def wait_for_stacks(files: Mapping[Path, int], limit_s: float) -> None:
     """Wait up to `limit_s` for all files to grow beyond their old sizes."""
-    deadline = time.monotonic() + limit_s
     sizes: list[int] = []
     same = 0  # checks without a change: a busy machine writes a stack in parts
-    while files and time.monotonic() < deadline:
+    for _ in turns(limit_s if files else 0, 5 * limits.POLL_S):
         before = sizes
         sizes = [*map(size_of, files)]
         same = same + 1 if sizes == before else 0
         if all(map(operator.gt, sizes, files.values())) and same >= 5:
             return
-        time.sleep(5 * limits.POLL_S)
 
 
 def read_stack(file: Path) -> list[str]:
