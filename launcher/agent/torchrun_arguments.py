@@ -154,8 +154,12 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
 def _read(arguments: Sequence[str], master_port: str | None) -> argparse.Namespace:
     parser = torchrun.get_args_parser()
     parser.set_defaults(master_port=master_port)  # the default is 29500 before torch 2.12
+    parser.exit_on_error = False  # it would print its usage, of 90 lines
     options, program = split(arguments)
-    args, unknown = parser.parse_known_args([*options, *program[:1]])
+    try:
+        args, unknown = parser.parse_known_args([*options, *program[:1]])
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}; see --help") from None
     args.training_script_args = program[1:]
     if unknown:
         option = unknown[0].partition("=")[0].replace("_", "-")

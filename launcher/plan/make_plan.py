@@ -14,6 +14,7 @@ from shutil import which
 
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
 from distributed.job import ask_scheduler, in_slurm_step, job_id, job_run_id
+from launcher.command_line import read_grace
 from launcher.container import config_texts, read_container
 from launcher.handshake import read_access
 from launcher.master_port import is_first, is_loopback
@@ -46,7 +47,6 @@ def make_plan(typed: Typed) -> Plan:
 
     words, is_ours, config = choose_program(typed)
     max_restarts = _read_restarts(typed)
-    grace_s = read_number("GRACE", typed.grace or str(limits.GRACE_S), *NUMBERS["GRACE"])
     fanout = choose_fanout(typed)
     engine = typed.engine or "srun" * (fanout != "local" and environ.get("LAUNCHER") == "srun")
     is_here = fanout == "local" and not (typed.is_dry_run or environ.get("CONTAINER"))
@@ -86,7 +86,7 @@ def make_plan(typed: Typed) -> Plan:
         backend=environ.get("BACKEND") or "auto",
         engine=engine,
         max_restarts=max_restarts,
-        grace_s=grace_s,
+        grace_s=int(read_grace(typed.passed, environ)),
         silence_s=spares.read_silence(world, environ),
         variables=_choose_variables(environ, as_set, is_ours=is_ours),
         container=read_container(environ, typed.here, directory, named, in_job=in_job),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from launcher.command_line import find_option
 from launcher.text import Environ
 
 
@@ -73,8 +72,3 @@ class Typed(Choices):
     wait: bool = False  # submit: wait for the job's end
     usage: str = ""  # of the script, in one line
     rest: Sequence[str] = ()  # the words after `--`
-
-    @property
-    def grace(self) -> str:
-        """How long the ranks have to save, as given by an option or a variable; may be empty."""
-        return find_option(self.passed, "--shutdown-timeout") or self.environ.get("GRACE", "")

@@ -279,6 +279,7 @@ def test_elastic_launches_are_handed_to_torch(tmp_path: Path) -> None:
     [
         ([], {"PET_NO_PYTHON": "1", "PET_MODULE": "1"}, "--no-python and --module"),
         (["--logs_specs=NONE"], {}, "torchrun.logs_specs[NONE]"),
+        (["--monitor-interval=abc"], {}, "--monitor-interval/--monitor_interval: invalid float"),
         *rarely(
             (["--max-restarts=-1"], {}, "--max-restarts -1: give 0 or more"),
             (["--local-ranks-filter=a"], {}, "--local-ranks-filter a: give local ranks"),

@@ -214,6 +214,8 @@ def test_fewer_nodes_that_cannot_share_the_batch_are_told(
         ("log_dir", {}, {}, Path("logs")),
         ("grace_s", {}, {}, 30),
         ("grace_s", {}, {"GRACE": "0"}, 0),
+        ("grace_s", LIKE, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, 7),  # as the agent reads it
+        ("grace_s", {**LIKE, "passed": ("--shutdown-timeout", "9")}, {"GRACE": "5"}, 9),
         ("silence_s", SSH, {}, 60),
         ("silence_s", SSH, SPARE, 10),  # a false alarm costs little: a spare takes over
         ("silence_s", SSH, {**SPARE, "SILENCE_SECONDS": "30"}, 30),
