@@ -211,10 +211,10 @@ def reap() -> Iterator[tuple[int, int]]:
 
 def suspend() -> None:
     """Stop this process and all descendants, as Ctrl-Z does; continue them when it continues."""
-    me = os.getpid()
     stopped: list[int] = []
     for _ in turns(limits.KILL_S):
-        if not (running := [pid for pid in descendants(me) if not is_stopped(pid)]):
+        running = [pid for pid in descendants(os.getpid()) if not is_stopped(pid)]
+        if not running:
             break
         send(running, signal.SIGSTOP)  # repeat: one may have forked before it stopped
         stopped += running
