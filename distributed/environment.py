@@ -187,7 +187,7 @@ def slurm(v: Variables) -> Environment:
     num_nodes = v.number("SLURM_STEP_NUM_NODES", len(tasks), len(tasks), why)
     node_rank = v.rank("SLURM_NODEID", num_nodes, "SLURM_STEP_NUM_NODES")
     local_rank = v.rank("SLURM_LOCALID", tasks[node_rank], "tasks on this node")
-    ranks = (rank, local_rank, world_size, tasks[node_rank], node_rank, num_nodes)
+    ranks = rank, local_rank, world_size, tasks[node_rank], node_rank, num_nodes
 
     if v["SLURM_DISTRIBUTION"].startswith("arbitrary") and not v["MASTER_ADDR"]:
         cause = "srun --distribution=arbitrary can put rank 0 on any node"
@@ -280,7 +280,7 @@ def detect(
     if local_rank is not None:
         v["--local-rank"] = str(local_rank)
     read = next((read for name, read in LAUNCHERS.items() if v[name]), plain)
-    restart_counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # an agent's, a job's
+    restart_counts = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"  # an agent's, a job's
 
     return replace(
         read(v),

@@ -21,7 +21,7 @@ from .heartbeat import beat
 
 _PACKAGE = __name__.partition(".")[0]
 _FILES = (io.TextIOWrapper, io.BufferedRandom, io.BufferedWriter, io.FileIO)
-_NEEDED = (types.ModuleType, types.FunctionType, type)
+_NEEDED = types.ModuleType, types.FunctionType, type
 
 
 def finish(code: int = 0) -> NoReturn:

@@ -68,5 +68,5 @@ def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
     check_strategy("fsdp", ranks, each)
     if each == ranks:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    names = ("replicate", "shard")
+    names = "replicate", "shard"
     return init_device_mesh(device.type, (ranks // each, each), mesh_dim_names=names)

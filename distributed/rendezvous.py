@@ -21,7 +21,7 @@ from .environment import Environment, LauncherError
 from .errors import some_of, with_fault
 
 
-def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: float) -> Store:
+def rendezvous(env: Environment, device: torch.device, owns_gpu: bool, timeout_s: float) -> Store:
     """Wait until every rank has checked in; returns the store.
 
     All ranks wait for the key `gate`, which holds JSON. The last rank to check in sets it to an
@@ -33,7 +33,7 @@ def rendezvous(env: Environment, device: torch.device, backend: str, timeout_s: 
     store = PrefixStore(f"launch/{env.restart_count}", _open_store(env, timeout_s))
     try:
         store.add("here", 1)
-        if found := _check_in(store, env, device, backend):
+        if found := _check_in(store, env, device, owns_gpu):
             store.set("gate", json.dumps(found))
         elif store.add("joined", 1) == env.world_size:
             store.set("gate", "[]")
@@ -108,13 +108,13 @@ def _is_served(address: str, port: int, timeout_s: float) -> bool:
 
 
 def _check_in(
-    store: Store, env: Environment, device: torch.device, backend: str
+    store: Store, env: Environment, device: torch.device, owns_gpu: bool
 ) -> tuple[str, str] | None:
-    """Claim this rank and, for NCCL, its GPU; return the fault and text if either is taken."""
+    """Claim this rank and, if it shares none, its GPU; return fault and text if one is taken."""
     host = socket.gethostname().encode(errors="replace").decode()  # the store takes only UTF-8
     me = f"{host} (rank {env.rank}, {device}, process {os.getpid()})"
     taken = {f"rank {env.rank} is used": ("duplicate-node-rank", "give each node its own rank")}
-    if backend == "nccl":
+    if owns_gpu:
         uuid = torch.cuda.get_device_properties(device).uuid
         cure = "start no more ranks than GPUs, or use the gloo backend"
         taken[f"GPU-{uuid} is used"] = ("duplicate-gpu", cure)

@@ -147,7 +147,9 @@ def init_distributed(
 
 def _join(env: Environment, backend: str, join_timeout_s: float, timeout: timedelta) -> None:
     os.environ.update(network.choose_variables(env.master_addr, env.num_nodes, os.environ))
-    store = rendezvous(env, device(), backend, join_timeout_s)
+    # With host ids of their own, ranks may share a GPU.
+    owns_gpu = backend == "nccl" and "NCCL_HOSTID" not in os.environ
+    store = rendezvous(env, device(), owns_gpu, join_timeout_s)
     store.set_timeout(timeout)
     dist.init_process_group(
         backend,

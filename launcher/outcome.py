@@ -14,6 +14,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from operator import itemgetter
 
 from distributed.errors import BAD_INPUT, REFUSED, STOPPED
 from distributed.stop_signals import notices, stop_signals
@@ -73,7 +74,7 @@ Account = tuple[Basis, Outcome]
 
 def choose(accounts: Iterable[Account]) -> Outcome:
     """Return the outcome of the account that counts: among those with the same basis, the first."""
-    _, outcome = min(accounts, key=lambda account: account[0])
+    _, outcome = min(accounts, key=itemgetter(0))
     return outcome
 
 
@@ -146,7 +147,7 @@ def _exit_before(victim: Failure, nodes: Iterable[NodeEnd]) -> Failure | None:
     if not finished:
         return None
 
-    rank, node = min(finished, key=lambda end: end[0])
+    rank, node = min(finished, key=itemgetter(0))
     return replace(
         victim,
         cause=f"exited with code 0 before rank {victim.rank}, which then failed: {victim.cause}",

@@ -105,7 +105,10 @@ def variables_of(
     variables |= {name: value for name, value in proposed.items() if name not in args.environ}
 
     if args.virtual_gpus:
-        variables |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": args.virtual_gpus[local_rank]}
+        gpu = args.virtual_gpus[local_rank]
+        variables |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": gpu}
+        if args.virtual_gpus.count(gpu) > 1:  # NCCL rejects two ranks of one host on one GPU
+            variables["NCCL_HOSTID"] = f"{assignment.node_rank}.{local_rank}"
     return {name: str(value) for name, value in variables.items()}
 
 

@@ -182,7 +182,7 @@ def _place_in_step(args: argparse.Namespace, spares: int, environ: OwnEnviron) -
     The last `spares` nodes of the step are spares. Returns whether this was done.
     """
     usual = vars(torchrun.get_args_parser().parse_args(["script"]))
-    names = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "standalone")
+    names = "nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "standalone"
     is_named = args.master_addr != usual["master_addr"]
     step = slurm_node(environ, master=args.master_addr if is_named else "")
     if step is None or any(getattr(args, name) != usual[name] for name in names):
@@ -239,20 +239,17 @@ def _check_signals(args: argparse.Namespace) -> None:
 
 
 def _virtual_gpus(args: argparse.Namespace, nproc: int, visible: str | None) -> list[str]:
-    """Return the only GPU of each rank for --virtual-local-rank; empty without that option.
+    """Return each rank's only GPU, for --virtual-local-rank or for ranks that share GPUs.
 
-    `visible` is CUDA_VISIBLE_DEVICES; None means all GPUs. Raises ValueError if it has too few.
+    `visible` is CUDA_VISIBLE_DEVICES; None means all GPUs. In it, a GPU that ranks share is named
+    several times: to CUDA itself, such a list means nothing.
     """
-    if not vars(args).get("virtual_local_rank"):
+    gpus = [*map(str, range(nproc))]
+    if visible is not None:
+        gpus = visible.replace(" ", "").split(",")
+    if not vars(args).get("virtual_local_rank") and len({*gpus}) == len(gpus):
         return []
-    if visible is None:
-        return [*map(str, range(nproc))]
-
-    gpus = [gpu.strip() for gpu in visible.split(",")]
-    if len(gpus) < nproc:
-        cause = f"--virtual-local-rank: {nproc} ranks, but CUDA_VISIBLE_DEVICES={visible}"
-        raise ValueError(f"{cause}; start no more ranks than GPUs")
-    return gpus
+    return [gpus[rank % len(gpus)] for rank in range(nproc)]
 
 
 def _master(args: argparse.Namespace, num_agents: int) -> tuple[str, int]:

@@ -110,8 +110,12 @@ COMMON = {
     **_options("--show"),
 }
 TASKS = {  # instead of a run
-    **{"-h": "help", "--help": "help", "--version": "version"},
-    **{"--status": "status", "--stop": "stop", "--stacks": "stacks"},
+    "-h": "help",
+    "--help": "help",
+    "--version": "version",
+    "--status": "status",
+    "--stop": "stop",
+    "--stacks": "stacks",
 }
 _CONFIG = {"default_config": True}
 _SELFTEST = {"module": "distributed.selftest", "cpu_nproc": 2}

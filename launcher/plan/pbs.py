@@ -200,8 +200,13 @@ def note_job(environ: OwnEnviron) -> list[str]:
 # --- the command that asks for a job ------------------------------------------------------------
 
 _REPEATED = {
-    **{"-A": "Account_Name", "-P": "project", "-N": "Job_Name", "-j": "Join_Path"},
-    **{"-k": "Keep_Files", "-m": "Mail_Points", "-M": "Mail_Users"},
+    "-A": "Account_Name",
+    "-P": "project",
+    "-N": "Job_Name",
+    "-j": "Join_Path",
+    "-k": "Keep_Files",
+    "-m": "Mail_Points",
+    "-M": "Mail_Users",
 }
 _DEFAULTS = ("_pbs_project_default", "STDIN", "n", "a")
 # Resources of a whole job that PBS derives from its request, and rejects beside it.

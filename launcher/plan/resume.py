@@ -96,7 +96,7 @@ def _set_for_it(typed: Typed) -> Iterator[str]:
 
 def forward_given(environ: OwnEnviron, given: Sequence[str]) -> None:
     """Forward the variables that the user passed to the job, except what the launcher reads."""
-    ours = (*REPEATED, *REPEATED_WITH_SSH, *NOT_REPEATED)
+    ours = *REPEATED, *REPEATED_WITH_SSH, *NOT_REPEATED
     asked = asked_names(environ)
     for name in given:
         if name in environ and name not in ours and not name.startswith(FORWARDED):

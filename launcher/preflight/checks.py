@@ -108,12 +108,13 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
     elif machine.nproc == 0:
         yield Fault("too-few-gpus", "there is no visible GPU", "give a number of processes")
     elif machine.backend == "nccl" and not (machine.gpus or any(map(os.path.exists, DEVICES))):
-        yield Fault(
-            "too-few-gpus", "backend nccl needs a GPU, but there is none", "set BACKEND=gloo"
-        )
-    if 0 < len(machine.gpus) < machine.nproc and machine.backend != "gloo":
-        cause = f"{machine.nproc} processes, but only {count(len(machine.gpus), 'visible GPU')}"
-        yield Fault("too-few-gpus", cause, "start fewer, or check CUDA_VISIBLE_DEVICES")
+        cause = "backend nccl needs a GPU, but there is none"
+        yield Fault("too-few-gpus", cause, "set BACKEND=gloo")
+    gpus = {gpu.uuid for gpu in machine.gpus}  # CUDA_VISIBLE_DEVICES may name one several times
+    if 0 < len(gpus) < machine.nproc and machine.backend != "gloo":
+        cause = f"{machine.nproc} processes, but only {count(len(gpus), 'visible GPU')}"
+        is_shared = machine.nproc <= len(machine.gpus)
+        yield Fault("too-few-gpus", cause, "start fewer; see CUDA_VISIBLE_DEVICES", warns=is_shared)
 
     for gpu in machine.gpus:
         if gpu.memory_errors:

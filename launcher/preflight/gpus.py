@@ -30,7 +30,6 @@ FIELDS = {  # fields of Gpu, and their names in --query-gpu
     "total_mib": "memory.total",
     "reasons": "clocks_throttle_reasons.active",  # drivers that call it `event` also accept this
     "clock_mhz": "clocks.applications.graphics",
-    "max_clock_mhz": "clocks.max.graphics",
     "lanes": "pcie.link.width.current",
     "max_lanes": "pcie.link.width.max",
 }
@@ -68,7 +67,6 @@ class Gpu:
     total_mib: int | None = None
     reasons: int | None = None  # bits: why its clocks are low
     clock_mhz: int | None = None  # at which applications run
-    max_clock_mhz: int | None = None
     lanes: int | None = None  # of PCIe
     max_lanes: int | None = None
     nvlinks: int | None = None  # active ones
@@ -238,7 +236,6 @@ def find_slow(gpus: Sequence[Gpu]) -> Iterator[str]:
         alike = [gpu for gpu in gpus if gpu.model == model]
         full = [gpu for gpu in alike if gpu.lanes == gpu.max_lanes]
         yield from _odd(alike, "clock_mhz", "a {} MHz application clock")
-        yield from _odd(alike, "max_clock_mhz", "a {} MHz maximum clock")
         yield from _odd(full, "lanes", "{} PCIe lanes")
         yield from _odd(_linked(alike), "nvlinks", "{} active NVLinks")
 

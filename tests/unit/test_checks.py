@@ -100,6 +100,12 @@ def nccl(name: str) -> dict[str, Any]:
         ("gpus", {"nproc": 99}, "", ""),  # on CPUs, any number can run
         ("gpus", {"nproc": 2, "gpus": TWO}, "", ""),
         ("gpus", {"nproc": 3, "gpus": TWO, "backend": "gloo"}, "", ""),
+        (
+            "gpus",
+            {"nproc": 4, "gpus": TWO * 2},
+            "too-few-gpus?",
+            "4 processes, but only 2 visible GPUs",
+        ),
         ("gpus", {"gpus": (TWO[0], BAD)}, "gpu-unhealthy", "GPU 1 has 3 uncorrected memory errors"),
         *(
             ("gpus", {"gpu_error": "GPU is lost", "nproc": nproc}, "gpu-unhealthy", "GPU is lost")
@@ -609,9 +615,9 @@ def test_nvlinks(links: Sequence[int | None], odd: str) -> None:
 
 def test_clocks_that_vendors_choose_are_no_fault() -> None:
     clocks = enumerate((2100, 2115, 1410))
-    told = [Gpu(str(i), "", 0, model="RTX 3090", max_clock_mhz=clock) for i, clock in clocks]
+    told = [Gpu(str(i), "", 0, model="RTX 3090", clock_mhz=clock) for i, clock in clocks]
     (odd,) = find_slow(told)
-    assert odd == "GPU 2 has a 1410 MHz maximum clock, but others of this model have 2115"
+    assert odd == "GPU 2 has a 1410 MHz application clock, but others of this model have 2115"
 
 
 # --- InfiniBand ---------------------------------------------------------------------------------

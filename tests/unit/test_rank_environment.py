@@ -89,6 +89,32 @@ def test_each_rank_is_local_rank_0_of_one_gpu(
     assert told["distributed.run"] == [*ranks, "record of 0: 2", "record of 1: 1"]  # and later ones
 
 
+SHARED = """
+import os
+names = "RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "NCCL_HOSTID"
+print(*(os.environ.get(name, "-") for name in names))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("visible", "ranks"),
+    [
+        ("0,0,3", ["0 0 0 0.0", "1 0 0 0.1", "2 0 3 -"]),
+        ("GPU-a, GPU-a", ["0 0 GPU-a 0.0", "1 0 GPU-a 0.1", "2 0 GPU-a 0.2"]),  # in turn
+        *rarely(("0, 3,5", ["0 0 0, 3,5 -", "1 1 0, 3,5 -", "2 2 0, 3,5 -"])),
+    ],
+)
+def test_ranks_share_a_gpu_that_is_named_several_times(
+    tmp_path: Path, visible: str, ranks: list[str]
+) -> None:
+    """To NCCL, each of those ranks is a host of its own."""
+    (tmp_path / "script.py").write_text(SHARED)
+    command = [sys.executable, ROOT / "scripts/lib/agent.py", "--nproc-per-node=3", "script.py"]
+    done = execute(tmp_path, *command, CUDA_VISIBLE_DEVICES=visible, PYTHONPATH=str(ROOT))
+    assert sorted(done.stdout.splitlines()) == ranks
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_a_launch_that_cannot_bind_starts_nothing(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_gpu_used_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for env, uuid in zip(places, ("aa", "bb", "aa"), strict=True):  # works without a GPU
         gpu = SimpleNamespace(uuid=uuid)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
-        faults.append(rendezvous._check_in(store, env, torch.device("cpu"), "nccl"))
+        faults.append(rendezvous._check_in(store, env, torch.device("cpu"), True))
     assert faults[:2] == [None, None]
     assert faults[2] is not None
     assert faults[2][0] == "duplicate-gpu"
