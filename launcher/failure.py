@@ -236,7 +236,7 @@ def install_cure(cause: str) -> str:
 
 def _folder_of(module: str) -> str:
     """Return the folder near the working directory that has a user's own module; "" if none."""
-    for folder in (".", "src", "lib", "..", "../src"):
+    for folder in ".", "src", "lib", "..", "../src":
         if Path(folder, f"{module}.py").exists() or any(Path(folder, module).glob("*.py")):
             return folder
     return ""

@@ -31,8 +31,9 @@ PANELS = {
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a metrics.jsonl, if it exists."""
-    for text in file.read_bytes().splitlines() if file.exists() else ():
+    """Yield the lines of a metrics.jsonl, if it exists, and is not a link or a pipe."""
+    is_own = file.is_file() and not file.is_symlink()
+    for text in file.read_bytes().splitlines() if is_own else ():
         with contextlib.suppress(ValueError):  # half a line, from a process that was killed
             line = json.loads(text)
             if isinstance(line, dict) and isinstance(line.get("step"), int):
@@ -77,6 +78,7 @@ def draw(
     if len(used) > 1:
         figure.suptitle(", ".join(runs))
     temporary = to.with_name(f".{to.name}")
+    temporary.unlink(missing_ok=True)  # others may have made a link there
     figure.savefig(temporary, format="png", dpi=100)
     temporary.replace(to)
 

@@ -213,6 +213,7 @@ class Progress:
         lines = [*plot.read_metrics(self._metrics)]
         kept = [line for line in lines if line["step"] <= first_step]
         temporary = self._folder / ".metrics.jsonl"
+        temporary.unlink(missing_ok=True)  # others may have made a link or a pipe there
         temporary.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
         temporary.replace(self._metrics)
         return max((line["step"] for line in lines), default=0)

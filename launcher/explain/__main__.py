@@ -146,9 +146,9 @@ def has_ended_well(name: str, log_dir: Path) -> bool:
 def find_logs(name: str, log_dir: Path) -> list[Path]:
     """Return the logs that a word of the command line names."""
     for place in (Path(name), log_dir / name):
-        if (place / KEPT).exists():
+        if (place / KEPT).is_file():
             return [place / KEPT]
-        if place.is_dir() and (files := sorted(place.glob("node_*.log"))):
+        if place.is_dir() and (files := sorted(filter(Path.is_file, place.glob("node_*.log")))):
             return files
     return [Path(name)]
 

@@ -9,7 +9,7 @@ from launcher.explain.causes import CAUSES
 from launcher.explain.kinds import Rule
 from launcher.explain.signs import SIGNS
 
-RULES = (*CAUSES, *SIGNS)
+RULES = *CAUSES, *SIGNS
 UNKNOWN = "rank-error"  # an exception that no rule matches
 _STACK_LINES = 6  # at the end of a traceback
 # Modules of Python that use /dev/shm; "No space left on device" does not name it.

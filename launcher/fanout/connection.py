@@ -287,7 +287,7 @@ def write_opening(plan: Plan, added: Environ) -> str:
 
     `added` are variables in addition to the forwarded ones.
     """
-    names = (*plan.forwarded, "LAUNCH_JOB", "TMPDIR", *JOB_VARIABLES)
+    names = *plan.forwarded, "LAUNCH_JOB", "TMPDIR", *JOB_VARIABLES
     environ = plan.environ
     kept = {name: environ[name] for name in names if name in environ}
     exports = shlex.join(f"{name}={value}" for name, value in {**kept, **added}.items())

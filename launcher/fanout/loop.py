@@ -50,7 +50,7 @@ class Loop:
         self._signals: list[signal.Signals] = []
 
         self._wake, self._waker = socket.socketpair()
-        for end in (self._wake, self._waker):
+        for end in self._wake, self._waker:
             end.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         for signum in (*handled_signals(), QUERY, signal.SIGCHLD):
@@ -139,7 +139,7 @@ class Child:
             stderr=stderr,
             preexec_fn=partial(processes.leave_terminal, os.getpid()),  # even if it is stopped
         )
-        for fd in (stdin, stdout, stderr):
+        for fd in stdin, stdout, stderr:
             os.close(fd)
 
         self._unsent = bytearray()

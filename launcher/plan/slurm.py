@@ -37,7 +37,7 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
     `script` is the entry script as it was typed, `asked` the ranks per node that the user asked
     for. Raises PlanError if this is not a job, or the scripts cannot use it.
     """
-    names = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST")
+    names = "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST"
     if missing := [name for name in names if not environ.get(name)]:
         there = next(filter(environ.get, names), "")
         why = f": {there} is set, but not {missing[0]}" if there else ""

@@ -105,7 +105,7 @@ def take_own_settings(typed: Typed) -> tuple[dict[str, str], list[str]]:
             raise PlanError(f"unknown setting {name!r}; {did_you_mean(name, OWN)}{known}")
         others.append(setting)
 
-    for name in ("num_gpus_train", "config"):
+    for name in "num_gpus_train", "config":
         if not own[name]:
             raise PlanError(f"no {name}; usage: {typed.usage}")
     read_number("num_gpus", own["num_gpus"] or "0", 0, MOST_GPUS)

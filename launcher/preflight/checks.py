@@ -161,7 +161,7 @@ def check_build(machine: Machine) -> Iterator[Fault]:
 
 def _contradictions(environ: Environ) -> Iterator[Fault]:
     """ROCm's variables choose the same GPUs, and only visible ones."""
-    names = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    names = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
     shown, by_hip, by_cuda = (environ.get(name) for name in names)
     if None not in (by_hip, by_cuda) and by_hip != by_cuda:
         cause = f"HIP_VISIBLE_DEVICES={by_hip} but CUDA_VISIBLE_DEVICES={by_cuda}"

@@ -97,6 +97,8 @@ class Record:
 
 def read(folder: Path) -> Record | None:
     """Return a run's record: empty if it is damaged, None if there is none. Raises OSError."""
+    if (folder / "run.json").is_symlink():
+        return None  # not ours; the next record replaces it
     try:
         with open_own(folder / "run.json", "rb") as file:
             text = file.read(LONGEST_FILE)

@@ -19,7 +19,7 @@ from launcher.wire import limits
 
 KIB, MIB = 2**10, 2**20
 SIZES = (KIB, 64 * KIB, MIB, 16 * MIB)  # bytes of the whole array
-GPU_SIZES = (*SIZES, 256 * MIB)
+GPU_SIZES = *SIZES, 256 * MIB
 LEAST = 3  # repeats
 
 

@@ -42,7 +42,7 @@ class Check:
 
 def run_checks(rank: int, ranks: int) -> Iterator[Check]:
     """Yield every check; all ranks iterate together."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in torch.float32, torch.bfloat16:
         yield from _collectives(rank, ranks, dtype)
     store = default_store()  # counts without a collective
     store.add("selftest/entered", 1)

@@ -420,6 +420,16 @@ def test_a_refusal_of_one_node_is_shown_before_the_stop_of_the_others(
     assert "## name-unresolved" in said and refusal not in said
 
 
+def test_a_pipe_among_the_logs_of_a_run_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "node_0.log").write_text("ValueError: bad\n")
+    for name in ("node_1.log", "failure.txt"):
+        os.mkfifo(tmp_path / name)
+    command = [sys.executable, "-m", "launcher.explain", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "ValueError: bad" in done.stdout, done.stderr
+
+
+
 @pytest.mark.parametrize("name", ["-", "/dev/stdin", "FIFO"])
 def test_a_log_is_read_from_a_pipe(name: str, tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"

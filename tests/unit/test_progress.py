@@ -258,6 +258,26 @@ def test_damaged_lines_and_steps_that_come_again_are_taken_out(tmp_path: Path) -
     assert [(line["step"], line["loss"]) for line in lines_of(tmp_path)] == [(1, 1), (2, 2), (3, 5)]
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_others_put_in_the_place_of_its_files_is_replaced(tmp_path: Path, kind: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("{}")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("metrics.jsonl", ".metrics.jsonl", ".loss.png"):
+        if kind == "link":
+            (folder / name).symlink_to(victim)
+        else:
+            os.mkfifo(folder / name)
+
+    shown = make(folder)
+    shown.record(1, values(4.5))
+    shown.draw()
+    assert [line["step"] for line in lines_of(folder)] == [1]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert victim.read_text() == "{}"
+
+
 def test_a_loss_that_is_not_finite_and_a_tasks_tensor_are_recorded(tmp_path: Path) -> None:
     shown = make(tmp_path)
     shown.record(1, {**values(math.nan), "bits": torch.tensor(0.5)})  # type: ignore[dict-item]

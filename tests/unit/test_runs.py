@@ -254,6 +254,19 @@ def test_a_link_to_a_file_that_a_run_shares_is_not_followed(
     assert victim.exists() == (name == "lock")
 
 
+def test_a_link_in_the_place_of_a_record_is_replaced(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("{}")
+    folder = tmp_path / "one"
+    folder.mkdir()
+    (folder / "run.json").symlink_to(victim)
+    refuse_live(folder, {})
+    note_start(folder, {})
+    record = run_json.read(folder)
+    assert record is not None and record.state == "starting"
+    assert victim.read_text() == "{}"
+
+
 @pytest.mark.slow
 def test_a_pipe_in_the_place_of_a_stack_file_is_replaced(tmp_path: Path) -> None:
     failures = tmp_path / "r1/failures"
