@@ -20,7 +20,7 @@ from . import limits
 from .heartbeat import beat
 
 _PACKAGE = __name__.partition(".")[0]
-_FILES = (io.TextIOWrapper, io.BufferedRandom, io.BufferedWriter, io.FileIO)
+_FILES = io.TextIOWrapper, io.BufferedRandom, io.BufferedWriter, io.FileIO
 _NEEDED = types.ModuleType, types.FunctionType, type
 
 

@@ -81,7 +81,8 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
 
     try:
         return TCPStore(
-            env.master_addr,
+            # Behind NAT or a service, rank 0 may not reach the address that leads to it.
+            "127.0.0.1" if is_server else env.master_addr,
             env.master_port,
             is_master=is_server,
             timeout=timedelta(seconds=timeout_s),

@@ -227,6 +227,17 @@ def test_gpu_used_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(message, faults[2][1])
 
 
+def _join_behind_a_service(address: str) -> int:
+    if os.environ["RANK"] == "0":  # only the others' network leads from that address to rank 0
+        os.environ["MASTER_ADDR"] = address
+    return helper.init_distributed(join_timeout_s=10).world_size
+
+
+def test_rank_0_serves_behind_an_address_that_it_cannot_reach() -> None:
+    joined = run_ranks(_join_behind_a_service, "240.0.0.1", ranks=[0, 1], world_size=2)
+    assert joined == [2, 2]
+
+
 def _join_at_a_taken_port() -> None:
     with socket.create_server(("", int(os.environ["MASTER_PORT"]))):
         helper.init_distributed(join_timeout_s=5)
