@@ -24,7 +24,7 @@ ANY_PYTHON = $(or $(GIVEN),$(wildcard $(OWN)),python3)
 SITE_PATH = $${PYTHONPATH:+:$$PYTHONPATH}
 
 .DEFAULT_GOAL := help
-.PHONY: cluster-deps cluster-up cluster-down cluster-shell test-cluster test-gpu test-login test-torch
+.PHONY: cluster-deps cluster-up cluster-down cluster-shell has-torch test-cluster test-gpu test-login test-nccl test-torch
 .PHONY: help init no-run given setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-failures bench-shapes bench-faults bench-gpu bench-scale pictures clean
 
 help: ## show this list
@@ -72,11 +72,18 @@ test-torch: ## test what another version of torch can break: one row in docs/adm
 test-cluster: $(READY_TO_TEST) ## run only the tests on the cluster on this machine (as root)
 	@PYTHON=$(PYTHON) tests/run.sh cluster
 
-test-gpu: ## test what can break on a GPU: one table, under 10 minutes (PYTHON=..., JSON=FILE)
+TEST_GPU = PYTHONPATH=$(CURDIR):$(CURDIR)/bench$(SITE_PATH) $(ANY_PYTHON) tests/gpu $(if $(JSON),--json $(JSON)) $(if $(SECONDS),--seconds $(SECONDS))
+
+has-torch:
 	@$(ANY_PYTHON) -c 'import torch, yaml' 2>/dev/null || { \
 	  echo "make: $(ANY_PYTHON) lacks torch or PyYAML; install them, or give PYTHON=" >&2; \
 	  exit 3; }
-	@PYTHONPATH=$(CURDIR):$(CURDIR)/bench$(SITE_PATH) $(ANY_PYTHON) tests/gpu $(if $(JSON),--json $(JSON)) $(ROWS)
+
+test-gpu: has-torch ## test what can break on a GPU: one table, under 10 minutes (PYTHON=..., JSON=FILE)
+	@$(TEST_GPU) $(ROWS)
+
+test-nccl: has-torch ## test NCCL between ranks that share a GPU: one table, in 7 minutes (JSON=FILE, PRETEND=1: without a GPU)
+	@$(if $(PRETEND),CUDA_VISIBLE_DEVICES= )$(TEST_GPU) --nccl $(if $(PRETEND),--pretend) $(ROWS)
 
 test-login: $(READY_TO_TEST) ## run every test as on a login node, where SLURM and PBS answer (as root)
 	@PYTHON=$(PYTHON) tests/login_node.sh tests/run.sh all

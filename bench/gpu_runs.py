@@ -1,4 +1,7 @@
-"""Run programs on a GPU, each with a time limit, for `make test-gpu` and `make bench-gpu`."""
+"""Run programs on a GPU, each with a time limit.
+
+For `make test-gpu`, `make test-nccl` and `make bench-gpu`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -35,8 +39,24 @@ if not HAS_GPU:
     GPT2_SETTINGS += ["data.num_workers=1", "data.pin_memory=false"]
 
 
+def share_gpus(ranks: int) -> dict[str, str]:
+    """Return the variables with which so many ranks share the GPUs; without a GPU, those of gloo.
+
+    Our launchers understand a list that names a GPU several times; torchrun does not.
+    """
+    if not HAS_GPU:
+        return {"BACKEND": "gloo"}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = given.split(",") if given else [*map(str, range(torch.cuda.device_count()))]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank % len(gpus)] for rank in range(ranks))}
+
+
 class Failed(Exception):
     """A row did not show what it must show."""
+
+
+class CannotRun(Exception):
+    """A row needs something that this machine lacks."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +93,11 @@ class Ended:
 class Machine:
     """Runs commands in its own folder until the time is up; keeps their output."""
 
-    def __init__(self, folder: Path, seconds: float) -> None:
+    def __init__(self, folder: Path, seconds: float, command_s: float = COMMAND_S) -> None:
         self.folder = folder
+        self.blocks = folder / "blocks"  # what users see of each failure
         self.began = time.monotonic()
+        self._command_s = command_s
         self._ends = self.began + seconds
         path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.environ = {
@@ -90,7 +112,7 @@ class Machine:
 
     def left(self) -> float:
         """Return the seconds that the next command may take."""
-        return min(COMMAND_S, self._ends - time.monotonic())
+        return min(self._command_s, self._ends - time.monotonic())
 
     def run(self, command: Sequence[str], **variables: str) -> Ended:
         """Run a command to its end. Raises Failed when its time is up."""
@@ -107,9 +129,10 @@ class Machine:
             file.write(f"\n$ {' '.join(command)}\n{text}[code {ended.code}]\n")
         return ended
 
-    def start(self, command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
-        out, err = subprocess.PIPE, subprocess.STDOUT
-        environ = self.environ | variables
+    def start(
+        self, command: Sequence[str], out: int | IO[str] = subprocess.PIPE, /, **variables: str
+    ) -> subprocess.Popen[str]:
+        environ, err = self.environ | variables, subprocess.STDOUT
         return subprocess.Popen(
             command, env=environ, cwd=self.folder, stdout=out, stderr=err, text=True
         )

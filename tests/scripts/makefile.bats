@@ -95,11 +95,11 @@ load helper
   assert_refused 2 "DIR is not set; run make init DIR=YOUR_REPOSITORY"
 }
 
-@test "make test-gpu and make test-torch keep the packages that PYTHONPATH brings" {
+@test "make test-gpu, make test-nccl and make test-torch keep the packages that PYTHONPATH brings" {
   printf '%s\n' '#!/bin/sh' 'env | grep ^PYTHONPATH=' >python
   chmod +x python
   local target
-  for target in test-gpu test-torch; do
+  for target in test-gpu test-nccl test-torch; do
     PYTHONPATH=/site/packages run make -s -C "$ROOT" "$target" PYTHON="$PWD/python"
     [[ ${lines[-1]} == PYTHONPATH=*bench:/site/packages ]]
   done

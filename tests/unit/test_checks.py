@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -15,7 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_runs
 import pytest
+import torch
 import yaml
 from agents import ROOT, execute, written
 from job_tools import make_tool
@@ -771,7 +774,7 @@ def test_a_machine_or_a_container_without_such_cards(tmp_path: Path) -> None:
     assert can_open_devices(tmp_path)
 
 
-# --- make test-gpu on a machine without a GPU -----------------------------------------------------
+# --- make test-gpu and make test-nccl on a machine without a GPU ----------------------------------
 
 
 @pytest.mark.long
@@ -784,3 +787,45 @@ def test_each_row_passes_or_says_what_it_needs(tmp_path: Path) -> None:
     assert results.pop("gloo, two ranks on one GPU") == "pass"
     assert len(results) == 3 and {*results.values()} == {"needs a GPU"}
     assert done.stdout.endswith("\n1 passed, 0 failed, 3 not run\n")
+
+
+@pytest.mark.parametrize(
+    ("visible", "shared"), [(None, "0,1,0,1"), ("5", "5,5,5,5"), ("3,7", "3,7,3,7")]
+)
+def test_ranks_of_the_rows_for_nccl_share_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, shared: str
+) -> None:
+    monkeypatch.setattr(gpu_runs, "HAS_GPU", True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_runs.share_gpus(4) == {"CUDA_VISIBLE_DEVICES": shared}
+
+
+@pytest.mark.slow
+def test_rows_for_nccl_run_through_gloo(tmp_path: Path) -> None:
+    """make test-nccl PRETEND=1: a fault under both launchers, a start, a row that needs a GPU."""
+    file = tmp_path / "table.json"
+    words = ["`kill -9` of rank", "launch of 2", "illegal"]
+    seen = see_nccl_rows("--pretend", "--json", file, *words)
+    assert "\n2 passed, 0 failed, 1 not run\n" in seen
+    killed, illegal, start = json.loads(file.read_text())
+    assert killed["told"].startswith("rank 1 [rank-killed] SIGKILL from outside this run")
+    assert re.search(r"; torchrun: code 1 after [\d.]+ s, 0 processes left$", killed["told"])
+    assert illegal["result"] == "needs a GPU"
+    assert re.fullmatch(r"ours [\d.]+ s, torchrun [\d.]+ s", start["told"])
+    ours, theirs = (tmp_path / "table.blocks/rank.txt").read_text().split("--- torchrun: ")
+    assert "\nFAILED   rank 1 (" in ours and "torch.distributed.elastic" in theirs
+
+
+@pytest.mark.slow
+def test_without_a_gpu_rows_for_nccl_say_what_they_need() -> None:
+    seen = see_nccl_rows("known answers", "two hosts")
+    assert "\n0 passed, 0 failed, 5 not run\n" in seen and seen.count("| needs a GPU |") == 5
+
+
+def see_nccl_rows(*words: object) -> str:
+    command = [sys.executable, ROOT / "tests/gpu", "--nccl", *words]
+    path = f"{ROOT}:{ROOT}/bench"
+    return execute(ROOT, *command, CUDA_VISIBLE_DEVICES="", PYTHONPATH=path).stdout
