@@ -122,8 +122,7 @@ class Machine:
             text, _ = process.communicate(timeout=max(1.0, self.left()))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)  # the launcher also ends its ranks
-            text, _ = process.communicate(timeout=STOP_S)
-            raise Failed(f"no end within its time: {text[-200:]}") from None
+            raise Failed(f"no end within its time: {_last_words(process)[-200:]}") from None
         ended = Ended(process.returncode, text, time.monotonic() - began)
         with (self.folder / "output.txt").open("a") as file:
             file.write(f"\n$ {' '.join(command)}\n{text}[code {ended.code}]\n")
@@ -173,3 +172,12 @@ class Machine:
         file = self.folder / "logs" / run_id / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [told for line in lines if "loss" in (told := json.loads(line))]
+
+
+def _last_words(process: subprocess.Popen[str]) -> str:
+    """Return what a process prints until it ends; kill it if it does not."""
+    try:
+        return process.communicate(timeout=STOP_S)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return f"SIGINT did not end it in {STOP_S:.0f} s"

@@ -308,7 +308,10 @@ def stop_midway(machine: Machine, run_id: str, *, ranks: int = 1, **variables: s
     while stopped.poll() is None and not machine.metrics(run_id) and machine.left() > 0:
         time.sleep(0.02)
     stopped.send_signal(signal.SIGTERM)
-    text, _ = stopped.communicate(timeout=max(1.0, machine.left()))
+    try:
+        text, _ = stopped.communicate(timeout=max(1.0, machine.left()))
+    finally:
+        stopped.kill()  # its ranks end too
     if stopped.returncode != 75:
         raise Failed(f"code {stopped.returncode} in place of 75: {text[-200:]}")
     return os.readlink(machine.folder / "checkpoints" / run_id / "latest")
