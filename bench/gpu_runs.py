@@ -180,4 +180,5 @@ def _last_words(process: subprocess.Popen[str]) -> str:
         return process.communicate(timeout=STOP_S)[0]
     except subprocess.TimeoutExpired:
         process.kill()
+        process.wait()
         return f"SIGINT did not end it in {STOP_S:.0f} s"

@@ -45,13 +45,15 @@ def ask_nvidia_smi() -> Use | None:
     """Return the use of the GPUs; None without a GPU, or without nvidia-smi."""
     if not HAS_GPU or not shutil.which("nvidia-smi"):
         return None
-    used = [int(word) for word in _query("gpu=memory.used") if word.isdigit()]  # or [N/A]
-    return Use(len(_query("compute-apps=pid")), sum(used))
+    # It can take a second, so both run at once.
+    queries = [_query(what) for what in ("compute-apps=pid", "gpu=memory.used")]
+    processes, used = (query.communicate(timeout=30)[0].split() for query in queries)
+    return Use(len(processes), sum(int(word) for word in used if word.isdigit()))  # or [N/A]
 
 
-def _query(what: str) -> list[str]:
+def _query(what: str) -> subprocess.Popen[str]:
     words = ["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits"]
-    return subprocess.run(words, capture_output=True, text=True, timeout=30).stdout.split()
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
 
 
 @dataclass(frozen=True)

@@ -803,6 +803,19 @@ def test_ranks_of_the_rows_for_nccl_share_the_gpus(
     assert gpu_runs.share_gpus(4) == {"CUDA_VISIBLE_DEVICES": shared}
 
 
+def test_a_command_of_a_row_is_killed_if_it_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_runs, "STOP_S", 0.5)
+    machine = gpu_runs.Machine(tmp_path, seconds=60, command_s=1)
+    sleep = "import time; time.sleep(60)"
+    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    with pytest.raises(gpu_runs.Failed, match="SIGINT did not end it"):
+        machine.run([sys.executable, "-c", f"{deaf}{sleep} # {tmp_path}"])
+    commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not any(bytes(tmp_path) in command for command in commands)
+
+
 @pytest.mark.slow
 def test_rows_for_nccl_run_through_gloo(tmp_path: Path) -> None:
     """make test-nccl PRETEND=1: a fault under both launchers, a start, a row that needs a GPU."""
