@@ -429,7 +429,6 @@ def test_a_pipe_among_the_logs_of_a_run_is_left_out(tmp_path: Path) -> None:
     assert "ValueError: bad" in done.stdout, done.stderr
 
 
-
 @pytest.mark.parametrize("name", ["-", "/dev/stdin", "FIFO"])
 def test_a_log_is_read_from_a_pipe(name: str, tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
