@@ -1,6 +1,6 @@
 """The GPUs of this machine as nvidia-smi or rocm-smi reports them, and what makes one slow.
 
-The reasons are throttled or low clocks, too few PCIe lanes and missing NVLinks. A GPU is compared
+The reasons are throttled clocks, too few PCIe lanes and missing NVLinks. A GPU is compared
 only with others of its model; values that nvidia-smi does not report are not judged. torch is not
 used, and libcuda only tells its version.
 """
@@ -29,7 +29,6 @@ FIELDS = {  # fields of Gpu, and their names in --query-gpu
     "used_mib": "memory.used",
     "total_mib": "memory.total",
     "reasons": "clocks_throttle_reasons.active",  # drivers that call it `event` also accept this
-    "clock_mhz": "clocks.applications.graphics",
     "lanes": "pcie.link.width.current",
     "max_lanes": "pcie.link.width.max",
 }
@@ -42,7 +41,6 @@ SLOWDOWNS = {
 }
 LEAST_TAKEN_MIB = 1024  # a desktop uses less, and so does the driver of an idle GPU
 LEAST_TAKEN = 0.05  # a fraction of the memory; a CPU that shares the memory uses some
-TOLERANCE = 0.05  # cards of one model from two vendors differ a little in their clocks
 
 
 class GpuError(RuntimeError):
@@ -66,7 +64,6 @@ class Gpu:
     used_mib: int | None = None
     total_mib: int | None = None
     reasons: int | None = None  # bits: why its clocks are low
-    clock_mhz: int | None = None  # at which applications run
     lanes: int | None = None  # of PCIe
     max_lanes: int | None = None
     nvlinks: int | None = None  # active ones
@@ -235,7 +232,6 @@ def find_slow(gpus: Sequence[Gpu]) -> Iterator[str]:
     for model in dict.fromkeys(gpu.model for gpu in gpus):
         alike = [gpu for gpu in gpus if gpu.model == model]
         full = [gpu for gpu in alike if gpu.lanes == gpu.max_lanes]
-        yield from _odd(alike, "clock_mhz", "a {} MHz application clock")
         yield from _odd(full, "lanes", "{} PCIe lanes")
         yield from _odd(_linked(alike), "nvlinks", "{} active NVLinks")
 
@@ -246,7 +242,7 @@ def _odd(gpus: Sequence[Gpu], field: str, what: str) -> Iterator[str]:
     counts = Counter(value for value in values.values() if value is not None)
     usual = max(counts, key=lambda value: (counts[value], value), default=0)
     for value in counts:
-        if abs(value - usual) > TOLERANCE * usual:
+        if value != usual:
             indices = [index for index, other in values.items() if other == value]
             yield f"{_have(indices)} {what.format(value)}, but others of this model have {usual}"
 
