@@ -53,7 +53,7 @@ def fork_ranks(
         if (pid := os.fork()) == 0:
             processes.take_name(f"rank{number}")
             descriptors.give_back_limit()
-            for opened in (*held, outputs, out, err, *ranks):
+            for opened in *held, outputs, out, err, *ranks:
                 opened.close()
             if cpus:
                 os.sched_setaffinity(0, cpus)

@@ -260,7 +260,7 @@ class NodeRanks:
         )
 
     def stacks(self, *, are_ending: bool = False) -> dict[int, list[str]]:
-        """Have the living ranks write their stacks. Returns each rank's stack, by rank.
+        """Have the living ranks write their stacks. Returns each rank's stack, or its exit.
 
         Blocks for up to STACKS_WRITE_S. With `are_ending`, stopped ranks are resumed, because they
         cannot write while stopped, and the call may take twice as long. A rank that the signal
@@ -287,7 +287,11 @@ class NodeRanks:
 
         stacks = {each.rank: stuck.read_stack(each.stack_file) for each in writing}
         halted = {each.rank: [stuck.STOPPED] for each in stopped}
-        return {each.rank: [] for each in living} | halted | stacks
+        others = {
+            each.rank: [] if each.code is None else [f"exited with code {each.code}"]
+            for each in self.all
+        }
+        return others | halted | stacks
 
     def collectives(self) -> dict[int, Calls]:
         """Return the latest collectives of each living rank for which torch records them.

@@ -133,7 +133,7 @@ def fork_agent(
 
     if (pid := os.fork()) == 0:
         ours.close()
-        for fd in (reapers[0], control.fd if control else None, held):
+        for fd in reapers[0], control.fd if control else None, held:
             close(fd)
         processes.leave_terminal(me)  # Ctrl-C on a terminal reaches only the supervisor
         processes.adopt_orphans()

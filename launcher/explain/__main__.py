@@ -68,7 +68,7 @@ def newest(log_dir: Path) -> str:
     """Return the name of the newest run; if it has no record here, of the link to it."""
     link = log_dir / "latest"
     ids = [run.id for run in find_all(log_dir)]
-    return ids[0] if ids and (link.resolve().name in ids or not link.exists()) else str(link)
+    return ids[0] if ids and (link.resolve().name in ids or not link.is_dir()) else str(link)
 
 
 def _without_pipe(name: str) -> str:
@@ -122,7 +122,10 @@ def explain(names: Sequence[str], log_dir: Path) -> int:
             print(describe(runs))  # the run is live, or was killed with its launcher
             for run in runs:
                 if run.state == KILLED and (gone := run.record.launcher):
-                    print(f"the launcher (pid {gone.process} on {gone.host}) is gone")
+                    print(
+                        f"the launcher (pid {gone.process} on {gone.host}) is gone "
+                        f"[launcher-killed]\nresume   RUN_ID={run.id} {run.record.command}"
+                    )
         return 1
 
     print_cause(cause, sightings, find_ranks(cause, files))

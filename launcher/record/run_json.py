@@ -97,13 +97,11 @@ class Record:
 
 def read(folder: Path) -> Record | None:
     """Return a run's record: empty if it is damaged, None if there is none. Raises OSError."""
-    if (folder / "run.json").is_symlink():
-        return None  # not ours; the next record replaces it
-    try:
-        with open_own(folder / "run.json", "rb") as file:
-            text = file.read(LONGEST_FILE)
-    except (FileNotFoundError, NotADirectoryError):
+    path = folder / "run.json"
+    if path.is_symlink() or not path.exists():  # a link is not ours; the next record replaces it
         return None
+    with open_own(path, "rb") as file:
+        text = file.read(LONGEST_FILE)
 
     try:
         content = json.loads(text)
@@ -187,6 +185,8 @@ def refuse_live(folder: Path, environ: Environ) -> None:
     A scheduler may restart a job while its first start is still running; the new start then takes
     over the run. In a job, only the lock is checked, because it records the job.
     """
+    if folder.is_symlink():
+        raise Refused("dir-unwritable", f"{folder} is a link; choose another RUN_ID")
     if job_id(environ):
         with contextlib.suppress(OSError), open_lock(folder) as lock:
             refuse_holder(lock.fileno(), f"run {folder.name}", this_process())

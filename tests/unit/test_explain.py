@@ -455,11 +455,21 @@ def test_a_launcher_that_is_gone_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     gone = LauncherProcess(4194305, 1, socket.gethostname())  # above the largest process id
-    run_json.update(Path("logs/26"), state="running", launcher=gone)
+    run_json.update(Path("logs/26"), state="running", launcher=gone, command="launch.sh x.py")
     (tmp_path / "logs/26/node_0.log").write_text("[0] step 1\n")
     assert main(["26"], {}, "explain.sh") == 1
-    told = f"the launcher (pid 4194305 on {gone.host}) is gone\n"
-    assert capsys.readouterr().out.endswith(told)
+    told = f"the launcher (pid 4194305 on {gone.host}) is gone [launcher-killed]\n"
+    assert capsys.readouterr().out.endswith(f"{told}resume   RUN_ID=26 launch.sh x.py\n")
+
+
+def test_a_pipe_in_the_place_of_the_newest_link_is_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    note_start(Path("logs/26"), {})
+    os.mkfifo("logs/latest")
+    assert main([], {}, "explain.sh") == 1
+    assert capsys.readouterr().out.startswith("26 ")
 
 
 def test_without_a_name_the_newest_run_is_explained_even_if_it_never_began(

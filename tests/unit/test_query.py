@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agents import LOOPS, PATIENCE_S, ROOT, Run, world, written
+from agents import AGENT, LOOPS, PATIENCE_S, ROOT, Run, world, written
 from ports import free_port
 
 from distributed import heartbeat
@@ -76,6 +76,40 @@ def test_a_silence_is_told_once_and_ends_nothing() -> None:
     text = told + rest
     assert text.count("no step for ") == 1
     assert ", after step 5: rank 1 is behind; kill -QUIT " in text
+
+
+WAITS_FOR_THE_END_OF_ANOTHER = """
+import os, time
+from pathlib import Path
+
+file = Path("process")
+if os.environ["RANK"] == "1":
+    file.with_suffix(".new").write_text(str(os.getpid()))
+    file.with_suffix(".new").rename(file)
+else:
+    while not file.exists() or Path("/proc", file.read_text()).exists():
+        time.sleep(0.05)
+    print("waits", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+def test_among_the_stacks_a_rank_that_has_exited_says_so(tmp_path: Path) -> None:
+    script = written(tmp_path / "x.py", WAITS_FOR_THE_END_OF_ANOTHER)
+    command = [*AGENT, "--nproc-per-node=2", str(script)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as run:
+        assert run.stdout is not None and run.stderr is not None
+        assert run.stdout.readline() == "waits\n"
+        run.send_signal(signal.SIGQUIT)
+        told = ""
+        while "rank 1: " not in told:
+            line = run.stderr.readline()
+            assert line, told
+            told += line
+        run.terminate()
+    assert told.endswith("rank 1: exited with code 0\n")
 
 
 def test_what_another_node_tells_is_shown_harmlessly() -> None:
@@ -183,6 +217,8 @@ READ, ITEM = ["x.py:7 in read"], ["x.py:9 in item"]
         ([[rank(0, 5, 70)], [rank(1, 5, 61), rank(2, 5, 61)]], [REDUCE, REDUCE, READ], 2),
         ([[rank(0, 5), rank(1, 5)]], [BACKWARD, REDUCE], None),  # both wait
         ([[rank(0, 5), rank(1, 5)]], [REDUCE, REDUCE], None),
+        # It has skipped a collective, and waits in the next.
+        ([[rank(number, 5) for number in range(4)]], [REDUCE, BACKWARD, REDUCE, REDUCE], 1),
         ([[rank(0, 5), rank(1, 5), rank(2, 5)]], [ITEM, ITEM, READ], 2),
         ([[rank(0, 5), rank(1, 5)]], [REDUCE, []], 1),  # it does not answer
         ([[rank(0, 5), rank(1, 5)]], [], None),

@@ -254,6 +254,22 @@ def test_a_link_to_a_file_that_a_run_shares_is_not_followed(
     assert victim.exists() == (name == "lock")
 
 
+def test_a_link_in_the_place_of_a_run_is_refused(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (tmp_path / "one").symlink_to("victim")
+    with pytest.raises(Refused, match=r"one is a link; choose another RUN_ID .dir-unwritable"):
+        refuse_live(tmp_path / "one", {})
+    assert [*victim.iterdir()] == []
+
+
+def test_a_loop_of_links_in_the_place_of_the_logs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    refuse_live(tmp_path / "loop/one", {})
+    with pytest.raises(Refused, match=r"Too many levels of symbolic links.*dir-unwritable"):
+        note_start(tmp_path / "loop/one", {})
+
+
 def test_a_link_in_the_place_of_a_record_is_replaced(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("{}")

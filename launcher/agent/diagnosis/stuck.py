@@ -97,11 +97,16 @@ def find_odd(straggler: RankState, stacks: Mapping[int, Sequence[str]]) -> int |
     """Return the rank that the others wait for; None if neither progress nor stacks show it.
 
     Of the ranks as far behind as the straggler, it is the stopped one, otherwise one that is not
-    waiting in a collective itself; of several such ranks, one whose stack is rarest.
+    waiting in a collective itself; of several, or if all wait, one whose stack is the rarest.
     """
     if straggler.is_stopped or len(straggler.equals) == 1:
         return straggler.rank
+
     last = {rank: tuple(stacks[rank]) for rank in straggler.equals if rank in stacks}
     places = Counter(last.values())
-    busy = [rank for rank, frames in last.items() if not "".join(frames[:1]).startswith(_WAITING)]
-    return min(busy, key=lambda rank: places[last[rank]], default=None) if len(places) > 1 else None
+    waiting = {
+        rank: ("".join(frames[:1]).startswith(_WAITING), places[frames])
+        for rank, frames in last.items()
+    }
+    odd = min(waiting, key=waiting.__getitem__, default=None)
+    return odd if len({*waiting.values()}) > 1 else None
