@@ -132,9 +132,9 @@ class FarSides:
         for line in lines:
             if not side.mark:
                 self._say_hello(side, line)
-            elif line:
+            elif line.startswith(b"{"):  # others are bash's
                 self._answer(side, messages.read(line))
-            else:
+            elif not line:
                 self.received["a sign of life"] += 1
         if not data:
             self._end(side)

@@ -324,7 +324,7 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 def take_first_ranks(module: nn.Module) -> None:
     """Copy rank 0's parameters and buffers to all ranks, except those that are sharded."""
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in *module.parameters(), *module.buffers():
         if not hasattr(tensor, "full_tensor"):
             data = tensor.data
             with freed(data):

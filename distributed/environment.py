@@ -22,7 +22,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
 _TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
 _MOST_TASKS = 10**6
 DEFAULT_LOG_DIR = "logs"
-BACKENDS = ("nccl", "gloo")  # any other value of BACKEND may be meant for another program
+BACKENDS = "nccl", "gloo"  # any other value of BACKEND may be meant for another program
 
 
 def printable(text: str, longest: int = 600) -> str:
@@ -238,7 +238,7 @@ def plain(v: Variables) -> Environment:
     if v["SLURM_JOB_ID"] and started < job_tasks:
         cause = f"job {job_id(v)} has {job_tasks} tasks, but srun did not start this process"
         raise LauncherError(f"{cause}; put srun before the command", fault="batch-step")
-    for name in ("WORLD_SIZE", "LOCAL_RANK", "--local-rank"):
+    for name in "WORLD_SIZE", "LOCAL_RANK", "--local-rank":
         if v[name]:
             raise LauncherError(f"{name} is set, but RANK is not set; set both, or neither")
     return Environment("plain", 0, 0, 1, 1, 0, 1, "127.0.0.1", port_from_id(_run_id(v)))

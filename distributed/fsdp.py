@@ -45,7 +45,7 @@ def shard(
     policy = fsdp2.MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
     offload = fsdp2.CPUOffloadPolicy() if how.cpu_offload else fsdp2.OffloadPolicy()
 
-    for module in (*blocks, model):
+    for module in *blocks, model:
         module.to(device)
         take_first_ranks(module)
         fsdp2.fully_shard(

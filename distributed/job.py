@@ -65,7 +65,7 @@ def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
         return {}
 
     run_id = job_id(environ)
-    ask_for_time = ("env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", run_id, "-o", "%V")
+    ask_for_time = "env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", run_id, "-o", "%V"
     return {
         "job": job,
         "run_id": run_id,

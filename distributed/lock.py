@@ -73,6 +73,8 @@ class RunLock:
         self.fd = -1
 
     def _take_place(self, new: Path, me: Mapping[str, Any]) -> bool:
+        if self.path.is_symlink():  # not a lock of ours
+            self.path.unlink(missing_ok=True)
         before = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             until = time.monotonic() + limits.COMMIT_S

@@ -13,7 +13,7 @@ NEVER_ADDED = {"SIGKILL", "SIGSTOP", "SIGCHLD"}
 # Schedulers send one of them minutes before they end a job; submitit asks for SIGUSR2.
 NOTICES = signal.SIGUSR1, signal.SIGUSR2
 QUERY = signal.SIGQUIT  # Ctrl-\\ shows where each rank is; the run continues
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *NOTICES)
+STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *NOTICES
 
 
 def stop_signals() -> list[signal.Signals]:

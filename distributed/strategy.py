@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .environment import LauncherError
 
-STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
+STRATEGIES = "auto", "single", "dp", "ddp", "fsdp"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.utils._pytree import tree_map_only
 
-__all__ = ("default_store", "tree_map_only")
+__all__ = "default_store", "tree_map_only"
 
 # --- the process groups ---------------------------------------------------------------------------
 

@@ -164,7 +164,7 @@ end_by_a_cut() { # NAME PID
 
 # Of all launchers, only one is left on login, and the others left no files.
 only_one_is_left() {
-  [[ -z $(ls tmp) && $(on login pgrep -f "ssh .*node1 exec bash" | wc -l) == 1 ]]
+  is_empty tmp && [[ $(on login pgrep -f "ssh .*node1 exec bash" | wc -l) == 1 ]]
 }
 
 # bats test_tags=prove

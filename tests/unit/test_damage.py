@@ -310,7 +310,7 @@ def test_a_damaged_lock_is_replaced(
     run = tmp_path / "12"
     run.mkdir()
     (run / "lock").write_bytes(LOCKS[content])
-    assert not is_locked(run) and not is_locked_here(run) and locked_by(run) is None
+    assert not is_locked(run) and not is_locked_here(run) and locked_by(run)[0] == 0
     lock = RunLock(run, "run 12")
     assert locked_by(run) == (os.getpid(), os.uname().nodename) and is_locked_here(run)
     told = [f"warning: {run}/lock is damaged; it is replaced"] if LOCKS[content] else []
@@ -334,7 +334,7 @@ def test_a_damaged_lock_of_a_live_process_still_counts(tmp_path: Path, content: 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
 def test_what_is_no_lock_file_is_replaced(tmp_path: Path, make: Callable[[Path], object]) -> None:
     make(tmp_path / "lock")
-    assert not is_locked(tmp_path) and locked_by(tmp_path) is None
+    assert not is_locked(tmp_path) and locked_by(tmp_path)[0] == 0
     save(tmp_path, 1, make_state(1)[2], keep_last=1)
     assert (tmp_path / "lock").is_file() and load(tmp_path) is not None
 
