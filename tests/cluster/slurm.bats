@@ -1119,11 +1119,24 @@ nothing_queued() {
 
 # bats test_tags=prove,long
 @test "a chain of jobs, each ended by its time limit, ends with the weights of an uninterrupted run" {
-  local began=$SECONDS steps=20000 jobs job
-  RUN_ID=paced SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}" train.max_steps=2000
-  steps=$((2000 * 100 / (SECONDS - began))) # as many as take 100 s
+  local steps=800 jobs job
   RUN_ID=one SKIP_PREFLIGHT=1 scripts/ssh/launch_singlenode.sh config/local3.yaml 2 "${SMALL[@]}" train.max_steps=$steps
-  RUN_ID=linked SBATCH_SIGNAL=B:USR1@35 on login scripts/submit_with_config.sh config=config/local3.yaml \
+  # A job has 25 s until the notice: at most 250 of these steps, so that at least three jobs are ended.
+  cat >paced.py <<'END'
+import time
+import train
+from distributed.torch import finish
+from training.arguments import start
+
+class Run(train.Run):
+    def take_step(self, step):
+        time.sleep(0.1)
+        super().take_step(step)
+
+train.Run = Run
+finish(train.train(*start(__doc__)))
+END
+  TRAIN_SCRIPT=paced.py RUN_ID=linked SBATCH_SIGNAL=B:USR1@35 on login scripts/submit_with_config.sh config=config/local3.yaml \
     num_gpus_train=2 time=1 chain=9 "${SMALL[@]}" train.max_steps=$steps &>chain.out
   mapfile -t jobs < <(sed -n 's/^job  *\([0-9]*\) .*/\1/p' chain.out)
   eventually has_ended "${jobs[8]}"
