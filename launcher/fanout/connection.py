@@ -252,7 +252,7 @@ def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
 def unsent_names(plan: Plan, own: Collection[str]) -> list[str]:
     """Return the variables that a user may expect on the nodes, but that are not sent.
 
-    These are those of machines, and those that the training script names. Each node has its own
+    These are each machine's own, and those that the training script names. Each node has its own
     HOME, PATH and so on; the launchers send their own variables.
     """
     wanted = {*TABLE["machines"].own}

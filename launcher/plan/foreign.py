@@ -25,14 +25,10 @@ def read_own(typed: Typed, *, is_guest: bool) -> Typed:
     read = {**typed.environ}
     if typed.log_level:
         read["LOG_LEVEL"] = typed.log_level
-    arguments = {
-        "MASTER_PORT": typed.port,
-        "MAX_RESTARTS": typed.max_restarts,
-        "NPROC_PER_NODE": typed.nproc,
-    }
 
     for name in filter(read.get, sorted(VARIABLES)):
-        if is_guest or arguments.get(name) is None:
+        argument = getattr(typed, VARIABLES[name].field, None)
+        if is_guest or argument is None:
             try:
                 read[name] = read_value(name, read[name])
             except (PlanError, LauncherError) as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from configparser import ConfigParser
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,13 +55,14 @@ class Setting:
 
 
 def _read_table() -> Iterator[tuple[str, Setting]]:
-    table = ConfigParser(interpolation=None)
-    table.read_string(FILE.read_text(encoding="utf-8"))
-    for header in table.sections():
+    """Yield the entries by header. configparser could read them, but its import takes longer."""
+    text = re.sub(r"^#.*\n", "", FILE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for header, lines in re.findall(r"^\[(.+)\]\n((?:.+\n)*)", text, re.MULTILINE):
         commands, _, names = header.rpartition(": ")
-        given: dict[str, Any] = dict(table[header])
-        for key in _LISTS & given.keys():
-            given[key] = re.split(r",\s+", given[key])
+        given: dict[str, Any] = {}
+        for key, value in re.findall(r"^(\w+) = (.*(?:\n .*)*)", lines, re.MULTILINE):
+            parts = re.split(r"\n +", value)
+            given[key] = " ".join(parts).split(", ") if key in _LISTS else "\n".join(parts)
         yield header, Setting(commands.split(", "), names.split(", "), **given)
 
 

@@ -1,6 +1,7 @@
 """The table of settings, and the files that `make reference` writes from it."""
 
 import re
+from configparser import ConfigParser
 from dataclasses import fields
 from pathlib import Path
 
@@ -68,11 +69,24 @@ def commands_named(text: str) -> set[str]:
     return {*re.split(r",\s+", text.removeprefix("all but "))} - {""}
 
 
+def test_the_table_is_an_ini_file() -> None:
+    """configparser refuses what the table's own reader would skip, such as a second entry."""
+    parser = ConfigParser(interpolation=None)
+    parser.read(FILE)
+    assert parser.sections() == [*TABLE]
+    for header, setting in TABLE.items():
+        commands, names = (", ".join(part) for part in (setting.commands, setting.names))
+        assert header == (f"{commands}: {names}" if commands else names)
+        for key, text in parser[header].items():
+            read = getattr(setting, key)
+            assert read == (text if isinstance(read, str) else re.split(r",\s", text)), key
+
+
 def test_the_comment_at_the_top_says_what_each_key_means() -> None:
     told = FILE.read_text().partition("\n\n")[0]
     keys = re.findall(r"^#   ([a-z_]+(?:, [a-z_]+)*) {2,}", told, re.M)
     known = {field.name for field in fields(Setting)} - {"commands", "names"}
-    assert sorted(", ".join(keys).split(", ")) == sorted(known)
+    assert {*", ".join(keys).split(", ")} == known
 
 
 @pytest.mark.parametrize("header", TABLE)
@@ -80,6 +94,7 @@ def test_an_entry_names_what_exists(header: str) -> None:
     setting = TABLE[header]
     assert {*setting.commands} - {""} <= COMMANDS.keys()
     assert commands_named(setting.shown_by) <= COMMANDS.keys()
+    assert reference.is_option(setting) or not setting.field or hasattr(Typed, setting.field)
     assert setting.row_below in ("", *TABLE)
     assert not setting.help_below or reference.find_header(setting.help_below)
     assert setting.hidden in ("", "yes") and setting.least.isdecimal() == setting.most.isdecimal()
