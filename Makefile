@@ -133,8 +133,8 @@ bench-gpu: $(READY) ## measure training on one GPU: train.py, a bare loop, accel
 bench-faults: $(READY) ## cause each fault on the cluster on this machine, under our launchers and torchrun (as root)
 	$(PYTHON) bench/faults.py
 
-reference: $(READY) ## write docs/reference.md's tables and --help from launcher/plan/settings.ini
-	@$(PYTHON) -m docs.reference
+reference: ## write docs/reference.md's tables and --help from launcher/plan/settings.ini
+	@$(ANY_PYTHON) -m docs.reference
 
 pictures: $(READY) ## draw the pictures of the README from real runs
 	$(PYTHON) docs/pictures.py
