@@ -50,20 +50,24 @@ def write_page(page: str) -> str:
     """Return the page with its marked parts written again."""
 
     def write(part: re.Match[str]) -> str:
-        return f"{part['start']}\n{part_of_page(part['name'])}\n{part['end']}"
+        return f"{part['start']}\n{part_of_page(part['mark'])}\n{part['end']}"
 
-    marks = r"(?P<start> *<!-- make reference: (?P<name>[^\n]*) -->)\n.*?\n(?P<end> *<!-- end -->)"
+    marks = r"(?P<start> *<!-- make reference: (?P<mark>[^\n]*) -->)\n.*?\n(?P<end> *<!-- end -->)"
     return re.sub(marks, write, page, flags=re.DOTALL)
 
 
-def part_of_page(name: str) -> str:
-    """Return a part by the name in its mark, such as `options of run_ddp`."""
-    if name == "sent":
-        return "\n".join(sent_lines())
-    if name == "variables":
+def part_of_page(mark: str) -> str:
+    """Return a part by the text of its mark, such as `options of run_ddp, launch`."""
+    kind, _, commands = mark.partition(" of ")
+    if kind == "options":
+        return table_of(["option", "meaning"], option_rows(commands.split(", ")))
+
+    if kind == "variables":
         rows = [variable_row(name, setting) for name, setting in VARIABLES.items()]
         return table_of(["variable", "default", "applies to", "meaning"], rows)
-    return table_of(["option", "meaning"], option_rows(re.split(",? ", name)[2:] or [""]))
+
+    assert kind == "sent", f"no part of the page is called {kind!r}"
+    return "\n".join(sent_lines())
 
 
 def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

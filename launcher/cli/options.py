@@ -24,7 +24,7 @@ class Option(NamedTuple):
     """Where an option's value goes. An option without a value is a flag."""
 
     field: str  # of Typed, or for `finish`; "passed": the option is passed on unchanged
-    has_value: bool = True
+    has_value: bool
 
 
 @dataclass(frozen=True)
