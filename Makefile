@@ -25,7 +25,7 @@ SITE_PATH = $${PYTHONPATH:+:$$PYTHONPATH}
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell has-torch test-cluster test-gpu test-login test-nccl test-torch
-.PHONY: help init no-run given setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-failures bench-shapes bench-faults bench-gpu bench-scale pictures clean
+.PHONY: help init no-run given setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-failures bench-shapes bench-faults bench-gpu bench-scale reference pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -63,7 +63,7 @@ test: $(READY_TO_TEST) ## run lint and the tests; list what was skipped, and why
 test-fast: $(READY_TO_TEST) ## run lint and the quick tests, in about a minute
 	@PYTHON=$(PYTHON) tests/run.sh fast
 
-lint: $(READY_TO_TEST) ## run shellcheck, shfmt, ruff and mypy
+lint: $(READY_TO_TEST) ## run shellcheck, shfmt, ruff and mypy; check what make reference writes
 	@PYTHON=$(PYTHON) tests/run.sh lint
 
 test-torch: ## test what another version of torch can break: one row in docs/admin.md (VERSION=2.6.0 PYTHON=...)
@@ -132,6 +132,9 @@ bench-gpu: $(READY) ## measure training on one GPU: train.py, a bare loop, accel
 
 bench-faults: $(READY) ## cause each fault on the cluster on this machine, under our launchers and torchrun (as root)
 	$(PYTHON) bench/faults.py
+
+reference: ## write docs/reference.md's tables and --help from launcher/plan/settings.ini
+	@$(ANY_PYTHON) -m docs.reference
 
 pictures: $(READY) ## draw the pictures of the README from real runs
 	$(PYTHON) docs/pictures.py

@@ -30,11 +30,11 @@ from launcher.outer_run import leave_outer_run
 from launcher.own_time import turns
 from launcher.plan import pbs, resume, slurm, submit_with_config
 from launcher.plan.check_config import check_config
-from launcher.plan.foreign import read_value
 from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan
 from launcher.plan.script import check_script, show_help
+from launcher.plan.settings import read_value
 from launcher.processes import outlive_others
 from launcher.record import run_json, runs
 from launcher.text import Environ, OwnEnviron, PlanError, mend_streams, short_host_name, warn

@@ -114,6 +114,7 @@ lint() {
   if provide shfmt shfmt pip shfmt-py==4.2.0; then check shfmt -i 2 -ci -d scripts "${tests[@]}"; fi
   check "$PYTHON" -m ruff check .
   check "$PYTHON" -m ruff format --check .
+  check "$PYTHON" -m docs.reference --check
   if [[ ${TORCH:-} ]]; then # .ci/run has replaced the pinned torch
     SKIPPED+=("mypy: it checks the types of the pinned torch only, not of $TORCH")
   else

@@ -1,7 +1,8 @@
 """Read the command line of an entry script: one grammar for all of them.
 
 It has positional arguments, --options, key=value settings anywhere, and, after `--`, the training
-script's own arguments, unchanged. launcher/cli/options.py defines what each command accepts.
+script's own arguments, unchanged. launcher/cli/options.py defines each command's arguments, and
+launcher/plan/settings.ini the options.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distributed.job import job_id
-from launcher.cli.options import COMMANDS, COMMON, TASKS, Command, Values
+from launcher.cli.options import COMMANDS, COMMON, TASKS, Values, options_of
 from launcher.plan.typed import Typed, is_same
 from launcher.text import Environ, PlanError, did_you_mean
 
@@ -54,7 +55,7 @@ def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
     }
 
     is_scheduled = command.is_batch or bool(job_id(environ))
-    values = _Reader(command, start, words, is_scheduled=is_scheduled).read()
+    values = _Reader(call.command, start, words, is_scheduled=is_scheduled).read()
     if command.finish and values["fanout"] not in TASKS.values():
         command.finish(values, environ)
     _name_batch_script(values, call.file)
@@ -90,13 +91,14 @@ class _Reader:
     """Reads the words of one command line into values, by field."""
 
     def __init__(
-        self, command: Command, values: Values, words: Iterable[str], *, is_scheduled: bool
+        self, command: str, values: Values, words: Iterable[str], *, is_scheduled: bool
     ) -> None:
-        self.command = command
+        self.own = options_of(command)
         self.values = values
         self.is_scheduled = is_scheduled
-        self.options = {**COMMON, **command.options}
-        self.arguments = [*command.arguments]  # still missing
+        self.options = {**COMMON, **self.own}
+        self.positional = COMMANDS[command].arguments
+        self.arguments = [*self.positional]  # still missing
         self.words = iter(words)  # still unread
         self.see = f"see {values['program']} --help"
 
@@ -159,7 +161,7 @@ class _Reader:
             name, value = word[:2], word[2:].removeprefix("=") or None  # -r3
 
         spelt = name.replace("_", "-")
-        longer = [full for full in self.command.options if spelt[2:] and full.startswith(spelt)]
+        longer = [full for full in self.own if spelt[2:] and full.startswith(spelt)]
         meant = [spelt] if spelt in self.options or spelt in TASKS else longer
         if len(meant) != 1:
             raise PlanError(self._unknown(name if word.startswith("--") else word, meant))
@@ -170,7 +172,7 @@ class _Reader:
         hint = did_you_mean(word, (*self.options, *TASKS))
         if 0 < len(longer) < 4:
             hint = f"did you mean {' or '.join(longer)}? "
-        own = "its name" if "program" in self.command.arguments else "--"
+        own = "its name" if "program" in self.positional else "--"
         cure = f"{hint}{self.see}, and put the training script's own options after {own}"
         return f"unknown option {word!r}; {cure}"
 

@@ -1,7 +1,8 @@
-"""Every command that launches: its arguments, its options, and how it reaches the nodes.
+"""Every command that launches: its arguments, and how it reaches the nodes.
 
-Each script in scripts/ names a command in this table. Options are read like torchrun's: in full or
-shortened, with `-` or `_`, as `--name value` or `--name=value`.
+Each script in scripts/ names a command in this table. Its options are in launcher/plan/settings.ini
+and are read like torchrun's: in full or shortened, with `-` or `_`, as `--name value` or
+`--name=value`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.cli.torchrun import read_like_torchrun
+from launcher.plan.settings import TABLE
 from launcher.text import Environ, PlanError
 
 Values = dict[str, Any]  # by the names of Typed's fields
@@ -22,7 +24,7 @@ class Option(NamedTuple):
     """Where an option's value goes. An option without a value is a flag."""
 
     field: str  # of Typed, or for `finish`; "passed": the option is passed on unchanged
-    has_value: bool = True
+    has_value: bool
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,19 @@ class Command:
     fanout: str  # as in Typed
     arguments: Sequence[str] = ()  # fields; the last may be `node`, which takes all remaining
     # words, or `program`, the training script, which gets all words after it
-    options: Mapping[str, Option] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)  # more fields of Typed
     finish: Callable[[Values, Environ], None] | None = None  # completes the values
     is_batch: bool = False  # a scheduler runs it
 
 
-def _options(names: str, target: str = "", *, has_value: bool = True) -> dict[str, Option]:
-    """Return options by name, written as `--name` or as `--name=field`."""
+def options_of(command: str) -> dict[str, Option]:
+    """Return the options that only some commands accept, this one among them; "": those of all."""
     options = {}
-    for name, _, own in (word.partition("=") for word in names.split()):
-        options[name] = Option(target or own or name[2:].replace("-", "_"), has_value)
+    for setting in TABLE.values():
+        if command in setting.commands and setting.names[0].startswith("-"):
+            for name, has_value, own in (word.partition("=") for word in setting.names):
+                target = own or setting.field or name[2:].replace("-", "_")
+                options[name] = Option(target, bool(has_value))
     return options
 
 
@@ -51,7 +55,7 @@ def _options(names: str, target: str = "", *, has_value: bool = True) -> dict[st
 
 def _complete_launch(values: Values, environ: Environ) -> None:
     """For options that were not typed, read PET_NNODES and similar variables, as torchrun does."""
-    for name, option in _TORCHRUN.items():
+    for name, option in options_of("launch").items():
         value = environ.get(f"PET_{name[2:].replace('-', '_').upper()}")
         if value and option.field != "passed":
             values.setdefault(option.field, value if option.has_value else value != "0")
@@ -105,50 +109,13 @@ def _pass_to_test(values: Values, _environ: Environ) -> None:
 
 # --- the table ----------------------------------------------------------------------------------
 
-COMMON = {
-    **_options("--dry-run=is_dry_run --strict=is_strict --detach=is_detached", has_value=False),
-    **_options("--show"),
-}
 TASKS = {  # instead of a run
-    "-h": "help",
-    "--help": "help",
-    "--version": "version",
-    "--status": "status",
-    "--stop": "stop",
-    "--stacks": "stacks",
+    name: setting.task for setting in TABLE.values() if setting.task for name in setting.names
 }
+COMMON = {name: option for name, option in options_of("").items() if name not in TASKS}
 _CONFIG = {"default_config": True}
 _SELFTEST = {"module": "distributed.selftest", "cpu_nproc": 2}
 _NODES = ("config", "nproc", "node")
-_HOSTFILE = _options("-f=hostfile")
-_TORCHRUN = {
-    **_options(
-        "--nproc-per-node=nproc --nnodes --node-rank --master-addr=master --master-port=port"
-        " --rdzv-backend --rdzv-endpoint --rdzv-id=run_id --max-restarts --log-dir --hosts --via"
-    ),
-    **_options(
-        "--standalone -m=as_module --module=as_module --no-python=as_command", has_value=False
-    ),
-    **_options(
-        "--rdzv-conf --monitor-interval --start-method --event-log-handler --role -r --redirects"
-        " -t --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters"
-        " --local-addr --logs-specs --numa-binding --signals-to-handle --shutdown-timeout",
-        "passed",
-    ),
-    **_options("--run-path --virtual-local-rank", "passed", has_value=False),
-}
-_RUN_DDP = _options(
-    "-n=nproc --num-gpus=nproc -c=config --config --config-path --config-name"
-    " -l=log_level --log-level"
-)
-_SUBMIT = {
-    **_options("--wait", has_value=False),
-    **_options(
-        "--begin --comment --constraint --deadline --exclude --licenses --mail-type --mail-user"
-        " --reservation --switches --tmp --wckey",
-        "passed",
-    ),
-}
 
 
 def _slurm(name: str) -> Command:
@@ -160,25 +127,19 @@ COMMANDS = {
     "launch": Command(
         "local",
         ("program",),
-        _TORCHRUN,
         {"like_torchrun": True, "batch_script": "scripts/launch.sh"},
         _complete_launch,
     ),
     "launch_singlenode": Command("local", ("config", "nproc")),
-    "launch_torchrun_auto": Command("ssh", _NODES, _HOSTFILE),
+    "launch_torchrun_auto": Command("ssh", _NODES),
     "launch_torchrun_multinode": Command(
         "local",
         ("config", "nproc", "nnodes", "node_rank", "master", "port"),
         finish=_need_master,
     ),
-    "launch_multinode": Command(
-        "ssh",
-        _NODES,
-        {**_HOSTFILE, **_options("--use-env", "passed", has_value=False)},
-        {"engine": "torch.distributed.launch"},
-    ),
-    "launch_pdsh_multinode": Command("pdsh", _NODES, _HOSTFILE),
-    "run_ddp": Command("auto", (), _RUN_DDP, _CONFIG, _join_config),
+    "launch_multinode": Command("ssh", _NODES, {"engine": "torch.distributed.launch"}),
+    "launch_pdsh_multinode": Command("pdsh", _NODES),
+    "run_ddp": Command("auto", (), _CONFIG, _join_config),
     "cluster_train": Command(
         "local",
         ("config", "nnodes", "node_rank", "master", "port"),
@@ -186,7 +147,7 @@ COMMANDS = {
     ),
     "slurm_train": _slurm("slurm_train.sh"),
     "slurm_train_single_node": _slurm("slurm_train_single_node.sh"),
-    "submit_with_config": Command("submit", (), _SUBMIT, is_batch=True),
+    "submit_with_config": Command("submit", is_batch=True),
     "pbs_train": Command(
         "ssh",
         ("config",),
@@ -194,16 +155,6 @@ COMMANDS = {
         finish=_take_config,
         is_batch=True,
     ),
-    "test_distributed": Command(
-        "auto",
-        ("nproc", "node"),
-        {
-            **_HOSTFILE,
-            **_options("--test --json"),
-            **_options("--quick", "passed", has_value=False),
-        },
-        _SELFTEST,
-        _pass_to_test,
-    ),
+    "test_distributed": Command("auto", ("nproc", "node"), _SELFTEST, _pass_to_test),
     "test_distributed_integration": Command("srun", fixed=_SELFTEST),
 }

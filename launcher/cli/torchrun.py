@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from launcher.command_line import RANGE_CURE
-from launcher.plan.foreign import find_value
+from launcher.plan.settings import find_value
 from launcher.text import Environ, PlanError
 
 

@@ -20,7 +20,8 @@ from launcher.own_time import SilenceNews
 from launcher.plan.own import asked_names
 from launcher.plan.pbs import JOB_VARIABLES
 from launcher.plan.plan import Plan
-from launcher.plan.resume import FORWARDED, NOT_REPEATED, REPEATED
+from launcher.plan.resume import FORWARDED
+from launcher.plan.settings import TABLE, VARIABLES, in_order
 from launcher.text import Environ, PlanError
 from launcher.wire import limits, messages
 from launcher.wire.launcher_link import Answers
@@ -36,26 +37,6 @@ CURES = {
     "name-unresolved": "correct the name of the node or hosts file, or ~/.ssh/config",
     "ssh-refused": "make sure that 'ssh {node} true' works without a prompt",
 }
-_PROXIES = [f"{kind}_proxy" for kind in ("http", "https", "all", "no")]
-_OF_MACHINES = (
-    "LD_LIBRARY_PATH",
-    "LD_PRELOAD",
-    "XDG_CACHE_HOME",
-    *_PROXIES,
-    *map(str.upper, _PROXIES),
-)
-_OF_LOGINS = (
-    "HOME",
-    "HOSTNAME",
-    "LANG",
-    "LOGNAME",
-    "PATH",
-    "PWD",
-    "SHELL",
-    "TERM",
-    "TMPDIR",
-    "USER",
-)
 T = TypeVar("T")
 
 
@@ -271,14 +252,15 @@ def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
 def unsent_names(plan: Plan, own: Collection[str]) -> list[str]:
     """Return the variables that a user may expect on the nodes, but that are not sent.
 
-    These are _OF_MACHINES, and those that the training script names. Each node has its own HOME,
-    PATH and so on; the launchers send their own variables.
+    These are each machine's own, and those that the training script names. Each node has its own
+    HOME, PATH and so on; the launchers send their own variables.
     """
-    wanted = {*_OF_MACHINES}
+    wanted = {*TABLE["machines"].own}
     script = plan.directory / next((word for word in plan.words if word[:1] != "-"), "")
     if script.is_file() and not plan.is_ours:
         wanted |= {*re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", script.read_text(errors="replace"))}
-    set_there = {*own, *plan.forwarded, *REPEATED, *NOT_REPEATED, *_OF_LOGINS}
+    ours = VARIABLES.keys() - in_order("resume_over_ssh")
+    set_there = {*own, *plan.forwarded, *ours, *TABLE["logins"].own}
     return sorted({name for name in wanted if plan.environ.get(name)} - set_there)
 
 

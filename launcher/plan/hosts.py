@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from distributed import hostlist
-from launcher.plan.plan import NodePlan, World, read_nproc
+from launcher.plan.plan import NodePlan, World
+from launcher.plan.settings import read_nproc
 from launcher.plan.typed import Typed
 from launcher.text import PlanError
 

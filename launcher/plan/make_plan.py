@@ -19,9 +19,9 @@ from launcher.container import config_texts, read_container
 from launcher.handshake import read_access
 from launcher.master_port import is_first, is_loopback
 from launcher.plan import foreign, hosts, mpi, pbs, slurm, spares
-from launcher.plan.foreign import NUMBERS
-from launcher.plan.plan import ROOT, Plan, World, read_nproc, read_number
+from launcher.plan.plan import ROOT, Plan, World
 from launcher.plan.resume import command_line
+from launcher.plan.settings import VARIABLES, in_order, read_nproc, read_number, read_value
 from launcher.plan.typed import Typed, is_same
 from launcher.record.run_ids import free_run_id, plain_run_id
 from launcher.text import Environ, PlanError, did_you_mean, warn
@@ -29,9 +29,6 @@ from launcher.wire import limits
 
 MARK = b"# launch-kit: answers --check"  # the line by which we recognize our train.py
 BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another port before they meet
-_PASSED_ON = (
-    *("LOG_LEVEL", "BACKEND", "GRACE", "HANG_SECONDS", "SHOW_RANKS", "FRESH", "NUMA_BINDING"),
-)
 _DEBUG = ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG")
 
 
@@ -96,8 +93,8 @@ def make_plan(typed: Typed) -> Plan:
 
 
 def _read_restarts(typed: Typed) -> int:
-    given = _first(typed.max_restarts, typed.environ, "MAX_RESTARTS") or "0"
-    restarts = read_number("MAX_RESTARTS", given, *NUMBERS["MAX_RESTARTS"])
+    given = _first(typed.max_restarts, typed.environ, "MAX_RESTARTS")
+    restarts = int(read_value("MAX_RESTARTS", given or VARIABLES["MAX_RESTARTS"].default))
     if restarts and typed.engine:
         cause = f"MAX_RESTARTS is {restarts}, but {typed.engine} cannot restart ranks"
         raise PlanError(f"{cause}; omit it")
@@ -106,7 +103,7 @@ def _read_restarts(typed: Typed) -> int:
 
 def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> dict[str, str]:
     """Return the variables that every node gets."""
-    chosen = {name: as_set[name] for name in _PASSED_ON if environ.get(name)}
+    chosen = {name: as_set[name] for name in in_order("agent") if environ.get(name)}
     if is_ours and environ.get("LOG_LEVEL") == "DEBUG":  # torch reads _DEBUG when imported
         chosen |= {name: environ.get(name) or "INFO" for name in _DEBUG}
     return chosen
@@ -257,7 +254,7 @@ def _read_port(typed: Typed, *, is_by_hand: bool) -> int | None:
         return port_from_id(job_run_id(typed.environ))  # only node rank 0 knows the run id
     text = text or (BY_HAND_PORT if is_by_hand else "auto")
     is_any = text == "auto" or (typed.port == "0" and not is_by_hand)
-    return None if is_any else read_number("the port", text, 1, 65535)
+    return None if is_any else read_number("the port", text, *VARIABLES["MASTER_PORT"].bounds)
 
 
 # --- the run ------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
@@ -17,26 +16,13 @@ from launcher.container import Container
 from launcher.plan.typed import Choices
 from launcher.preflight.check_node import check_node
 from launcher.preflight.compare import Preflight
-from launcher.text import Environ, PlanError, count, fold_names, print_row
+from launcher.text import Environ, count, fold_names, print_row
 from launcher.wire import limits
 from launcher.wire.messages import Report, Request
 
 ROOT = Path(__file__).parents[2]  # as launch.sh names it
 AGENT, START = "scripts/lib/agent.py", "scripts/lib/start.py"
-MOST_RANKS = 4096  # per node
 LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux allows 128 KiB in one variable
-
-
-def read_number(what: str, text: str, low: int, high: int) -> int:
-    """Return a whole number from low to high. Raises PlanError for any other text."""
-    if re.fullmatch(r"0|[1-9][0-9]{0,8}", text) and low <= int(text) <= high:
-        return int(text)
-    raise PlanError(f"{what} is {text!r}; give a whole number from {low} to {high}")
-
-
-def read_nproc(what: str, text: str | None) -> int | None:
-    """Return a number of ranks; None for "auto", or if none was given."""
-    return None if text in (None, "auto") else read_number(what, str(text), 1, MOST_RANKS)
 
 
 @dataclass(frozen=True)

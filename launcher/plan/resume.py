@@ -11,31 +11,12 @@ from distributed.job import is_task
 from launcher.plan import pbs, slurm
 from launcher.plan.own import asked_names, find_own, read_begun
 from launcher.plan.plan import ROOT
+from launcher.plan.settings import TABLE, VARIABLES, in_order
 from launcher.plan.typed import Typed, is_same
 from launcher.text import OwnEnviron
 
-FORWARDED = (  # over ssh: names and beginnings of names; docs/reference.md says why each
-    *("NCCL_", "GLOO_", "UCX_", "FI_", "MELLANOX_", "SHARP_"),  # how ranks communicate
-    *("TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TRITON_", "NVTE_"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS"),
-    *("CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "CUDA_CACHE_", "CUBLAS_", "CUDNN_"),
-    *("NVIDIA_TF32_OVERRIDE", "HSA_", "MIOPEN_"),
-    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_"),  # threads
-    *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DIFFUSERS_", "TOKENIZERS_", "ACCELERATE_"),
-    *("WANDB_", "MLFLOW_", "COMET_", "CLEARML_", "NEPTUNE_"),  # trackers
-    *("DEEPSPEED_", "DS_", "JAX_", "XLA_", "TF_CPP_MIN_LOG_LEVEL"),
-    *("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONUTF8"),
-    *("PYTHONFAULTHANDLER", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
-)
-REPEATED = (
-    *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR", "MASTER_ADDR"),
-    *("MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER", "NCCL_PROFILE", "VENV", "CONDA_ENV"),
-    *("MODULES", "FRESH", "NUMA_BINDING", "SITE", "CONTAINER", "CONTAINER_ARGS"),
-    *("HANG_SECONDS", "SILENCE_SECONDS", "SPARES", "MIN_NODES", "HOSTS", "SKIP_PREFLIGHT"),
-    *("LOG_LEVEL", "SRUN_OPTS"),
-)
-REPEATED_WITH_SSH = ("SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS")
-NOT_REPEATED = ("RUN_ID", "RUN_SECRET", "CONFIG", "SHOW_RANKS", "NO_COLOR", "PYTHON")
+# Sent over ssh, too: names and beginnings of names of other programs' variables.
+FORWARDED = tuple(name.rstrip("*") for setting in TABLE.values() for name in setting.sent)
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS")
 
 
@@ -46,9 +27,9 @@ def command_line(typed: Typed, fanout: str) -> str:
     """
     environ = typed.environ
     names = ["RUN_ID"] if fanout == "job_command" else []
-    names += REPEATED
+    names += in_order("resume")
     if fanout in ("ssh", "pdsh") or typed.nodefile:
-        names += REPEATED_WITH_SSH
+        names += in_order("resume_over_ssh")
     in_batch = environ.get("PBS_ENVIRONMENT") == "PBS_BATCH"
     if typed.nodefile or in_batch:  # qsub -v passes CONFIG; secrets are omitted
         names += ["CONFIG", "PBS_ARRAY_INDEX", "PBS_ARRAYID"]
@@ -96,10 +77,9 @@ def _set_for_it(typed: Typed) -> Iterator[str]:
 
 def forward_given(environ: OwnEnviron, given: Sequence[str]) -> None:
     """Forward the variables that the user passed to the job, except what the launcher reads."""
-    ours = *REPEATED, *REPEATED_WITH_SSH, *NOT_REPEATED
     asked = asked_names(environ)
     for name in given:
-        if name in environ and name not in ours and not name.startswith(FORWARDED):
+        if name in environ and name not in VARIABLES and not name.startswith(FORWARDED):
             asked.append(name)
     if asked:
         environ["FORWARD_ENV"] = " ".join(asked)

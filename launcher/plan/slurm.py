@@ -12,7 +12,8 @@ from distributed import environment, hostlist
 from distributed.errors import STOPPED
 from distributed.job import ask_scheduler, in_slurm_step, job_id
 from launcher.master_port import is_loopback
-from launcher.plan.plan import World, read_nproc, read_number
+from launcher.plan.plan import World
+from launcher.plan.settings import read_nproc, read_number
 from launcher.slurm_node import find_address, slurm_node
 from launcher.text import Environ, PlanError, warn
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from launcher.plan.plan import World, read_number
+from launcher.plan.plan import World
+from launcher.plan.settings import read_number
 from launcher.text import Environ, PlanError
 from launcher.wire import limits
 

@@ -16,8 +16,8 @@ from distributed.environment import new_run_id
 from distributed.errors import REFUSED, Refused
 from launcher.plan.check_config import check_config
 from launcher.plan.make_plan import make_plan
-from launcher.plan.plan import read_number
 from launcher.plan.resume import resolve_script
+from launcher.plan.settings import read_number
 from launcher.plan.typed import Typed
 from launcher.text import PlanError, count, did_you_mean, print_row, warn
 

@@ -80,7 +80,7 @@ run_tool() { # <argument...>
   exec "$PYTHON" "$ROOT/scripts/lib/start.py" launcher.cli.tools "${LAUNCH_AS:-$PROGRAM}" "$@"
 }
 
-# Answers options that need no Python. Above each entry, help.txt names the commands it is for.
+# Answers options that need no Python. Above entries, help.txt names the commands that show them.
 answer() { # <first word> <command, or '' if the header of the script is the whole help>
   case $1 in
     -h | --help)

@@ -15,7 +15,7 @@ import torch.distributed.run as torchrun
 from launcher import command_line
 from launcher.agent import torchrun_arguments
 from launcher.cli.arguments import Call, parse
-from launcher.cli.options import COMMANDS, Option
+from launcher.cli.options import COMMANDS, Option, options_of
 from launcher.plan.make_plan import choose_program
 from launcher.plan.spares import FANOUTS
 from launcher.plan.typed import Typed
@@ -73,10 +73,10 @@ BESIDE = {"--config-name": ("--config-path", "d"), "--config-path": ("--config-n
 
 @pytest.mark.parametrize(
     ("command", "name"),
-    [(command, name) for command in COMMANDS for name in COMMANDS[command].options],
+    [(command, name) for command in COMMANDS for name in options_of(command)],
 )
 def test_each_option_in_each_form(command: str, name: str) -> None:
-    option = COMMANDS[command].options[name]
+    option = options_of(command)[name]
     value = VALUES.get(option.field, "7")
     beside, end = BESIDE.get(name, ()), GIVEN.get(command, ())
     forms = [[name, value] if option.has_value else [name]]
@@ -101,7 +101,7 @@ def test_each_option_in_each_form(command: str, name: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_shortened_option(command: str) -> None:
-    options = COMMANDS[command].options
+    options = options_of(command)
     for name, short in by_prefix(options):
         option = options[name]
         words = [VALUES.get(option.field, "7")] if option.has_value else []
@@ -110,7 +110,7 @@ def test_each_shortened_option(command: str) -> None:
 
 
 def test_the_agent_knows_which_options_of_launch_have_a_value() -> None:
-    for name, option in COMMANDS["launch"].options.items():
+    for name, option in options_of("launch").items():
         if option.field == "passed":
             given = [name, "7"] if option.has_value else [name]
             assert command_line.split([*given, "x.py"]) == (given, ["x.py"])
@@ -327,7 +327,8 @@ def is_taken(name: str, words: list[str]) -> bool:
 
 
 def test_the_entries_name_commands_and_each_command_has_a_script() -> None:
-    lines = re.findall(r"^#(.*)$", HELP.read_text(), re.M)
+    written, *lines = re.findall(r"^#(.*)$", HELP.read_text(), re.M)
+    assert not [name for name in LAUNCHERS if written.strip() in shown(name)]
     named = {word for line in lines for word in line.split()}
     assert named == {*LAUNCHERS} == COMMANDS.keys() - {"test_distributed_integration"}
 

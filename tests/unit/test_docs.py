@@ -23,10 +23,11 @@ from distributed import errors
 from distributed.environment import DEFAULT_LOG_DIR
 from distributed.strategy import STRATEGIES
 from launcher.cli import tools
-from launcher.cli.options import COMMANDS, COMMON, TASKS
+from launcher.cli.options import COMMANDS, COMMON, TASKS, options_of
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import RULES, UNKNOWN, match
-from launcher.plan import foreign, make_plan, resume
+from launcher.plan import make_plan, resume
+from launcher.plan.settings import TABLE, VARIABLES
 from launcher.record.run_json import Record
 from launcher.wire import limits
 from training.settings import KNOWN, Settings, Train, load
@@ -46,7 +47,9 @@ ENTRIES = [name for name in SCRIPTS if "/lib/" not in name]
 BASH = "\n".join((ROOT / name).read_text() for name in SCRIPTS)
 HELP = (ROOT / "scripts/lib/help.txt").read_text()
 PYTHON = "\n".join(module.read_text() for module in MODULES)
-CODE = "\n".join((BASH, HELP, PYTHON))
+# What the table of settings says to the code, without its texts for users.
+SETTINGS = [word for one in TABLE.values() for word in (*one.names, *one.sent, *one.own)]
+CODE = "\n".join((BASH, HELP, PYTHON, *SETTINGS))
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 # Options and variables of other programs.
@@ -415,8 +418,8 @@ def section_of(text: str, heading: str) -> str:
 CONFIG = section_of(REFERENCE, "The config")
 
 
-def options_of(*commands: str) -> set[str]:
-    return {name for command in commands for name in COMMANDS[command].options}
+def own_options(*commands: str) -> set[str]:
+    return {name for command in commands for name in options_of(command)}
 
 
 def options_of_train() -> set[str]:
@@ -429,11 +432,11 @@ def options_of_train() -> set[str]:
 OVER_SSH = ("launch_torchrun_auto", "launch_pdsh_multinode", "launch_multinode")
 OPTIONS = {
     "Every launcher": {*COMMON, *TASKS},
-    "launch.sh": options_of("launch"),
-    ", ".join(f"{name}.sh" for name in OVER_SSH): options_of(*OVER_SSH),
-    "run_ddp.sh": options_of("run_ddp"),
-    "submit_with_config.sh": options_of("submit_with_config"),
-    "test_distributed.sh": options_of("test_distributed"),
+    "launch.sh": own_options("launch"),
+    ", ".join(f"{name}.sh" for name in OVER_SSH): own_options(*OVER_SSH),
+    "run_ddp.sh": own_options("run_ddp"),
+    "submit_with_config.sh": own_options("submit_with_config"),
+    "test_distributed.sh": own_options("test_distributed"),
     "train.py": options_of_train(),
 }
 
@@ -445,7 +448,7 @@ def test_the_tables_of_options_are_the_codes(heading: str) -> None:
 
 
 def test_every_option_has_its_table_and_is_in_the_help() -> None:
-    every = {name for command in COMMANDS for name in options_of(command)}
+    every = own_options(*COMMANDS)
     assert every | {*COMMON, *TASKS} <= set.union(*OPTIONS.values())
     assert {*COMMON, *TASKS} <= set(re.findall(r"(?<![\w-])--?[a-z-]+", f"-h {HELP}"))
 
@@ -480,8 +483,8 @@ def test_every_variable_of_the_help_is_in_the_reference() -> None:
     cells = dict(re.findall(r"^\| `([A-Z_]+)` \| (.*) \|$", ours, re.M))
     for name, default in DEFAULTS.items():
         assert re.search(rf"(^| )`?{default}`?[ ,]", cells[name].partition("|")[0]), name
-    for name, words in foreign.WORDS.items():
-        assert not [word for word in words if f"`{word}`" not in cells[name]], name
+    for name, setting in VARIABLES.items():
+        assert not [word for word in setting.words if f"`{word}`" not in cells[name]], name
 
 
 def test_the_reference_says_why_a_variable_is_sent_to_the_nodes() -> None:

@@ -17,6 +17,7 @@ from launcher.plan.check_config import check_config
 from launcher.plan.hosts import read_hostfile
 from launcher.plan.make_plan import choose_run_id, make_plan
 from launcher.plan.plan import ROOT, Batch, Plan, print_plan
+from launcher.plan.settings import VARIABLES, in_order
 from launcher.plan.typed import Typed
 from launcher.record.run_json import note_start
 from launcher.slurm_node import slurm_node
@@ -488,8 +489,36 @@ def test_each_variable_of_the_help_is_repeated() -> None:
     rows = re.findall(r"^  ([A-Z_]+(?:, [A-Z_]+)*)", text, re.MULTILINE)
     names = {name for row in rows for name in row.split(", ")}
     assert len(names) > 30
-    repeated = {*resume.REPEATED, *resume.REPEATED_WITH_SSH}
+    repeated = {*in_order("resume"), *in_order("resume_over_ssh")}
     assert names - repeated == NOT_BY_NAME
+
+
+REPEATED = [
+    *("TRAIN_SCRIPT", "CONFIG_FLAG", "NPROC_PER_NODE", "BACKEND", "LOG_DIR"),
+    *("MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS", "GRACE", "LAUNCHER"),
+    *("NCCL_PROFILE", "VENV", "CONDA_ENV", "MODULES", "FRESH"),
+    *("NUMA_BINDING", "SITE", "CONTAINER", "CONTAINER_ARGS", "HANG_SECONDS"),
+    *("SILENCE_SECONDS", "SPARES", "MIN_NODES", "HOSTS", "SKIP_PREFLIGHT"),
+    *("LOG_LEVEL", "SRUN_OPTS"),
+]
+REPEATED_OVER_SSH = ["SSH_OPTS", "FORWARD_ENV", "PREFLIGHT_SECONDS"]
+
+
+@pytest.mark.parametrize(
+    ("fanout", "names"), [("local", REPEATED), ("ssh", [*REPEATED, *REPEATED_OVER_SSH])]
+)
+def test_the_variables_are_repeated_in_one_order(fanout: str, names: list[str]) -> None:
+    told = line(dict.fromkeys(sorted(VARIABLES), "7"), fanout)
+    assert told.endswith(" PYTHON=/env/bin/python x.sh")
+    assert [name for name in re.findall(r"(\w+)=7", told) if name in names] == names
+
+
+def test_an_agent_is_started_with_the_variables_that_it_reads() -> None:
+    given = {"NUMA_BINDING": "NODE", "FRESH": "1", "SHOW_RANKS": "ALL", "GRACE": "5"}
+    given |= {"HANG_SECONDS": "9", "BACKEND": "Gloo", "LOG_LEVEL": "info", "LAUNCHER": "agent"}
+    named = [f"{name}={value}" for name, value in plan_of(given).variables.items()]
+    told = "LOG_LEVEL=INFO BACKEND=gloo GRACE=5 HANG_SECONDS=9 SHOW_RANKS=all FRESH=1"
+    assert " ".join(named) == f"{told} NUMA_BINDING=node"
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from agents import ROOT, execute, rarely
 
 from distributed.errors import REFUSED
 from launcher.agent.fork import cpus_of_ranks
-from launcher.plan.foreign import WORDS
+from launcher.plan.settings import VARIABLES
 
 binding = pytest.importorskip("torch.numa.binding")
-MODES = WORDS["NUMA_BINDING"]
+MODES = VARIABLES["NUMA_BINDING"].words
 
 
 @pytest.mark.parametrize("mode", MODES)
