@@ -20,7 +20,6 @@ _INCURABLE = {
     *("config-invalid", "duplicate-gpu", "env-missing", "no-such-interface", "parameters-unused"),
     *("too-few-gpus", "torch-without-gpu", "version-mismatch", "wrong-world"),
 }
-_INCURABLE_ERRORS = ("ImportError", "IndentationError", "ModuleNotFoundError", "SyntaxError")
 # Faults that come from outside say nothing about the next attempt.
 _FROM_OUTSIDE = {"agent-killed", "launcher-killed", "link-lost", "node-lost", "rank-killed"}
 
@@ -48,7 +47,7 @@ class Restarts:
         """
         if first.fault in _INCURABLE or first.code in (BAD_INPUT, CANNOT_START - 1, CANNOT_START):
             return f"not restarting: it would fail the same way ({first.fault})"
-        if first.cause.startswith(_INCURABLE_ERRORS):
+        if first.cannot_import:
             return f"not restarting: it would fail the same way ({first.cause})"
         if not self.all or first.fault in _FROM_OUTSIDE:
             return ""

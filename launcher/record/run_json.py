@@ -85,6 +85,8 @@ class Record:
     started: float | None = None
     ended: float | None = None
     exit_code: int | None = None
+    fault: str = ""  # of the failure that ended the run, as the failure block names it
+    cause: str = ""
     step: int = -1  # the latest; -1 if unknown
     saved_step: int = -1
     first_step: float | None = None  # when the latest start completed its first step
@@ -228,7 +230,8 @@ def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
 
 def _start(folder: Path, state: str) -> dict[str, Any]:
     (folder / KEPT).unlink(missing_ok=True)  # of an earlier start
-    return {"state": state, "started": time.time(), "ended": None, "exit_code": None}
+    unknown = {"ended": None, "exit_code": None, "fault": "", "cause": ""}
+    return {"state": state, "started": time.time(), **unknown}
 
 
 def _end(code: int) -> dict[str, Any]:

@@ -56,7 +56,8 @@ class Beating:
         ({"fault": "out-of-memory", "code": 1}, ""),
         ({"code": 127}, "rank-error"),
         ({"fault": "config-invalid"}, "config-invalid"),
-        ({"cause": LACKING}, LACKING),
+        ({"cause": LACKING, "cannot_import": True}, LACKING),
+        ({"cause": f"RuntimeError: {LACKING}"}, ""),
     ],
 )
 def test_what_no_restart_can_cure(change: dict[str, object], why: str) -> None:
@@ -201,3 +202,22 @@ def test_a_real_run(runs: list[Run], tmp_path: Path) -> None:
     assert (runs[0].process.returncode, err.count("node agent: restart ")) == (1, 1)
     record = json.loads((tmp_path / "x/run.json").read_text())
     assert [restart["fault"] for restart in record["restarts"]] == ["rank-error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        ("import no_such_module", "env-missing"),
+        ("from os import no_such_name", "version-mismatch"),
+        ("exec('a b')", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_restarts_nothing(
+    script: str, cause: str, runs: list[Run], tmp_path: Path
+) -> None:
+    file = written(tmp_path / "script.py", script)
+    runs.append(Run(["--nproc-per-node=1", "--max-restarts=5", f"--log-dir={tmp_path}", str(file)]))
+    err = runs[0].finish()
+    assert f"not restarting: it would fail the same way ({cause}" in err
+    assert "node agent: restart " not in err
