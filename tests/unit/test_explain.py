@@ -492,10 +492,19 @@ def test_without_a_name_the_newest_run_is_explained_even_if_it_never_began(
     assert "ValueError: boom" in capsys.readouterr().out
 
 
+def test_without_a_name_and_without_a_run_the_log_folder_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([], {"LOG_DIR": "gone"}, "explain.sh") == 2
+    told = "explain.sh: there is no run in gone; give a FILE, or correct LOG_DIR\n"
+    assert capsys.readouterr().err == told
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "unknown command ''; choose from ls DIR, verify DIR, export DIR FILE, hash DIR"),
+        ([], "no command; choose from ls DIR, verify DIR, export DIR FILE, hash DIR"),
         (["verfy", "x"], "unknown command 'verfy'; did you mean verify? choose from ls DIR, "),
         (["export", "x"], "export needs DIR FILE, but got x"),
         (["ls"], "ls needs DIR, but got nothing"),
