@@ -63,7 +63,7 @@ class Restarts:
             return f"not restarting: restart {last.number} made no progress"
         return ""
 
-    def note(
+    def add(
         self,
         first: Failure,
         held_step: int,
@@ -101,7 +101,7 @@ class Restarts:
         self.write()
         return restart.describe(self.most)
 
-    def look(self, say: Callable[[str], None]) -> None:
+    def record_progress(self, say: Callable[[str], None]) -> None:
         """Record the ranks' progress and, once the lost steps are repeated, the time lost.
 
         If the scheduler has started this job again, end this start.
@@ -129,4 +129,4 @@ class Restarts:
     def write(self, **more: Any) -> None:
         """Write all restarts, and any other given fields, to the record."""
         if self.record is not None:
-            self.record.note(restarts=[*self.record.earlier.restarts, *self.all], **more)
+            self.record.write_fields(restarts=[*self.record.earlier.restarts, *self.all], **more)

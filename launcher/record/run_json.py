@@ -302,9 +302,9 @@ class LiveRecord:
         self._is_lost = False
 
         if is_takeover:
-            self.note(hosts=fields["hosts"], world_size=fields["world_size"])
+            self.write_fields(hosts=fields["hosts"], world_size=fields["world_size"])
             return
-        self.note(
+        self.write_fields(
             run_id=folder.name,
             working_directory=os.getcwd(),
             versions={**versions, "kernel": platform.release()},
@@ -331,13 +331,13 @@ class LiveRecord:
         if is_due and (saved_step, step) != self._progress:
             self._progress = saved_step, step
             self._written = time.monotonic()
-            self.note(step=step, saved_step=saved_step)
+            self.write_fields(step=step, saved_step=saved_step)
 
     def end(self, code: int, saved_step: int, step: int) -> None:
         """Record how the run ended."""
-        self.note(step=step, saved_step=saved_step, **_end(code))
+        self.write_fields(step=step, saved_step=saved_step, **_end(code))
 
-    def note(self, **changes: Any) -> None:
+    def write_fields(self, **changes: Any) -> None:
         """Record these fields of the run."""
         try:
             with self._lock.committing():
