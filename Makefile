@@ -25,7 +25,7 @@ SITE_PATH = $${PYTHONPATH:+:$$PYTHONPATH}
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell has-torch test-cluster test-gpu test-login test-nccl test-torch
-.PHONY: help init no-run given setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-failures bench-shapes bench-faults bench-gpu bench-scale reference pictures clean
+.PHONY: help files init no-run given setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-failures bench-shapes bench-faults bench-gpu bench-scale reference pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -65,6 +65,9 @@ test-fast: $(READY_TO_TEST) ## run lint and the quick tests, in about a minute
 
 lint: $(READY_TO_TEST) ## run shellcheck, shfmt, ruff and mypy; check what make reference writes
 	@PYTHON=$(PYTHON) tests/run.sh lint
+
+files: ## list every file with what it is for (FOLDERS="launcher/plan scripts")
+	@python3 tests/files.py $(FOLDERS)
 
 test-torch: ## test what another version of torch can break: one row in docs/admin.md (VERSION=2.6.0 PYTHON=...)
 	@PYTHONPATH=bench$(SITE_PATH) $(ANY_PYTHON) tests/with_torch.py $(if $(RECORD),--record-failures) $(VERSION)

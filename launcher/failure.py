@@ -75,6 +75,7 @@ class Failure:
     # Where the ranks were, if the run was stuck: the ranks with each stack, or none for a remark.
     stacks: Mapping[str, Sequence[int]] = field(default_factory=dict)
     has_left: bool = False  # it exited by itself, without an error
+    cannot_import: bool = False  # a module is missing, or is not valid Python
 
     def __post_init__(self) -> None:
         if not 1 <= self.code <= 255:
@@ -101,6 +102,7 @@ class RaisedError:
     notes: str = ""  # added to the exception (PEP 678)
     has_left: bool = False  # not an error: the script called exit()
     details: Sequence[str] = ()  # the errors of a group, and the error that caused this one
+    cannot_import: bool = False
 
 
 def read_error(path: Path) -> RaisedError | None:
@@ -120,6 +122,7 @@ def read_error(path: Path) -> RaisedError | None:
             notes=str(message.get("notes", "")),
             has_left=message.get("has_left") is True,
             details=[str(line) for line in message.get("details", ())],
+            cannot_import=message.get("cannot_import") is True,
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # none was written, or the rank was killed while writing it
@@ -157,6 +160,7 @@ def describe_end(
         frames=[*details, *user_frames(raised.stack.partition(_SECOND_ERROR)[0])],
         is_consequence=fault != CRASHED and is_peer_lost(cause),
         has_left=raised.has_left,
+        cannot_import=raised.cannot_import,
     )
 
 

@@ -18,7 +18,7 @@ from distributed.environment import printable
 from distributed.errors import STOPPED
 from launcher.failure import Failure, signal_name
 from launcher.outcome import Outcome
-from launcher.record.run_json import KEPT
+from launcher.record.run_json import KEPT, update
 from launcher.text import LONGEST_ROW, count, has_colour, name_groups, open_own
 
 Opener = Callable[[Path, str], IO[Any]]
@@ -58,14 +58,16 @@ def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:
             with open_own(new, "w", encoding="utf-8") as file:
                 file.write(kept.getvalue())
             new.replace(folder / KEPT)
+            if (folder / "run.json").exists() and outcome.failure is not None:
+                update(folder, fault=outcome.failure.fault, cause=outcome.failure.cause)
 
 
-def find_end(log: Path, strip: Callable[[str], str] = str, opener: Opener = open) -> str:
+def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
     """Return the block or the stopped line that ends a log; "" if none does. Raises OSError.
 
     `strip` removes the prefix that another program has put before a line.
     """
-    text = read_tail(log, TAIL_BYTES, opener).replace("\r\n", "\n")
+    text = read_tail(log, TAIL_BYTES).replace("\r\n", "\n")
     rows = "\n".join(map(strip, COLOURS.sub("", text).split("\n")))
     ends = [match["end"] or "" for match in _ENDS.finditer(rows)]
     return "\n".join(printable(row, LONGEST_ROW) for row in (ends or [""])[-1].split("\n"))
@@ -81,7 +83,8 @@ def read_tail(file: Path, size: int, opener: Opener = open) -> str:
 def find_kept(folder: Path) -> str:
     """Return the block or the stopped line in a run's folder; "" if there is none."""
     with contextlib.suppress(OSError):
-        return find_end(folder / KEPT, opener=open_own)
+        rows = read_tail(folder / KEPT, TAIL_BYTES, open_own).splitlines()
+        return "\n".join(printable(row, LONGEST_ROW) for row in rows)
     return ""
 
 

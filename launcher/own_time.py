@@ -57,7 +57,7 @@ class SilenceNews:
     def __init__(self) -> None:
         self._before_s = 0.0
 
-    def look(self, silence_s: float, limit_s: float) -> str:
+    def describe(self, silence_s: float, limit_s: float) -> str:
         """Return the line that is due; empty if none is. A peer is lost after `limit_s`."""
         before_s = self._before_s
         self._before_s = silence_s
@@ -80,7 +80,7 @@ class Deadline:
         """Set it to this many seconds from now, unless it is already earlier."""
         self.at = min(self.at, now() + seconds)
 
-    def take(self) -> bool:
+    def expire(self) -> bool:
         """Return whether it has passed; if so, unset it."""
         has_passed = now() >= self.at
         if has_passed:

@@ -60,7 +60,7 @@ class View:
         self._held = line
         self._show(whole)
 
-    def tick(self, now: float) -> bool:
+    def show_held(self, now: float) -> bool:
         """Show text that has been held long enough. Returns whether any is still held.
 
         `now` must be a time before the last read: all text written by then has been added.

@@ -149,7 +149,7 @@ class NodeAgent:
             note = AgentNote(
                 own.run_id, own.node_rank, self.started, args.nproc, folder, self.resume_command
             )
-            self.supervisor.tell(note)
+            self.supervisor.send(note)
 
     # --- one attempt after another ------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class NodeAgent:
                 saved_step = self.heartbeats.reached()[0]
                 parts = self.snapshots.find_parts(facts.nodes.values(), saved_step)
                 verdict = replace(verdict, parts=parts)
-            if not self._go_on(facts, verdict):
+            if not self._join_next_attempt(facts, verdict):
                 break
         is_told = facts.verdict is not None
         self._report(self._keep_snapshot(verdict, is_told=is_told), is_told=is_told)
@@ -224,13 +224,13 @@ class NodeAgent:
 
     # --- after an attempt ---------------------------------------------------------------------
 
-    def _go_on(self, facts: Facts, verdict: Verdict) -> bool:
+    def _join_next_attempt(self, facts: Facts, verdict: Verdict) -> bool:
         """Take part in the next attempt. Returns False if there is none."""
         team, first = self.meeting.team, verdict.outcome.failure
         can_follow = not (self.is_last or facts.signals)
         if team is not None:  # node rank 0 decides for all nodes
             parts = self._restart(team, facts, first) if first and can_follow else {}
-            team.tell(parts, verdict)
+            team.send_assignments(parts, verdict)
             return bool(parts)
         if verdict.next is not None:
             self._take_part(replace(self.meeting, assignment=verdict.next))
@@ -275,7 +275,7 @@ class NodeAgent:
         self, first: Failure, held_step: int, lost: Sequence[str], replaced: Sequence[str]
     ) -> None:
         """On node rank 0, record and report why the ranks restart, and on which nodes."""
-        line = self.restarts.note(first, held_step, self.own.attempt, lost=lost, replaced=replaced)
+        line = self.restarts.add(first, held_step, self.own.attempt, lost=lost, replaced=replaced)
         self.outputs.say(f"{line}; now on port {self.own.port}")
         if replaced:
             self._tell_membership()
@@ -291,7 +291,7 @@ class NodeAgent:
         """Report to the launcher which nodes the run continues with."""
         if (team := self.meeting.team) is not None:
             nodes = [member.node_id for member in (*team.members, *team.spares)]
-            self.outputs.tell(Membership(self.own.attempt, nodes), self.supervisor.control)
+            self.outputs.send(Membership(self.own.attempt, nodes), self.supervisor.control)
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -336,8 +336,8 @@ def look_around(agent: NodeAgent) -> None:
     meeting, say = agent.meeting, agent.outputs.say
     if meeting.team is not None:
         meeting.team.check_spares(agent.on_lost_spare)
-    agent.network.look(say)
-    agent.restarts.look(agent.outputs.say)
+    agent.network.poll_nccl_log(say)
+    agent.restarts.record_progress(agent.outputs.say)
     if agent.own.node_rank in (0, 1) or shows_no_rank(agent):  # not every node of a large run
         tell_silences(meeting.peers, agent.own.hosts, say)
     if shows_no_rank(agent):

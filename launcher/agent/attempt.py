@@ -96,13 +96,15 @@ class Attempt:
                 key.data()
             if self.rest_s:
                 time.sleep(self.rest_s)
-            if self.partial.take() and self.ranks.tick(shown_at, is_ending=self.facts.is_ending):
+            if self.partial.expire() and self.ranks.show_held(
+                shown_at, is_ending=self.facts.is_ending
+            ):
                 self.partial.set_within(limits.PARTIAL_LOOK_S)
             for each in self.ranks.ended():
                 self._on_death(each)
             self._on_time()
             self.snapshots.outgoing.on_time(self.peers)
-            if beat.take():
+            if beat.expire():
                 beat.set_within(limits.BEAT_S)
                 self._beat(pulse)
 
@@ -128,7 +130,7 @@ class Attempt:
         if QUERY not in stop_signals():
             signal.signal(QUERY, lambda *_: self.query.ask())
         for earlier in self.facts.signals:
-            self._pass_on(earlier)
+            self._forward(earlier)
         self._listen_to(self.supervisor, _end_with_supervisor)
         for node, peer in self.peers.items():
             self._listen_to(peer.socket, partial(self._on_peer, node, peer))
@@ -140,9 +142,9 @@ class Attempt:
 
     def _on_time(self) -> None:
         """Do what is due: SIGTERM to the ranks, then SIGKILL to all descendants."""
-        if self.term.take():
+        if self.term.expire():
             self._terminate_ranks()
-        if self.kill.take():
+        if self.kill.expire():
             self._kill_ranks()
         suspect = self.query.on_time()
         if suspect is not None and not self.facts.failures:
@@ -180,7 +182,7 @@ class Attempt:
             others_s = self.grace_s if self.facts.asked else self.savers.others_s
             limit_s = self.verdict_s if self.is_last or self.facts.signals else limits.RANKS_END_S
             self.over.set_within(limit_s * (1 if self.is_first_node else 2) + others_s)
-        return self.over.take()
+        return self.over.expire()
 
     # --- this node's ranks ----------------------------------------------------------------------
 
@@ -241,14 +243,14 @@ class Attempt:
         """Ask the ranks here and all other nodes to stop, except `source`, which asked for it."""
         if signum not in self.facts.signals:  # schedulers send one signal to several processes
             self.facts.signals.append(signum)
-            self._pass_on(signum, source)
+            self._forward(signum, source)
 
-    def _pass_on(self, signum: int, source: Link | None = None) -> None:
+    def _forward(self, signum: int, source: Link | None = None) -> None:
         self.send_all(StopRequest(signum), but=source)
         if signum not in notices():  # after a notice, the ranks still have minutes
             self.kill.set_within(self.grace_s)
             self.ranks.send(signum)
-        self.notice.look()
+        self.notice.deliver()
 
     # --- the other nodes ------------------------------------------------------------------------
 
@@ -276,12 +278,12 @@ class Attempt:
     def _beat(self, pulse: Pulse) -> None:
         """Send a heartbeat to the other nodes; check for silent nodes and a stuck rank."""
         self.on_beat()
-        self.notice.look()
+        self.notice.deliver()
         if not (self.facts.is_ending or self.facts.signals):
             for each in self.ranks.find_hanging(self.grace_s):
                 self._on_error(each)
         here = self.ranks.straggler()
-        pulse.note(NodeBeat(here))
+        pulse.send_beat(NodeBeat(here))
         for node, peer in list(self.peers.items()):
             if peer.is_silent:
                 self._drop_peer(node)
@@ -317,7 +319,7 @@ def _take_message(attempt: Attempt, node: int, peer: Link, message: object) -> N
         case StackRequest() | NodeStacks():
             attempt.query.receive(node, message)
         case SnapshotData():
-            attempt.snapshots.incoming.take(message)
+            attempt.snapshots.incoming.store_piece(message)
         case EndRanks() if message.stuck < 0:
             attempt._end_within(0.0)
         case EndRanks():

@@ -37,10 +37,10 @@ class Control:
     fd: int | None  # the control stream; None in a SLURM step, which has none
     mark: str  # the prefix of messages to the launcher (launcher_link.py)
 
-    def tell(self, message: object, *, is_line_open: bool = False) -> None:
+    def send(self, message: object, *, is_line_open: bool = False) -> None:
         """Send the launcher a message. `is_line_open` means that the last line has no newline."""
         # Under srun, first end that line: srun would mix a longer line with another node's.
-        launcher_link.tell(self.mark, message, begins_line=is_line_open and self.fd is None)
+        launcher_link.send_message(self.mark, message, begins_line=is_line_open and self.fd is None)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SupervisorLink:
     reaper: int | None  # closes when the agent exits, which the reaper notices
     words: int  # a file for the agent's last output (supervisor.py)
 
-    def tell(self, note: AgentNote) -> None:
+    def send(self, note: AgentNote) -> None:
         self.socket.sendall(encode(note).encode())
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ def report_outcome(
     `is_line_open` means that the last line shown may have no newline; the block begins a new one.
     """
     if control is not None:
-        control.tell(outcome, is_line_open=is_line_open)
+        control.send(outcome, is_line_open=is_line_open)
         return
     if is_line_open and outcome.code != 0:
         print(file=sys.stderr)

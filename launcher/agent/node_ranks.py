@@ -159,7 +159,7 @@ class NodeRanks:
     def streams(self) -> list[Stream]:
         return [stream for each in self.all for stream in each.streams]
 
-    def tick(self, now: float, *, is_ending: bool) -> bool:
+    def show_held(self, now: float, *, is_ending: bool) -> bool:
         """Show output that has been held back long enough. Returns whether any is still held back.
 
         If a rank is still running long after it printed a traceback, it has caught the exception.
@@ -170,7 +170,7 @@ class NodeRanks:
             limit_s = limits.RAISED_S if os.path.exists(each.error_file) else limits.TRACEBACK_S
             has_gone_on = each.code is None and not is_ending
             for stream in each.streams:
-                is_waiting |= stream.tick(now, limit_s if has_gone_on else math.inf)
+                is_waiting |= stream.show_held(now, limit_s if has_gone_on else math.inf)
         return is_waiting
 
     def straggler(self) -> RankState | None:

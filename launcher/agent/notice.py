@@ -31,7 +31,7 @@ class Notice:
         self._show = show
         self._warn_at = 0.0  # 0 until the notice arrives
 
-    def look(self) -> None:
+    def deliver(self) -> None:
         """Send the notice to ranks that handle it by now; warn after NOTICE_WARN_S if none does."""
         came = next((one for one in notices() if one in self._facts.signals), None)
         if came is None:

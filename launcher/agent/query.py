@@ -68,7 +68,7 @@ class Query:
 
     def receive(self, node: int, message: StackRequest | NodeStacks) -> None:
         if isinstance(message, NodeStacks):
-            self._take(node, message)
+            self._add_answer(node, message)
         elif self.ranks.node_rank == 0:
             self.ask()
         else:
@@ -76,7 +76,7 @@ class Query:
 
     def on_time(self) -> int | None:
         """Do what is due. Returns the rank that holds up the run, if the run must end."""
-        if self._look.take():
+        if self._look.expire():
             self._look.set_within(limits.ASKED_LOOK_S)
             assert self.folder is not None
             for signum, name in {0: ASKED, **NOTICED}.items():
@@ -84,12 +84,12 @@ class Query:
                     (self.folder / name).unlink()
                     signal.raise_signal(signum) if signum else self.ask()
 
-        if self._start.take() and not self._told:  # otherwise a request is in progress
+        if self._start.expire() and not self._told:  # otherwise a request is in progress
             self._send(StackRequest())
             if self.ranks.node_rank == 0:
                 self._end.set_within(limits.for_nodes(limits.STACKS_ANSWER_S, len(self.peers)))
-                self._take(0, self._here())
-        return self._conclude() if self._end.take() else None
+                self._add_answer(0, self._here())
+        return self._conclude() if self._end.expire() else None
 
     def _here(self) -> NodeStacks:
         stacks = self.ranks.stacks()
@@ -100,7 +100,7 @@ class Query:
         for peer in self.peers.values():
             peer.send(message)
 
-    def _take(self, node: int, told: NodeStacks) -> None:
+    def _add_answer(self, node: int, told: NodeStacks) -> None:
         if node == 0 or self._told:  # otherwise the answer is late: the request has ended
             self._told[node] = told
         if self._told.keys() >= {0, *self.peers}:

@@ -20,7 +20,6 @@ _INCURABLE = {
     *("config-invalid", "duplicate-gpu", "env-missing", "no-such-interface", "parameters-unused"),
     *("too-few-gpus", "torch-without-gpu", "version-mismatch", "wrong-world"),
 }
-_INCURABLE_ERRORS = ("ImportError", "IndentationError", "ModuleNotFoundError", "SyntaxError")
 # Faults that come from outside say nothing about the next attempt.
 _FROM_OUTSIDE = {"agent-killed", "launcher-killed", "link-lost", "node-lost", "rank-killed"}
 
@@ -48,7 +47,7 @@ class Restarts:
         """
         if first.fault in _INCURABLE or first.code in (BAD_INPUT, CANNOT_START - 1, CANNOT_START):
             return f"not restarting: it would fail the same way ({first.fault})"
-        if first.cause.startswith(_INCURABLE_ERRORS):
+        if first.cannot_import:
             return f"not restarting: it would fail the same way ({first.cause})"
         if not self.all or first.fault in _FROM_OUTSIDE:
             return ""
@@ -64,7 +63,7 @@ class Restarts:
             return f"not restarting: restart {last.number} made no progress"
         return ""
 
-    def note(
+    def add(
         self,
         first: Failure,
         held_step: int,
@@ -102,7 +101,7 @@ class Restarts:
         self.write()
         return restart.describe(self.most)
 
-    def look(self, say: Callable[[str], None]) -> None:
+    def record_progress(self, say: Callable[[str], None]) -> None:
         """Record the ranks' progress and, once the lost steps are repeated, the time lost.
 
         If the scheduler has started this job again, end this start.
@@ -130,4 +129,4 @@ class Restarts:
     def write(self, **more: Any) -> None:
         """Write all restarts, and any other given fields, to the record."""
         if self.record is not None:
-            self.record.note(restarts=[*self.record.earlier.restarts, *self.all], **more)
+            self.record.write_fields(restarts=[*self.record.earlier.restarts, *self.all], **more)

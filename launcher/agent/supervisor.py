@@ -95,12 +95,12 @@ def main() -> int:
     started_by, control = environ.pop("LAUNCH_START", ""), None
     if started_by == "step":
         control = Control(None, f"{environ['LAUNCH_TOKEN']}.{environ['SLURM_NODEID']}")
-        launcher_link.tell(control.mark)  # from now on, a missing Exit means a kill
+        launcher_link.send_message(control.mark)  # from now on, a missing Exit means a kill
 
     agent = fork_agent(sys.argv[1:], environ, control, is_launcher=started_by == "local")
     code = guard(agent)
     if control is not None:
-        control.tell(Exit(code, 0))
+        control.send(Exit(code, 0))
     return code_for_shell(code, agent.passed_on)
 
 
@@ -283,7 +283,7 @@ def _await_end(agent: Agent) -> int:
             agent.send(came)
             if came not in notices():
                 kill.set_within(agent.grace_s + limits.STOP_AGENT_S)
-        elif kill.take():  # the agent is stopped (SIGSTOP), or hangs
+        elif kill.expire():  # the agent is stopped (SIGSTOP), or hangs
             agent.kill()
     return status
 

@@ -39,7 +39,9 @@ def main(arguments: Sequence[str], environ: Environ) -> int:
 def refuse(words: Sequence[str]) -> str:
     """Return why scripts/checkpoint.sh rejects these words; empty if it accepts them."""
     commands = ", ".join(map(" ".join, CHECKPOINT.items()))
-    name, *given = words or [""]
+    if not words:
+        return f"no command; choose from {commands}"
+    name, *given = words
     if name not in CHECKPOINT:
         return f"unknown command {name!r}; {did_you_mean(name, CHECKPOINT)}choose from {commands}"
     if len(given) != len(CHECKPOINT[name].split()):

@@ -141,7 +141,7 @@ def read(file: Path) -> list[Sighting]:
             continue
 
         line = text.decode(errors="replace")
-        if (seen := look(line)) is not None:
+        if (seen := find_sighting(line)) is not None:
             above = b"\n".join([*recent][:-1]).decode(errors="replace")
             mine = _lines_of_same(above, line)
             if _SOURCE.search("\n".join([*mine, split(line)[1]])):
@@ -157,7 +157,7 @@ def read(file: Path) -> list[Sighting]:
     return _with_first(sightings, first) if first else sightings
 
 
-def look(line: str) -> Sighting | None:
+def find_sighting(line: str) -> Sighting | None:
     """Return what one line says about a failure; None if it says nothing."""
     prefix, text = split(line)
     if fault := own_fault(text):

@@ -71,7 +71,7 @@ class Connection(Child):
 
         self._log = descriptors.anonymous_file("ssh")  # ssh's own messages
         log = f"/proc/{os.getpid()}/fd/{self._log}"
-        super().__init__(loop, ssh_command(node, loop.environ, connect_s, log), self._take)
+        super().__init__(loop, ssh_command(node, loop.environ, connect_s, log), self._read_output)
 
     def send_line(self, line: str) -> None:
         self.send(os.fsencode(f"{line}\n"))
@@ -103,7 +103,7 @@ class Connection(Child):
         lines = [line.strip() for line in said.decode(errors="replace").split("\n")]
         return next((line for line in reversed(lines) if line), "")
 
-    def _take(self, data: bytes, is_error: bool) -> None:
+    def _read_output(self, data: bytes, is_error: bool) -> None:
         output = data
         told = list[Any]()
         if not is_error:

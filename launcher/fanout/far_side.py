@@ -28,7 +28,7 @@ from launcher.preflight.check_node import check_node
 from launcher.processes import KILLED
 from launcher.text import OwnEnviron, mend_streams, warn
 from launcher.wire import limits
-from launcher.wire.launcher_link import read_request, tell
+from launcher.wire.launcher_link import read_request, send_message
 from launcher.wire.messages import Cut, Exit, Ready, Request, Start, Sweep
 
 
@@ -41,14 +41,14 @@ def main(arguments: list[str], environ: OwnEnviron) -> int:
     while (request := read_request(0)) is not None:
         match request:
             case Request():
-                tell(token, check_node(request, environ))
+                send_message(token, check_node(request, environ))
             case Sweep():
-                tell(token, Exit(0, processes.end_marked(request.token, limits.SWEEP_S)))
+                send_message(token, Exit(0, processes.end_marked(request.token, limits.SWEEP_S)))
             case Start():
                 pdsh = await_pdsh(request.socket, token) if request.socket else None
                 has_come = pdsh is not None or not request.socket
                 code = run_agent(request, environ, token, pdsh) if has_come else CANNOT_START
-                tell(token, Exit(code, processes.end_marked(token, limits.SWEEP_S)))
+                send_message(token, Exit(code, processes.end_marked(token, limits.SWEEP_S)))
                 if pdsh is not None:
                     with contextlib.suppress(OSError):  # pdsh's process is gone
                         os.write(pdsh, bytes([code]))
@@ -69,14 +69,14 @@ def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -
 
     def beat() -> None:
         while True:
-            tell(token)
+            send_message(token)
             time.sleep(limits.BEAT_S)
 
     def await_cut(fd: int) -> None:
         while os.read(fd, 4096):
             pass
         if processes.start_ticks(agent.pid) is not None:  # otherwise the agent has ended
-            tell(token, Cut())
+            send_message(token, Cut())
 
     threading.Thread(target=beat, daemon=True).start()  # only after the fork
     if pdsh is not None:
@@ -96,7 +96,7 @@ def await_pdsh(name: str, token: str) -> int | None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{name}")
         listener.listen()
-        tell(token, Ready())
+        send_message(token, Ready())
 
         ready = select.poll()
         ready.register(listener, select.POLLIN)
@@ -104,7 +104,7 @@ def await_pdsh(name: str, token: str) -> int | None:
 
         deadline = time.monotonic() + limits.PDSH_FETCH_S
         while time.monotonic() < deadline:
-            tell(token)
+            send_message(token)
             came = dict(ready.poll(limits.BEAT_S * 1000))
             if 0 in came:
                 break

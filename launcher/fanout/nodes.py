@@ -155,7 +155,7 @@ class Silence:
     def news(self) -> Iterator[str]:
         """Name the nodes that have become silent, and those that are heard again."""
         for node in self.awaited:
-            if news := node.silence_news.look(time.monotonic() - node.heard, self.limit_s):
+            if news := node.silence_news.describe(time.monotonic() - node.heard, self.limit_s):
                 yield f"{node.name}: {news}"
 
     def find(self) -> list[Connection]:

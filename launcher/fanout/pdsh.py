@@ -69,8 +69,8 @@ class PdshFanout(Fanout):
         start = super().start_request(report, node)
         return replace(start, socket=f"{self.socket}.{report.node_rank}")
 
-    def note(self, node: Connection) -> None:
-        super().note(node)
+    def check_end(self, node: Connection) -> None:
+        super().check_end(node)
         if self.pdsh is not None and self.pdsh.code is not None:
             self.close_within(self.nodes.others_s)
 

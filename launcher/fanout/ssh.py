@@ -200,11 +200,11 @@ class Fanout:
         if self.terminals.is_waiting:
             until = min(until, now + limits.PARTIAL_S)
         for signum in self.loop.wait(until - now):
-            self.pass_on(signum)
-        self.terminals.tick(now)
+            self.forward_signal(signum)
+        self.terminals.show_held(now)
         self.silence.note_turn(is_ending=self.close_at < math.inf)
         for node in self.connections:
-            self.note(node)
+            self.check_end(node)
         for line in self.silence.news() if self.is_open else ():
             self.say(line)
         for node in self.silence.find() if self.is_open else ():
@@ -232,7 +232,7 @@ class Fanout:
     def say_lost(self, node: Connection) -> None:
         self.say(f"{node.name}: {node.lost}{' [link-lost]' if node.is_silent else ''}")
 
-    def pass_on(self, signum: Signals) -> None:
+    def forward_signal(self, signum: Signals) -> None:
         """Forward a signal to every node; the agents decide how to act on it."""
         is_query = signum == QUERY and QUERY not in stop_signals()
         if self.started is None and not is_query:
@@ -244,7 +244,7 @@ class Fanout:
             if node.is_started:
                 node.ask(StopRequest(signum))  # for stacks, node rank 0 asks the others
 
-    def note(self, node: Connection) -> None:
+    def check_end(self, node: Connection) -> None:
         """Check whether and how a node's part of the run has ended."""
         is_cut = node.answer(Cut) is not None
         has_ended = node.answer(Exit) is not None and not is_cut
@@ -329,12 +329,12 @@ class Terminals:
 
         return show
 
-    def tick(self, now: float) -> None:
+    def show_held(self, now: float) -> None:
         """Show lines that have been unfinished for a while.
 
         `now` is a time before the nodes were last read.
         """
-        self.is_waiting = bool([view for view in self._views if view.tick(now)])
+        self.is_waiting = bool([view for view in self._views if view.show_held(now)])
 
 
 def quote_line(line: str) -> str:

@@ -202,11 +202,11 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -
         if output and len(output.begun) > begun:  # a new node may have missed signals
             begun = len(output.begun)
             for signum in asked:
-                pass_on(signum, plan, srun)
+                forward_signal(signum, plan, srun)
 
         left_s = min(end.at - own_time.now(), limits.BEAT_S)
         came = processes.await_signal({*handled, QUERY}, left_s)
-        if end.take():
+        if end.expire():
             srun.kill()
             srun.wait()
         elif came == QUERY and QUERY not in handled:
@@ -217,7 +217,7 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -
             if came == signal.SIGINT and interrupts.is_second():
                 srun.terminate()  # which kills the ranks
             else:
-                pass_on(came, plan, srun)
+                forward_signal(came, plan, srun)
 
 
 def find_outcome(
@@ -253,7 +253,7 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
     return replace(outcome, code=code) if is_cancelled else outcome
 
 
-def pass_on(signum: int, plan: Plan, srun: Srun) -> None:
+def forward_signal(signum: int, plan: Plan, srun: Srun) -> None:
     """Send SIGTERM or a notice to every task of the step; sending either again has no effect.
 
     SLURM signals all processes of a task, and a notice would kill ranks that do not handle it. So

@@ -23,8 +23,15 @@ _REPEATED = {  # sbatch's options that a resumed job needs, and where its record
     "--mem-per-gpu": "MemPerTres",
     "--cpus-per-gpu": "CpusPerTres",
     "--exclude": "ExcNodeList",
+    "--partition": "Partition",
+    "--account": "Account",
+    "--qos": "QOS",
+    "--time": "TimeLimit",
+    "--constraint": "Features",
+    "--reservation": "Reservation",
 }
-_NOT_REPEATED = ("0", "(null)", "gres:gpu:4")  # unset, or what our scripts ask for themselves
+# Not set, or what our scripts ask for themselves.
+_NOT_REPEATED = ("0", "(null)", "N/A", "gres:gpu:4", "gres/gpu:4", "1-00:00:00")
 
 
 def in_batch_script(environ: Environ) -> bool:
@@ -185,13 +192,17 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
     words = [f"--nodes={environ['SLURM_JOB_NUM_NODES']}"]
     if tasks := tasks_per_node(environ):
         words.append(f"--ntasks-per-node={tasks}")
-    if gpus := environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE"):
-        words.append(f"--gpus-per-node={gpus}")
 
     record = show("job", job_id(environ))
+    asked = re.sub("gres[:/]", "", record.get("TresPerNode", ""))  # / since SLURM 23.11
+    gpus = environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE")
+    if gpus:
+        model = re.match("gpu:([^:,]+:)", asked) if gpus.isdecimal() else None
+        words.append(f"--gpus-per-node={model[1] if model else ''}{gpus}")
+
     for option, field in _REPEATED.items():
         if (value := record.get(field, "0")) not in _NOT_REPEATED:
-            words.append(f"{option}={value.removeprefix('gres:gpu:')}")
+            words.append(f"{option}={re.sub('gres[:/]gpu:', '', value)}")
     words += ["--exclusive"] if record.get("OverSubscribe") == "NO" else []
     job = f"--job={job_id(environ)}"
     if task := environ.get("SLURM_ARRAY_TASK_ID"):
@@ -201,8 +212,7 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
         again = [script, *typed[1:]] if script else (ask_squeue(job, "--format=%o") or "").split()
         return again and ["sbatch", *words, *again]
     if not gpus:  # salloc sets no variable for --gres
-        asked = record.get("TresPerNode", "")
-        words += [f"--gres={asked[5:]}"] if asked.startswith("gres:") else []
+        words += [f"--gres={asked}"] if asked else []
     return ["salloc", *words, *typed]
 
 

@@ -21,7 +21,7 @@ from launcher.preflight.checks import CHECKS, Machine, warning
 from launcher.preflight.gpus import GpuError, visible_gpus
 from launcher.text import Environ, short_host_name
 from launcher.typed_json import parse
-from launcher.wire.launcher_link import Answers, tell
+from launcher.wire.launcher_link import Answers, send_message
 from launcher.wire.meeting import Wait
 from launcher.wire.messages import Fault, Member, NodeReport, Report, Request
 
@@ -141,5 +141,5 @@ def main(arguments: Sequence[str], environ: Environ) -> int:
     """Check this node as requested; a long request is split into several arguments."""
     request = parse(Request, "".join(arguments))
     node_rank = int(environ.get("SLURM_NODEID") or request.node_rank)
-    tell(f"{MARK}.{node_rank}", check_node(replace(request, node_rank=node_rank), environ))
+    send_message(f"{MARK}.{node_rank}", check_node(replace(request, node_rank=node_rank), environ))
     return 0

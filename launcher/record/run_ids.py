@@ -28,7 +28,7 @@ def free_run_id(
     is_free = _is_new_in_job if of_job else _is_not_live
     for number in itertools.count():
         run_id = f"{name}.{number}" if number else name
-        is_ours = is_dry_run or _take(log_dir / run_id, job_start(environ))
+        is_ours = is_dry_run or _reserve(log_dir / run_id, job_start(environ))
         if is_ours and is_free(log_dir / run_id, environ):
             break
     return run_id
@@ -65,7 +65,7 @@ def _is_not_live(folder: Path, environ: Mapping[str, str]) -> bool:
     return False
 
 
-def _take(folder: Path, start: int) -> bool:
+def _reserve(folder: Path, start: int) -> bool:
     """Reserve a run's name on this machine. Returns False if another launch has reserved it.
 
     The reservation lasts until this process exits or becomes the agent; then the run's record

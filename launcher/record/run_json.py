@@ -85,6 +85,8 @@ class Record:
     started: float | None = None
     ended: float | None = None
     exit_code: int | None = None
+    fault: str = ""  # of the failure that ended the run, as the failure block names it
+    cause: str = ""
     step: int = -1  # the latest; -1 if unknown
     saved_step: int = -1
     first_step: float | None = None  # when the latest start completed its first step
@@ -228,7 +230,8 @@ def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
 
 def _start(folder: Path, state: str) -> dict[str, Any]:
     (folder / KEPT).unlink(missing_ok=True)  # of an earlier start
-    return {"state": state, "started": time.time(), "ended": None, "exit_code": None}
+    unknown = {"ended": None, "exit_code": None, "fault": "", "cause": ""}
+    return {"state": state, "started": time.time(), **unknown}
 
 
 def _end(code: int) -> dict[str, Any]:
@@ -299,9 +302,9 @@ class LiveRecord:
         self._is_lost = False
 
         if is_takeover:
-            self.note(hosts=fields["hosts"], world_size=fields["world_size"])
+            self.write_fields(hosts=fields["hosts"], world_size=fields["world_size"])
             return
-        self.note(
+        self.write_fields(
             run_id=folder.name,
             working_directory=os.getcwd(),
             versions={**versions, "kernel": platform.release()},
@@ -328,13 +331,13 @@ class LiveRecord:
         if is_due and (saved_step, step) != self._progress:
             self._progress = saved_step, step
             self._written = time.monotonic()
-            self.note(step=step, saved_step=saved_step)
+            self.write_fields(step=step, saved_step=saved_step)
 
     def end(self, code: int, saved_step: int, step: int) -> None:
         """Record how the run ended."""
-        self.note(step=step, saved_step=saved_step, **_end(code))
+        self.write_fields(step=step, saved_step=saved_step, **_end(code))
 
-    def note(self, **changes: Any) -> None:
+    def write_fields(self, **changes: Any) -> None:
         """Record these fields of the run."""
         try:
             with self._lock.committing():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shlex
 import signal
 import time
@@ -75,9 +74,8 @@ class Run:
     @property
     def cause(self) -> str:
         """Why the run failed, if it did, such as `[rank-error] ValueError: boom`."""
-        kept = find_kept(self.folder) if self.record.is_over else ""
-        match = re.match(r"FAILED .*(\[[\w-]+\])\ncause    (.*)", kept)
-        return " ".join(match.groups()) if match else ""
+        record = self.record
+        return f"[{record.fault}] {record.cause}" if record.is_over and record.fault else ""
 
 
 def find_all(log_dir: Path) -> list[Run]:
@@ -243,7 +241,7 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
     launcher = run.record.launcher
     limit_s = run.record.grace + limits.STOP_COMMAND_S
     if run.record.is_over or launcher is None or run.state == KILLED:
-        cause = ", ".join(filter(None, (run.state, run.cause)))
+        cause = ", ".join(filter(None, (run.state, printable(run.cause))))
         return _refuse(program, f"run {run.id} is not running: {cause}; there is nothing to stop")
     if not launcher.is_here:
         return _refuse(program, f"run {run.id} is {run.state}; stop it on {launcher.host}")

@@ -41,12 +41,12 @@ def read_request(fd: int, silence_s: float = limits.SILENCE_S) -> Any | None:
     line = b"\n"
     with contextlib.suppress(MessageError):
         while line == b"\n":
-            line = stream.readline() if hears(fd, silence_s) else b""
+            line = stream.readline() if await_input(fd, silence_s) else b""
         return messages.read(line)
     return None
 
 
-def hears(fd: int, silence_s: float) -> bool:
+def await_input(fd: int, silence_s: float) -> bool:
     """Wait until there is something to read. Returns False after this long without anything."""
     own = OwnTime()
     heard = time.monotonic()
@@ -56,7 +56,7 @@ def hears(fd: int, silence_s: float) -> bool:
     return False
 
 
-def tell(mark: str, message: object | None = None, *, begins_line: bool = False) -> None:
+def send_message(mark: str, message: object | None = None, *, begins_line: bool = False) -> None:
     """Send the launcher a message, or a sign of life; `mark` is `<token>.<node>`.
 
     With `begins_line`, first end the previous line, which may lack its newline.
@@ -90,7 +90,7 @@ class Answers:
         told = []
         while (at := text.find(self._mark)) >= 0 and (end := text.find(b"\n", at)) >= 0:
             try:
-                told.append(self._take(text[at + len(self._mark) : end]))
+                told.append(self._read_message(text[at + len(self._mark) : end]))
                 output.append(text[:at])
             except MessageError:
                 output.append(text[: end + 1])
@@ -104,7 +104,7 @@ class Answers:
         self._text = text[at:]
         return b"".join([*output, text[:at]]), told
 
-    def _take(self, line: bytes) -> tuple[int, Any]:
+    def _read_message(self, line: bytes) -> tuple[int, Any]:
         """Return the node, and its message, or None if that is incomplete. Raises MessageError."""
         number, _, piece = line.partition(b" ")
         if not number.isdigit():

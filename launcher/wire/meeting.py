@@ -50,7 +50,7 @@ class Wait:
     def left_s(self) -> float:
         return self.deadline - own_time.now()
 
-    def tell(self, node_ranks: Iterable[int], where: str = "") -> None:
+    def report_missing(self, node_ranks: Iterable[int], where: str = "") -> None:
         """Report which nodes this process is waiting for, if CHECKIN_TELL_S has passed."""
         if time.monotonic() > self._tell_at:
             nodes = name_numbers(sorted(node_ranks))
@@ -72,7 +72,7 @@ def gather(
     here: dict[int, tuple[Link, Member]] = {}
     missing = {*awaited}
     while missing and wait.left_s > 0:
-        wait.tell(missing)
+        wait.report_missing(missing)
         for connection, received in acceptor.wait(min(wait.left_s, limits.CHECKIN_AGAIN_S)):
             link = Link(connection, received)
             report = link.wait(wait.deadline)

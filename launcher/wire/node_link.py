@@ -69,7 +69,7 @@ class Link:
         if not self._fill(limit_s):
             return None
         try:
-            return [*iter(self._take, None)]
+            return [*iter(self._next_message, None)]
         except MessageError:
             return None
 
@@ -79,7 +79,7 @@ class Link:
         Returns None if the node is gone or sends other data, or if `deadline` (own_time) passes.
         """
         try:
-            while (message := self._take()) is None:
+            while (message := self._next_message()) is None:
                 left_s = deadline - own_time.now()
                 if left_s <= 0 or not self._fill(min(left_s, limits.BEAT_S)):
                     return None
@@ -87,7 +87,7 @@ class Link:
         except MessageError:
             return None
 
-    def _take(self) -> Any | None:
+    def _next_message(self) -> Any | None:
         """Return the next complete message, or None. Raises MessageError."""
         line, line_end, rest = self._buffer.partition(b"\n")
         if not line_end:
@@ -148,7 +148,7 @@ def tell_silences(
 ) -> None:
     """Name the nodes that have become silent, and those that are heard again."""
     for node_rank, peer in peers.items():
-        if news := peer.news.look(own_time.since(peer.heard), peer.silence_s):
+        if news := peer.news.describe(own_time.since(peer.heard), peer.silence_s):
             say(f"{hosts[node_rank]}: {news}")
 
 
@@ -162,11 +162,11 @@ class Pulse:
         self._everyone = everyone
         self._is_over = False
         self._news = threading.Event()
-        self.note(NodeBeat(None))
+        self.send_beat(NodeBeat(None))
         self._thread = threading.Thread(target=self._send, daemon=True)
         self._thread.start()
 
-    def note(self, newest: NodeBeat) -> None:
+    def send_beat(self, newest: NodeBeat) -> None:
         """Send this heartbeat at once, and again every BEAT_S."""
         self._newest = newest
         self._noted = time.monotonic()

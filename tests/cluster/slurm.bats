@@ -537,7 +537,7 @@ PY
   on login scancel "$JOB"
   eventually has_ended "$JOB"
   tail job.out
-  grep -q "^resume   RUN_ID=$JOB .*sbatch --nodes=1 --gpus-per-node=2 scripts/slurm/slurm_train.sh config" job.out
+  grep -q "^resume   RUN_ID=$JOB .*sbatch --nodes=1 --gpus-per-node=2 --partition=batch scripts/slurm/slurm_train.sh config" job.out
 }
 
 # bats test_tags=prove,long
@@ -717,7 +717,7 @@ have_trained_alone() { # <jobs>
   cd "else where"
   RUN_ID=path job --nodes=1 "../a b/scripts/slurm/slurm_train.sh" "../a b/local3.yaml" "${SMALL[@]}"
   [[ -d checkpoints/path/step-6 ]]
-  grep -q "^resume     RUN_ID=path .*sbatch --nodes=1 --gpus-per-node=2 $ROOT/scripts/slurm/slurm_train.sh '../a b/local3.yaml' " job.out
+  grep -q "^resume     RUN_ID=path .*sbatch --nodes=1 --gpus-per-node=2 --partition=batch $ROOT/scripts/slurm/slurm_train.sh '../a b/local3.yaml' " job.out
   run on login "../a b/scripts/submit_with_config.sh" config="../a b/local3.yaml" num_gpus_train=2 --dry-run
   [[ $output == *" $ROOT/scripts/slurm/slurm_train_single_node.sh '../a b/local3.yaml'"* ]]
   echo 'import sys; print("got", sys.argv[1:])' >own.py

@@ -174,7 +174,7 @@ def test_a_copy_is_the_newest_byte_for_byte(
     for step in (5, 10, 15):
         fill(source := buffers[step // 5 % 2], step, size)
         for piece in pieces(outgoing, parts):
-            incoming.take(piece)
+            incoming.store_piece(piece)
         newest = max(incoming.buffers, key=lambda one: one.header().step)
         assert os.pread(newest.fd, 2 * 10**7, 0) == os.pread(source.fd, 2 * 10**7, 0)
         assert [*pieces(outgoing, parts)] == []
@@ -185,7 +185,7 @@ def test_a_copy_on_its_way_leaves_the_one_before(buffers: list[Buffer], outgoing
     for step in (5, 10):
         fill(buffers[step // 5 % 2], step, 3 * PIECE)
         for piece in [*pieces(outgoing, parts)][: None if step == 5 else -1]:
-            incoming.take(piece)
+            incoming.store_piece(piece)
     assert sorted(one.header().step for one in incoming.buffers) == [-1, 5]
 
 
@@ -194,10 +194,10 @@ def test_what_its_rank_overwrites_is_sent_as_it_was(
 ) -> None:
     incoming, parts = Incoming(), pieces(outgoing, outgoing.parts())
     fill(buffers[0], 5, 3 * PIECE)
-    incoming.take(next(parts))
+    incoming.store_piece(next(parts))
     fill(buffers[0], 10, 3 * PIECE)
     for piece in itertools.takewhile(lambda sent: sent.piece.step == 5, parts):
-        incoming.take(piece)
+        incoming.store_piece(piece)
     (newest,) = (one for one in incoming.buffers if one.header().step == 5)
     assert os.pread(newest.fd, 3 * PIECE, BEGIN) == bytes([5]) * 3 * PIECE
 

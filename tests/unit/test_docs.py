@@ -8,6 +8,7 @@ import importlib.util
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -78,7 +79,6 @@ NO_FAULTS = {
     "gpus-per-node",  # an option of sbatch
 }
 
-NOT_LISTED = ("__init__", "__pycache__")
 
 NAME = r"stranger|[a-z]+(?:-[a-z]+)+"
 
@@ -137,19 +137,26 @@ def test_every_path_named_exists() -> None:
         assert is_users or (ROOT / path.rstrip(".")).exists(), path
 
 
-def test_the_layout_names_every_file_and_no_other() -> None:
-    layout = next(block for block in blocks(TEXT["CONTRIBUTING.md"]) if "lib/launch.sh" in block)
-    folder, named = "", set()
+def test_the_layout_names_every_folder_and_no_other() -> None:
+    layout = next(block for block in blocks(TEXT["CONTRIBUTING.md"]) if "what users type" in block)
+    above: list[str] = []
+    named = set()
     for line in layout.splitlines():
-        indent, names = re.match(r"( +)((?:[\w./-]+ )*[\w./-]+)", line).groups()  # type: ignore
-        for name in names.split():
-            folder = name if name.endswith("/") and len(indent) == 4 else folder
-            is_below = len(indent) > 4 and name != folder
-            path = ROOT / (f"{folder}{name}" if is_below else name)
-            assert path.exists(), line
-            named.add(path)
-    for pattern in ("scripts/lib/*", "launcher/**/*.py", "distributed/**/*.py", "training/*.py"):
-        assert {path for path in ROOT.glob(pattern) if path.stem not in NOT_LISTED} <= named
+        indent, names = re.match(r"( +)((?:[\w.-]+/? )*[\w.-]+/?)(?: {2,}|$)", line).groups()  # type: ignore
+        del above[len(indent) // 2 - 2 :]
+        named |= {ROOT.joinpath(*above, name) for name in names.split()}
+        above.append(names)
+    assert [place for place in named if not place.exists()] == []
+    for top in ("scripts", "launcher", "distributed", "training"):
+        folders = {ROOT / top, *(file.parent for file in (ROOT / top).rglob("*.py"))}
+        assert folders <= named
+
+
+def test_make_files_says_what_every_file_is_for() -> None:
+    shown = subprocess.run(["make", "-s", "files"], cwd=ROOT, capture_output=True, text=True)
+    listed = dict(re.findall(r"^(\S+) *(.*)$", shown.stdout, re.M))
+    assert {"launcher/plan/", "launcher/plan/plan.py", "scripts/launch.sh"} < listed.keys()
+    assert [name for name, said in listed.items() if not 10 < len(said) <= 100] == []
 
 
 def test_every_module_named_exists() -> None:

@@ -15,7 +15,7 @@ from agents import ROOT, run_program, written
 from launcher.cli import tools
 from launcher.explain.__main__ import find_cause, main
 from launcher.explain.kinds import Kind, Rule
-from launcher.explain.reading import HINT, Sighting, look, read, split
+from launcher.explain.reading import HINT, Sighting, find_sighting, read, split
 from launcher.explain.rules import RULES
 from launcher.failure import Failure, RaisedError, describe_end
 from launcher.record import run_json
@@ -107,7 +107,7 @@ def test_what_launchers_put_before_a_line(
     line: str, rank: str | None, host: str, text: str
 ) -> None:
     assert split(line)[1] == text
-    seen = look(line)
+    seen = find_sighting(line)
     assert (seen and (seen.rank, seen.host)) == (None if rank is None else (rank, host))
 
 
@@ -376,7 +376,7 @@ def test_a_whole_block_is_shown_wherever_it_stands_in_the_output_of_a_job(
     ],
 )
 def test_a_line_of_ours_names_its_fault_at_the_end(line: str, fault: str | None, kind: int) -> None:
-    seen = look(line)
+    seen = find_sighting(line)
     if fault is None:
         assert seen is None
     else:
@@ -492,10 +492,19 @@ def test_without_a_name_the_newest_run_is_explained_even_if_it_never_began(
     assert "ValueError: boom" in capsys.readouterr().out
 
 
+def test_without_a_name_and_without_a_run_the_log_folder_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([], {"LOG_DIR": "gone"}, "explain.sh") == 2
+    told = "explain.sh: there is no run in gone; give a FILE, or correct LOG_DIR\n"
+    assert capsys.readouterr().err == told
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "unknown command ''; choose from ls DIR, verify DIR, export DIR FILE, hash DIR"),
+        ([], "no command; choose from ls DIR, verify DIR, export DIR FILE, hash DIR"),
         (["verfy", "x"], "unknown command 'verfy'; did you mean verify? choose from ls DIR, "),
         (["export", "x"], "export needs DIR FILE, but got x"),
         (["ls"], "ls needs DIR, but got nothing"),

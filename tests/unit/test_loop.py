@@ -122,10 +122,10 @@ def test_a_node_that_is_silent_at_the_first_end_is_blamed(
 def test_only_the_far_sides_own_messages_are_signs_of_life(connect: Connect) -> None:
     node = connect("node1")
     node.is_started, node.heard = True, 0.0
-    node._take(b"step 1\n", False)  # a rank's output
-    node._take(b"a warning\n", True)
+    node._read_output(b"step 1\n", False)  # a rank's output
+    node._read_output(b"a warning\n", True)
     assert node.heard == 0.0
-    node._take(b"step 2\n\x02token.0 \n", False)
+    node._read_output(b"step 2\n\x02token.0 \n", False)
     assert node.heard > 0.0 and node.gap[1] > 0.0
 
 

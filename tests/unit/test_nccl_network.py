@@ -26,7 +26,7 @@ ACTIVE = {"mlx5_0/1": ["4: ACTIVE", "5: LinkUp", "InfiniBand"]}
 
 def look(watch: NetworkWatch) -> str:
     shown: list[str] = []
-    watch.look(shown.append)
+    watch.poll_nccl_log(shown.append)
     return "".join(shown)
 
 

@@ -17,7 +17,7 @@ from launcher.failure import Failure
 from launcher.outcome import NodeEnd, Outcome
 from launcher.typed_json import MessageError, decode, encode
 from launcher.wire import limits, messages
-from launcher.wire.launcher_link import BEGIN, LONGEST_MESSAGE, Answers, read_request, tell
+from launcher.wire.launcher_link import BEGIN, LONGEST_MESSAGE, Answers, read_request, send_message
 from launcher.wire.messages import (
     Assignment,
     EndRanks,
@@ -143,7 +143,7 @@ def test_heartbeats_go_on_while_the_loop_is_held_up(monkeypatch: pytest.MonkeyPa
     state = NodeBeat(RankState(3, (120, 2), True, False, 61.5))
     first._sending.acquire()  # a long message is on its way
     first.send(EndRanks())  # as a signal handler does during a send
-    pulse.note(state)
+    pulse.send_beat(state)
     listener, of_other = Link(theirs), Link(its)
     until = time.monotonic() + FAR_S
     while of_other.wait(until) != state:
@@ -181,7 +181,7 @@ def read(pieces: list[bytes]) -> tuple[bytes, list[tuple[int, object]]]:
 
 def told_by(node: int, capfd: pytest.CaptureFixture[str], message: object = None) -> list[bytes]:
     """Return the lines in which a node sends the message."""
-    tell(f"{TOKEN}.{node}", message)
+    send_message(f"{TOKEN}.{node}", message)
     return capfd.readouterr().out.encode().splitlines(keepends=True)
 
 

@@ -46,7 +46,7 @@ class Group:
             for rank, process in enumerate(self.all.values())
             if process.poll() is None
         ]
-        Notice(ranks_of(living), facts, pytest.fail).look()  # it must print nothing
+        Notice(ranks_of(living), facts, pytest.fail).deliver()  # it must print nothing
         return {name for rank, name in enumerate(self.all) if rank in facts.noticed}
 
     def go_on(self, name: str) -> None:
@@ -97,7 +97,7 @@ def test_a_notice_reaches_who_handles_it_and_nobody_dies_of_it(group: Group) -> 
 def test_a_rank_that_has_the_handlers_of_its_agent_is_left_alone() -> None:
     process = start(HANDLES, "pass", start_new_session=False)
     facts = Facts(signals=[signal.SIGUSR1])
-    Notice(ranks_of([SimpleNamespace(rank=0, pid=process.pid)]), facts, print).look()
+    Notice(ranks_of([SimpleNamespace(rank=0, pid=process.pid)]), facts, print).deliver()
     process.communicate("\n")
     assert (process.returncode, facts.noticed) == (0, set())
     assert not handles(process.pid, signal.SIGUSR1)  # it has exited
@@ -123,11 +123,11 @@ def test_that_nobody_handles_it_is_said_once_and_not_at_once(
     clock, said = [1000.0], list[str]()
     monkeypatch.setattr(own_time, "now", lambda: clock[0])
     told = Notice(ranks_of([], node_rank), Facts(signals=signals, noticed=noticed), said.append)
-    told.look()
+    told.deliver()
     assert said == []
     for _ in range(3):
         clock[0] += limits.NOTICE_WARN_S
-        told.look()
+        told.deliver()
     assert said == [UNHANDLED.format(signal.Signals(signals[0]).name)] * is_said
 
 

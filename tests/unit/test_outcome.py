@@ -28,6 +28,7 @@ from launcher.outcome import (
     stop_code,
 )
 from launcher.plan.plan import Plan
+from launcher.record import run_json
 from launcher.text import print_row
 from launcher.wire.messages import Verdict
 
@@ -465,6 +466,13 @@ def test_the_launcher_prints_what_the_agent_would_and_keeps_it(
     assert find_kept(tmp_path) == out.getvalue().rstrip("\n")
     assert [file.name for file in tmp_path.iterdir()] == ["failure.txt"] * bool(first)
     print_outcome(end, out, tmp_path / "gone")  # a failure to print does not end a run
+
+
+def test_the_record_of_a_run_gets_the_cause_that_its_block_shows(tmp_path: Path) -> None:
+    run_json.update(tmp_path, state="ended", exit_code=1)
+    print_outcome(END, io.StringIO(), tmp_path)
+    record = run_json.read(tmp_path)
+    assert record and (record.fault, record.cause) == ("rank-error", ERROR.cause)
 
 
 print_row("run", "r1    config/local3.yaml", row := io.StringIO())

@@ -46,7 +46,7 @@ class Screen:
         """Have the rank write data, and the agent read it."""
         os.write(self.rank, data)
         self.stream.pump()
-        self.stream.tick(time.monotonic())
+        self.stream.show_held(time.monotonic())
 
     def logged(self) -> list[str]:
         assert self.log.path is not None
@@ -84,9 +84,9 @@ def test_the_log_has_the_newest_state_of_a_bar_every_5_s(
 
 def test_a_bar_that_stands_still_is_logged_as_it_is(clock: list[float], screen: Screen) -> None:
     screen.write(b"\r10%\r11%")
-    assert screen.logged() == [] and screen.stream.tick(clock[0])  # there is output to log
+    assert screen.logged() == [] and screen.stream.show_held(clock[0])  # there is output to log
     clock[0] += 6
-    assert screen.stream.tick(clock[0]) and not screen.stream.tick(clock[0])
+    assert screen.stream.show_held(clock[0]) and not screen.stream.show_held(clock[0])
     assert screen.logged() == ["[0] 11%"] and screen.terminal.open_by is not None
     screen.write(b"\n")
     assert screen.logged() == ["[0] 11%"] and screen.terminal.open_by is None
@@ -157,7 +157,7 @@ def test_noise_that_comes_in_pieces_is_dropped_too(clock: list[float], tmp_path:
     screen.write(b"[W is a bar")  # starts like the noise
     assert screen.terminal.open_by is None
     clock[0] += 1
-    screen.stream.tick(clock[0])
+    screen.stream.show_held(clock[0])
     assert screen.shown() == b"[W is a bar"
 
 
@@ -228,8 +228,8 @@ def test_lines_written_in_pieces_stay_whole() -> None:
 def test_a_prompt_is_shown_after_a_short_time_and_then_as_it_grows() -> None:
     sheet, one, _ = two_on_a_sheet()
     one.add(b"Name")
-    assert one.tick(time.monotonic()) and sheet.shown == b""
-    assert not one.tick(later()) and sheet.shown == b"Name"
+    assert one.show_held(time.monotonic()) and sheet.shown == b""
+    assert not one.show_held(later()) and sheet.shown == b"Name"
     one.add(b"? ")
     assert sheet.shown == b"Name? "
 
@@ -237,23 +237,23 @@ def test_a_prompt_is_shown_after_a_short_time_and_then_as_it_grows() -> None:
 def test_a_line_of_another_begins_a_line() -> None:
     sheet, one, two = two_on_a_sheet()
     one.add(b"10%")
-    one.tick(later())
+    one.show_held(later())
     two.add(b"warned\n")
     one.add(b"\r20%")
-    one.tick(later())
+    one.show_held(later())
     assert sheet.shown == b"10%\nwarned\n\r20%"
 
 
 def test_a_second_bar_waits_for_the_first() -> None:
     sheet, one, two = two_on_a_sheet()
     one.add(b"\r10%")
-    one.tick(later())
+    one.show_held(later())
     for _ in range(3 * LONGEST_HELD // 1000):
         two.add(b"\r50%" * 250)
-    assert two.tick(later()) and sheet.shown == b"\r10%"
+    assert two.show_held(later()) and sheet.shown == b"\r10%"
     assert len(two._held) <= 2 * LONGEST_HELD
     one.add(b"\n")
-    two.tick(later())
+    two.show_held(later())
     assert sheet.shown.startswith(b"\r10%\n\r50%")
 
 
@@ -270,7 +270,7 @@ def test_each_line_and_each_state_of_a_bar_has_its_prefix(size: int) -> None:
     text = b"a\n\nb\r\n\rbar 1\rbar 2\r\nc"
     for at in range(0, len(text), size):
         one.add(text[at : at + size])
-        one.tick(later())
+        one.show_held(later())
     two.add(b"d\n")
     one.add(b"e\n")
     shown = sheet.shown.replace(b"\r[0] \n", b"\r\n").replace(b"[0] \r", b"\r")
@@ -283,7 +283,7 @@ def test_a_bar_that_clears_its_line_keeps_its_prefix(clear: bytes) -> None:
     sheet, one, two = two_on_a_sheet(has_prefix=True)
     for state in (b"10%", b"20%"):
         one.add(clear + state)
-        one.tick(later())
+        one.show_held(later())
     assert sheet.shown == b"[0] " + clear + b"[0] 10%" + clear + b"[0] 20%"
     two.add(b"x\n")
     one.add(clear + b"done\n")
@@ -296,10 +296,10 @@ def test_lines_of_ranks_with_labels_stay_apart() -> None:
     one.add(b"loading\nName? ")
     two.add(b"loading\n[rank1]: ready\n\r10%\r20%")  # torch's own label is dropped
     assert sheet.shown == b"[rank0] loading\n[rank1] loading\n[rank1] ready\n"
-    one.tick(later())
+    one.show_held(later())
     assert sheet.shown.endswith(b"ready\n[rank0] Name? ")
     one.add(b"me\nhello\n")
-    two.tick(later())
+    two.show_held(later())
     end = sheet.shown.partition(b"Name? me\n")[2].replace(b"[rank1] \r", b"\r")
     assert end == b"[rank0] hello\n\r[rank1] 10%\r[rank1] 20%"
     one.add(b"10%\r100%\n")
@@ -393,9 +393,9 @@ def test_the_launchers_own_text_begins_a_line(capfd: pytest.CaptureFixture[str])
     show = terminals.show_behind(b"[0] ")
     show(b"10%", True)
     assert not terminals.is_waiting
-    terminals.tick(time.monotonic())
+    terminals.show_held(time.monotonic())
     assert terminals.is_waiting
-    terminals.tick(time.monotonic() + 1)
+    terminals.show_held(time.monotonic() + 1)
     print("launch: n1 is gone", file=terminals.err.text)
     show(b"\r20%", True)
     show(b"", True)
@@ -422,16 +422,16 @@ TRACEBACK = b"Traceback (most recent call last):\n  File x, line 1\nValueError: 
 )
 def test_all_from_its_first_line_on_is_held(before: bytes, start: bytes) -> None:
     held = HeldTraceback()
-    assert held.take(before + start + TRACEBACK) == before
-    assert held.take(b"more\n") == b""
+    assert held.hold_back(before + start + TRACEBACK) == before
+    assert held.hold_back(b"more\n") == b""
     assert held.release() == start + TRACEBACK + b"more\n"
-    assert held.take(b"later\n") == b"later\n"
+    assert held.hold_back(b"later\n") == b"later\n"
 
 
 def test_what_is_held_is_bounded() -> None:
     held, shown = HeldTraceback(), 0
     for _ in range(100):
-        shown += len(held.take(TRACEBACK * 1000))
+        shown += len(held.hold_back(TRACEBACK * 1000))
         assert len(held.text) < 1 << 19
     assert shown > 90 * 1000 * len(TRACEBACK) - (1 << 19)
 
@@ -476,8 +476,8 @@ def test_a_traceback_that_was_shown_does_not_keep_a_later_one_from_being_held(
     rank = OneRank(tmp_path)
     rank.show(TRACEBACK)
     later = time.monotonic() + limits.TRACEBACK_S
-    assert rank.stream.tick(later, 2 * limits.TRACEBACK_S) and rank.shown() == b""
-    assert not rank.stream.tick(later, limits.TRACEBACK_S)
+    assert rank.stream.show_held(later, 2 * limits.TRACEBACK_S) and rank.shown() == b""
+    assert not rank.stream.show_held(later, limits.TRACEBACK_S)
     assert rank.shown() == TRACEBACK
     assert rank.show(b"on\n" + TRACEBACK) == b"on\n"
     assert rank.end(is_consequence=True) == b""
@@ -490,16 +490,16 @@ def test_how_long_a_traceback_is_held_while_nothing_has_failed(tmp_path: Path) -
     ranks = NodeRanks([forked], Heartbeats(1), 0, "host")
     one.show(TRACEBACK)
     now = time.monotonic()
-    assert ranks.tick(now, is_ending=False)
-    ranks.tick(now + 100, is_ending=True)
+    assert ranks.show_held(now, is_ending=False)
+    ranks.show_held(now + 100, is_ending=True)
     error_file.touch()  # the rank is about to exit
-    ranks.tick(now + limits.RAISED_S - 0.1, is_ending=False)
+    ranks.show_held(now + limits.RAISED_S - 0.1, is_ending=False)
     assert one.shown() == b""
-    ranks.tick(now + limits.RAISED_S, is_ending=False)
+    ranks.show_held(now + limits.RAISED_S, is_ending=False)
     assert one.shown() == TRACEBACK
     error_file.unlink()
     one.show(TRACEBACK)
-    ranks.tick(time.monotonic() + limits.TRACEBACK_S, is_ending=False)
+    ranks.show_held(time.monotonic() + limits.TRACEBACK_S, is_ending=False)
     assert one.shown() == TRACEBACK
 
 

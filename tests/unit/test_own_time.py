@@ -67,11 +67,11 @@ def test_every_measure_of_silence_forgives_once(clock: Clock, tmp_path: Path) ->
     kill.set_within(30.0)
     clock[0] += 3600
     assert not peer.is_silent and beats.silence_s(0) == 0
-    assert wait.left_s == 295 and not kill.take()
+    assert wait.left_s == 295 and not kill.expire()
     pass_by(clock, limits.SILENCE_S + limits.BEAT_S)
     assert peer.is_silent and beats.silence_s(0) == limits.SILENCE_S + limits.BEAT_S
     pass_by(clock, 30)
-    assert kill.take()
+    assert kill.expire()
     peer.close()
     theirs.close()
 
@@ -96,7 +96,7 @@ def test_a_control_stream_outlives_a_suspension(
         return [] if left or not is_heard else reads
 
     monkeypatch.setattr(launcher_link, "wait_for_input", wait)
-    assert launcher_link.hears(0, 10.0) is is_heard
+    assert launcher_link.await_input(0, 10.0) is is_heard
 
 
 @pytest.mark.long

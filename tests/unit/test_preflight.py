@@ -36,7 +36,7 @@ from launcher.preflight.compare import Finding, judge
 from launcher.preflight.must_match import ARGUMENTS, describe_program
 from launcher.typed_json import encode
 from launcher.wire import meeting
-from launcher.wire.launcher_link import tell
+from launcher.wire.launcher_link import send_message
 from launcher.wire.meeting import Wait
 from launcher.wire.messages import (
     Fault,
@@ -107,7 +107,7 @@ def test_nodes_that_match_meet_and_pass(tmp_path: Path) -> None:
 def test_reports_are_found_among_other_lines(capfd: pytest.CaptureFixture[str]) -> None:
     reports = [make_report(rank, faults=[], met=[BLOCKED], done=[]) for rank in range(2)]
     for report in reversed(reports):
-        tell(f"{MARK}.{report.node_rank}", report)
+        send_message(f"{MARK}.{report.node_rank}", report)
     told = capfd.readouterr().out.encode()
     assert read_reports(b"srun: a warning\n" + told) == reports
     assert read_reports(told[:-5]) == reports[1:]

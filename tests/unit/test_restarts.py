@@ -56,7 +56,8 @@ class Beating:
         ({"fault": "out-of-memory", "code": 1}, ""),
         ({"code": 127}, "rank-error"),
         ({"fault": "config-invalid"}, "config-invalid"),
-        ({"cause": LACKING}, LACKING),
+        ({"cause": LACKING, "cannot_import": True}, LACKING),
+        ({"cause": f"RuntimeError: {LACKING}"}, ""),
     ],
 )
 def test_what_no_restart_can_cure(change: dict[str, object], why: str) -> None:
@@ -80,7 +81,7 @@ def test_the_same_step_twice_with_the_same_cause_ends_the_run(
 ) -> None:
     restarts = Restarts(9, Heartbeats(1))
     failure = replace(FAILURE, fault=fault, step=57 if step >= 0 else -1)
-    restarts.note(failure, -1, 1)
+    restarts.add(failure, -1, 1)
     told = restarts.why_not(replace(failure, step=step), -1)
     loop = f"not restarting: step {step} failed twice with the same cause"
     assert told == (loop if is_loop else "")
@@ -94,7 +95,7 @@ def test_a_restart_that_gained_nothing_is_the_last(
     rank = Beating(tmp_path, is_counted=is_counted)
     restarts = Restarts(9, rank.reach(57))
     assert restarts.why_not(FAILURE, -1) == ""
-    restarts.note(FAILURE, -1, 1)
+    restarts.add(FAILURE, -1, 1)
     restarts.begin_attempt()
     rank.start()
     rank.reach(57)
@@ -126,13 +127,13 @@ def test_kills_from_outside_count_only_against_max_restarts(tmp_path: Path) -> N
     for number in range(1, 6):
         restarts.begin_attempt()
         assert restarts.why_not(killed, -1) == ""
-        restarts.note(killed, -1, number)
+        restarts.add(killed, -1, number)
 
 
 def test_a_newer_snapshot_is_a_gain(tmp_path: Path) -> None:
     beats = Beating(tmp_path).reach(57, saved=50)
     restarts, other = Restarts(9, beats), replace(FAILURE, cause="another")
-    restarts.note(FAILURE, 55, 1)
+    restarts.add(FAILURE, 55, 1)
     restarts.begin_attempt()
     assert restarts.why_not(other, 57) == ""
     told = restarts.why_not(other, 55)
@@ -152,30 +153,30 @@ def test_a_restart_says_who_took_over_and_what_node_rank_0_knows(tmp_path: Path)
     beats = Beating(tmp_path).reach(57, saved=50)
     gone = replace(FAILURE, fault="agent-killed", cause="its node agent is gone", rank=-1, step=-1)
     restarts = Restarts(3, beats)
-    told = restarts.note(gone, -1, 2, lost=["node2"], replaced=["node5 replaces node2"])
+    told = restarts.add(gone, -1, 2, lost=["node2"], replaced=["node5 replaces node2"])
     text = "restart 2 of 3 after node agent 1 (node2): its node agent is gone"
     assert told == f"{text}; node5 replaces node2; from step 50, 7 steps lost"
     assert restarts.all[0].lost == ("node2",)
-    other = Restarts(3, Heartbeats(1)).note(gone, -1, 1, lost=["node2"])  # on a new node rank 0
+    other = Restarts(3, Heartbeats(1)).add(gone, -1, 1, lost=["node2"])  # on a new node rank 0
     assert other == text.replace("2 of 3", "1 of 3")
 
 
 def test_a_loss_lasts_until_the_step_is_done_again(tmp_path: Path) -> None:
     rank = Beating(tmp_path)
     restarts = Restarts(3, rank.beats)
-    restarts.look(pytest.fail)
+    restarts.record_progress(pytest.fail)
     assert not restarts.has_begun
     rank.reach(0)
-    restarts.look(pytest.fail)
+    restarts.record_progress(pytest.fail)
     assert restarts.has_begun
     rank.reach(57, saved=50)
-    restarts.note(replace(FAILURE, time=time.time() - 20), -1, 1)
+    restarts.add(replace(FAILURE, time=time.time() - 20), -1, 1)
     rank.beats.clear()
     rank.reach(56)
-    restarts.look(pytest.fail)
+    restarts.record_progress(pytest.fail)
     assert not restarts.all[0].lost_s
     rank.reach(57)
-    restarts.look(pytest.fail)
+    restarts.record_progress(pytest.fail)
     assert restarts.all[0].lost_s == pytest.approx(20, abs=1)
 
 
@@ -201,3 +202,22 @@ def test_a_real_run(runs: list[Run], tmp_path: Path) -> None:
     assert (runs[0].process.returncode, err.count("node agent: restart ")) == (1, 1)
     record = json.loads((tmp_path / "x/run.json").read_text())
     assert [restart["fault"] for restart in record["restarts"]] == ["rank-error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        ("import no_such_module", "env-missing"),
+        ("from os import no_such_name", "version-mismatch"),
+        ("exec('a b')", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_restarts_nothing(
+    script: str, cause: str, runs: list[Run], tmp_path: Path
+) -> None:
+    file = written(tmp_path / "script.py", script)
+    runs.append(Run(["--nproc-per-node=1", "--max-restarts=5", f"--log-dir={tmp_path}", str(file)]))
+    err = runs[0].finish()
+    assert f"not restarting: it would fail the same way ({cause}" in err
+    assert "node agent: restart " not in err

@@ -152,7 +152,8 @@ def test_what_ended_a_run_is_shown_before_its_metrics_and_its_output(
         "cause    ValueError: boom\nothers   nothing is left running\n"
         "see      TROUBLESHOOTING.md#rank-error\n"
     )
-    write(tmp_path, "one", state="ended", started=1.0, ended=2.0, exit_code=1)
+    why = {"fault": "rank-error", "cause": "ValueError: boom"}
+    write(tmp_path, "one", state="ended", started=1.0, ended=2.0, exit_code=1, **why)
     (tmp_path / "one/node_0.log").write_text("[0] RuntimeError: Connection closed by peer\n")
     (tmp_path / "one/failure.txt").write_text(block)
     line = f"one  ended, code 1  since {runs.date(2.0)}  [rank-error] ValueError: boom\n"
@@ -165,6 +166,8 @@ def test_what_ended_a_run_is_shown_before_its_metrics_and_its_output(
     assert told in capsys.readouterr().err
     note_start(tmp_path / "one", {})
     assert not (tmp_path / "one/failure.txt").exists()
+    record = run_json.read(tmp_path / "one")
+    assert record and (record.fault, record.cause) == ("", "")
 
 
 def test_every_run_has_a_line_and_the_newest_comes_first(

@@ -238,7 +238,7 @@ sys.exit(step.run_step(job_plan(Path.cwd(), min_nodes=int(sys.argv[2])), ["srun"
 def told(node_rank: int, capfd: pytest.CaptureFixture[str], *sent: object) -> str:
     """Return the lines in which a node sends its launcher some messages."""
     for message in sent:
-        Control(None, f"t0ken.{node_rank}").tell(message)
+        Control(None, f"t0ken.{node_rank}").send(message)
     return capfd.readouterr().out
 
 
@@ -432,7 +432,7 @@ def test_a_notice_that_no_file_can_tell_is_sent_by_srun(plan: Plan) -> None:
     plan.folder.parent.mkdir(parents=True)
     plan.folder.write_text("in its place")
     with subprocess.Popen(["sleep", "600"]) as srun:
-        step.pass_on(signal.SIGUSR1, plan, srun)
+        step.forward_signal(signal.SIGUSR1, plan, srun)
         assert srun.wait() == -signal.SIGUSR1
 
 

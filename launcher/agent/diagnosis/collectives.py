@@ -65,10 +65,12 @@ def _compare(group: str, told: Mapping[int, Calls]) -> str:
     return ""
 
 
-def _group(calls: Mapping[int, Collective | None], tell: Callable[[Collective | None], str]) -> str:
+def _group(
+    calls: Mapping[int, Collective | None], describe: Callable[[Collective | None], str]
+) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
-        ranks.setdefault(tell(call), []).append(rank)
+        ranks.setdefault(describe(call), []).append(rank)
     return "; ".join(f"{name_ranks(numbers)} {text}" for text, numbers in ranks.items())
 
 

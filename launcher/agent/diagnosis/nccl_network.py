@@ -39,7 +39,7 @@ class NetworkWatch:
     port: str = ""  # a port that NCCL could use
     variables: Environ = field(default_factory=dict)  # make rank 0 write this log
 
-    def look(self, show: Callable[[str], None]) -> None:
+    def poll_nccl_log(self, show: Callable[[str], None]) -> None:
         """Show a warning, once, if NCCL has chosen TCP."""
         if self.log is None:
             return

@@ -56,7 +56,7 @@ class Meeting:
             raise
         if self.team is not None:
             own = self.assignment
-            self.team.tell(self.team.assign(own.attempt, own.address, own.port))
+            self.team.send_assignments(self.team.assign(own.attempt, own.address, own.port))
 
 
 def meet(
@@ -217,7 +217,7 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
                 break
         except OSError as error:
             last = error
-        wait.tell([0], f" at {address}:{port}")
+        wait.report_missing([0], f" at {address}:{port}")
         time.sleep(limits.CHECKIN_AGAIN_S)
 
     if isinstance(last, WrongSecret):

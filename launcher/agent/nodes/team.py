@@ -108,7 +108,9 @@ class Team:
             assignments[member.node_id] = own
         return assignments
 
-    def tell(self, assignments: Mapping[int, Assignment], verdict: Verdict | None = None) -> None:
+    def send_assignments(
+        self, assignments: Mapping[int, Assignment], verdict: Verdict | None = None
+    ) -> None:
         """Send every other agent its assignment and, if given, the verdict on the attempt."""
         others = [(self.members[rank], peer) for rank, peer in self.peers.items()]
         for member, peer in (*others, *self.spares.items()):

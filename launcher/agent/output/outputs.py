@@ -85,11 +85,11 @@ class Outputs:
             self.say(f"step {step}")
             self._step_due = now + limits.PROGRESS_S
 
-    def tell(self, message: Membership, control: Control | None) -> None:
+    def send(self, message: Membership, control: Control | None) -> None:
         """Send a message, at the beginning of a line, to the remote launcher if there is one."""
         if control is not None:
             self.drain()
-            control.tell(message, is_line_open=self.is_line_open)
+            control.send(message, is_line_open=self.is_line_open)
 
     def drain(self) -> None:
         """Wait until all output is written, for at most DRAIN_S per terminal."""

@@ -102,7 +102,7 @@ class RankView(View):
         return self._torchs_label.sub(b"", data) if self._torchs_label else data
 
     def put(self, data: bytes) -> None:
-        if shown := self.traceback.take(data):
+        if shown := self.traceback.hold_back(data):
             super().put(shown)
 
     def show_traceback(self) -> None:
@@ -111,11 +111,11 @@ class RankView(View):
         if held := self.traceback.release():
             super().put(held)
 
-    def tick(self, now: float, traceback_s: float = math.inf) -> bool:
-        """Do what View.tick() does, and show a traceback held back for `traceback_s` seconds."""
+    def show_held(self, now: float, traceback_s: float = math.inf) -> bool:
+        """Do what View.show_held() does, and show a traceback that is `traceback_s` seconds old."""
         if self.traceback.age(now) >= traceback_s:
             self.show_traceback()
-        return super().tick(now) or bool(self.traceback.text)
+        return super().show_held(now) or bool(self.traceback.text)
 
 
 @dataclass
@@ -192,12 +192,12 @@ class Stream:
         if self._partial and (not data or len(self._partial) > _LONGEST_LINE):
             self._end_lines(b"")
 
-    def tick(self, now: float, traceback_s: float = math.inf) -> bool:
+    def show_held(self, now: float, traceback_s: float = math.inf) -> bool:
         """Show and log any output held back for long enough. Returns whether any remains.
 
         `now` is a time before the stream was last read.
         """
-        is_waiting = self.view is not None and self.view.tick(now, traceback_s)
+        is_waiting = self.view is not None and self.view.show_held(now, traceback_s)
         if b"\r" not in self._partial:
             return is_waiting
 

@@ -21,7 +21,7 @@ class HeldTraceback:
         self.text = bytearray()
         self._since = 0.0
 
-    def take(self, data: bytes) -> bytes:
+    def hold_back(self, data: bytes) -> bytes:
         """Return the part of new output to show now, and hold the rest."""
         if self.text:
             self.text += data

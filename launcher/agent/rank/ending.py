@@ -14,7 +14,7 @@ MAY_SAVE = 1  # sys.excepthook is running, or the exit code will be 75: it may t
 ENDED = 2  # threads are joined and exit handlers run
 
 
-def tell(record: str, ranks: int, state: int) -> None:
+def set_state(record: str, ranks: int, state: int) -> None:
     """In a rank, set its state; `record` is HEARTBEAT_FILE, `ranks` the number on this node."""
     if (place := find_record(record)) is not None:
         fd, number = place

@@ -120,10 +120,10 @@ def run_and_exit(
 
     _hide_the_agent(program)
     kept = _keep_backends()
-    tell = functools.partial(
-        ending.tell, variables["HEARTBEAT_FILE"], int(variables["LOCAL_WORLD_SIZE"])
+    report = functools.partial(
+        ending.set_state, variables["HEARTBEAT_FILE"], int(variables["LOCAL_WORLD_SIZE"])
     )
-    code = _execute(program, error_file, tell)
+    code = _execute(program, error_file, report)
 
     kept.clear()
     if reports_leaks():
@@ -202,10 +202,10 @@ def _keep_backends() -> list[Any]:
     return kept
 
 
-def _execute(program: Program, error_file: Path, tell: Callable[[int], None]) -> int:
+def _execute(program: Program, error_file: Path, report: Callable[[int], None]) -> int:
     """Run the program as `__main__`. Returns the exit code that Python would give it.
 
-    `tell` tells the agent how far the end of a program has got that an error has ended.
+    `report` tells the agent how far the end of a program has got that an error has ended.
     """
     with contextlib.suppress(OSError):  # a sandbox: no stack after a crash
         faulthandler.enable()
@@ -221,7 +221,7 @@ def _execute(program: Program, error_file: Path, tell: Callable[[int], None]) ->
         code = _code_of(leave)
         if code != 0:
             _record(leave, code, error_file)
-            tell(ending.MAY_SAVE if code == STOPPED else ending.ENDED)
+            report(ending.MAY_SAVE if code == STOPPED else ending.ENDED)
         return code
     except KeyboardInterrupt as stop:
         _record(stop, 130, error_file)
@@ -231,9 +231,9 @@ def _execute(program: Program, error_file: Path, tell: Callable[[int], None]) ->
         return 130
     except BaseException as error:
         _record(error, 1, error_file)
-        tell(ending.MAY_SAVE)
+        report(ending.MAY_SAVE)
         code = _report(error)
-        tell(ending.ENDED)
+        report(ending.ENDED)
         return code
     return 0
 
@@ -275,6 +275,7 @@ def _record(error: BaseException, code: int, file: Path) -> None:
         "notes": "; ".join(map(str, getattr(error, "__notes__", []))),
         "details": [] if has_left else _details_of(error),
         "has_left": has_left and not fault,
+        "cannot_import": isinstance(error, ImportError | SyntaxError),
     }
 
     with contextlib.suppress(OSError):  # a full disk; stderr has the error too

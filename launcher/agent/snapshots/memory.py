@@ -231,7 +231,7 @@ class Incoming:
         self.buffers = [Memory(descriptors.anonymous_file("snapshot")) for _ in range(2)]
         self._next: Memory | None = None
 
-    def take(self, arrived: SnapshotData) -> None:
+    def store_piece(self, arrived: SnapshotData) -> None:
         """Store a piece. The last one, the header, makes the snapshot complete."""
         offset = arrived.piece.offset
         if offset == BEGIN:
