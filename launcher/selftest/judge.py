@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 SLOW_RANK = 1.3  # times the others' time
-SUSPECT = 1.1  # times; such a rank is measured again
-RANK_LOOKS, LINK_LOOKS = 12, 6  # of what seems slow: other programs may interfere for seconds
+SUSPECT = 1.1  # times; if a rank is that slow, all are measured again
+RANK_LOOKS, LINK_LOOKS = 12, 6  # if one seems slow: other programs may interfere for seconds
 SLOW_LINK = 2.0  # times
 MOST_AGAIN = 6  # suspects that are measured again in one look: the slowest
 REFERENCES = 3  # healthy pairs that are measured along with those that seem slow
@@ -16,36 +16,28 @@ Links = Mapping[Pair, float]  # bytes/s from the first to the second
 
 
 def find_slow_ranks(
-    compute: Callable[[Collection[int]], Mapping[int, float]], kinds: Sequence[str]
-) -> tuple[dict[int, float], dict[int, float]]:
+    compute: Callable[[], Sequence[float]], kinds: Sequence[str]
+) -> tuple[list[float], dict[int, float]]:
     """Return each rank's speed, and how many times slower each slow rank is.
 
-    `compute` measures the speeds of some ranks, `kinds` has the devices of all. Interference makes
-    a rank slower, never faster, so the best of all measurements counts.
+    `compute` measures the speeds of all ranks, `kinds` has their devices. Interference makes a rank
+    slower, never faster, so the best of all measurements counts.
     """
-    best = dict(compute(range(len(kinds))))
-    compared = best
+    best = [*compute()]
     for _ in range(RANK_LOOKS):
-        suspects = slow_ranks(compared, kinds, SUSPECT)
-        if not suspects:
+        if not slow_ranks(best, kinds, SUSPECT):
             break
-
-        latest = compute(ranks_to_compare(best, kinds, suspects))
-        best |= {rank: max(speed, best[rank]) for rank, speed in latest.items()}
-        compared = {rank: best[rank] for rank in latest}
-    return best, slow_ranks(compared, kinds)
+        best = [*map(max, best, compute())]
+    return best, slow_ranks(best, kinds)
 
 
 def slow_ranks(
-    speeds: Mapping[int, float], kinds: Sequence[str], least: float = SLOW_RANK
+    speeds: Sequence[float], kinds: Sequence[str], least: float = SLOW_RANK
 ) -> dict[int, float]:
-    """Return the ranks that are slower than others on the same kind of device, and by how much.
-
-    `speeds` has the measured ranks, `kinds` the devices of all ranks.
-    """
+    """Return the ranks that are slower than others on the same kind of device, and by how much."""
     slow: dict[int, float] = {}
     for kind in dict.fromkeys(kinds):
-        alike = {rank: speed for rank, speed in speeds.items() if kinds[rank] == kind}
+        alike = {rank: speed for rank, speed in enumerate(speeds) if kinds[rank] == kind}
         slow |= {rank: usual / speeds[rank] for rank, usual in find_slow(alike, least).items()}
     return slow
 
@@ -61,19 +53,6 @@ def find_slow(speeds: Mapping[int, float], times: float) -> dict[int, float]:
         if usual >= times * speeds[one]:
             slow[one] = usual
     return dict(sorted(slow.items()))
-
-
-def ranks_to_compare(
-    speeds: Mapping[int, float], kinds: Sequence[str], slow: Collection[int]
-) -> set[int]:
-    """Return the ranks that seem slow, and a few of the same kinds that do not."""
-    chosen = {*slow}
-    for kind in {kinds[rank] for rank in slow}:
-        others = [rank for rank in speeds if rank not in slow and kinds[rank] == kind]
-        others.sort(key=lambda rank: speeds[rank])
-        middle = max(0, len(others) // 2 - 1)
-        chosen |= {*others[middle : middle + 3]}
-    return chosen
 
 
 def find_slow_links(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -159,18 +159,17 @@ def measure_links(test: Test, nodes: Sequence[Node]) -> None:
     test.findings.links, test.findings.slow_nodes, test.findings.slow_pairs = judged
 
 
-def compute_together(test: Test, ranks: Collection[int]) -> dict[int, float]:
-    """Return the FLOP/s of some ranks; all ranks call this."""
-    env = test.env
-    turns = min(env.world_size, CPU_TURNS) if device().type == "cpu" else 1
+def compute_together(test: Test) -> list[float]:
+    """Return the FLOP/s of all ranks, which all call this."""
+    rank = test.env.rank
+    turns = min(test.env.world_size, CPU_TURNS) if device().type == "cpu" else 1
     seconds = limits.COMPUTE_S / (2 if test.options.quick else 1)
     speed = 0.0
-    for turn in sorted({rank % turns for rank in ranks}):
-        if env.rank in ranks and env.rank % turns == turn:
+    for turn in range(turns):
+        if rank % turns == turn:
             speed = measure_speed(seconds)
         test.barrier.wait_for_all("the matrix products")
-    speeds = gather_json(speed)
-    return {rank: speeds[rank] for rank in sorted(ranks)}
+    return gather_json(speed)
 
 
 def measure_speed(seconds: float) -> float:
