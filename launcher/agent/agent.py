@@ -45,7 +45,8 @@ from launcher.agent.torch_internals import load_dynamo, serve_store
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.failure import Failure
 from launcher.outcome import Outcome
-from launcher.record.run_json import LauncherProcess, LiveRecord, RunFolder
+from launcher.record.run_folder import RunFolder
+from launcher.record.run_json import LauncherProcess, LiveRecord
 from launcher.text import OwnEnviron
 from launcher.wire import limits
 from launcher.wire.messages import Assignment, Membership, Verdict
@@ -282,9 +283,8 @@ class NodeAgent:
             self.restarts.write(hosts=self.own.hosts, world_size=self.own.world_size)
 
     def on_lost_spare(self, loss: Failure) -> None:
-        self.outputs.say(
-            f"warning: spare {loss.host}: {loss.cause}; the run continues [{loss.fault}]"
-        )
+        cause = f"spare {loss.host}: {loss.cause}"
+        self.outputs.say(f"warning: {cause}; the run continues [{loss.fault}]")
         self._tell_membership()
 
     def _tell_membership(self) -> None:

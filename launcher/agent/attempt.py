@@ -89,16 +89,14 @@ class Attempt:
         beat, pulse = Deadline(), Pulse(self.everyone)
         beat.set_within(0.0)
         while not self._is_over():
-            shown_at, now = time.monotonic(), own_time.now()
+            then, now = time.monotonic(), own_time.now()
             due = beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at
             next_at = min(*due, self.query.next_at, self.snapshots.outgoing.next_at)
             for key, _ in self.selector.select(max(0.0, next_at - now)):
                 key.data()
             if self.rest_s:
                 time.sleep(self.rest_s)
-            if self.partial.expire() and self.ranks.show_held(
-                shown_at, is_ending=self.facts.is_ending
-            ):
+            if self.partial.expire() and self.ranks.show_held(then, is_ending=self.facts.is_ending):
                 self.partial.set_within(limits.PARTIAL_LOOK_S)
             for each in self.ranks.ended():
                 self._on_death(each)

@@ -1,4 +1,4 @@
-"""The folder of a run, `<log dir>/<run id>/`, and its run.json, which records what happened."""
+"""The record of a run, `<log dir>/<run id>/run.json`: what ran, and how it ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from distributed.errors import REFUSED, Refused
 from distributed.job import job_id, this_job
@@ -23,7 +23,6 @@ from distributed.lock import (
     open_lock,
     refuse_holder,
     this_process,
-    update_link,
 )
 from distributed.stop_signals import NOTICES
 from launcher.own_time import turns
@@ -35,9 +34,8 @@ from launcher.typed_json import decode
 from launcher.wire import limits
 
 ASKED, SHOWN = "stacks", "stacks.txt"  # the request for all stacks, and the answers
-NOTICED: dict[int, str] = dict(
-    zip(NOTICES, ("notice", "notice2"), strict=True)
-)  # files that pass these on
+# The files that pass notices on.
+NOTICED: dict[int, str] = dict(zip(NOTICES, ("notice", "notice2"), strict=True))
 LONGEST_FILE = 1 << 24  # bytes that are read of a file in this folder
 KEPT = "failure.txt"  # the last output of a run that failed or was stopped
 
@@ -239,37 +237,6 @@ def _end(code: int) -> dict[str, Any]:
 
 
 # --- the agent's part ---------------------------------------------------------------------------
-
-
-@final
-class RunFolder:
-    """Paths of one run. Their permissions follow the user's umask."""
-
-    def __init__(self, root: Path, run_id: str, node_rank: int, environ: Environ) -> None:
-        self.root = root  # the log directory, which holds all runs
-        self.path = root / run_id
-        self.node_log = self.path / f"node_{node_rank}.log"
-        self.failures = self.path / "failures"
-        if start := job_start(environ):  # processes of an earlier start may still be running
-            self.failures /= f"start_{start}"
-
-    def create(self) -> None:
-        """Create the folders, and `latest` and `node_<rank>.log` beside them. Raises Refused."""
-        with writing_to(self.path):
-            self.failures.mkdir(parents=True, exist_ok=True)
-            open_own(self.node_log, "ab").close()
-            log = self.node_log.name
-            for name, target in ("latest", self.path.name), (log, f"{self.path.name}/{log}"):
-                if not _is_users(self.root / name):
-                    update_link(self.root / name, target)
-
-
-def _is_users(link: Path) -> bool:
-    """Whether a link leads to something other than a run's folder."""
-    if not link.is_symlink():
-        return False
-    target = link.parent / Path(os.readlink(link)).parts[0]
-    return target.exists() and not (target / "failures").is_dir()
 
 
 class LiveRecord:

@@ -23,7 +23,7 @@ from distributed.lock import update_link
 from launcher import failure
 from launcher.agent.control import AgentNote
 from launcher.agent.supervisor import Agent, _explain_death, _report_death
-from launcher.record.run_json import RunFolder
+from launcher.record.run_folder import RunFolder
 from launcher.text import install_command
 from launcher.typed_json import encode
 from launcher.wire import limits

@@ -18,7 +18,7 @@ from test_checks import HARDWARE, make_sysfs
 from distributed.network import choose_variables, interface_to
 from launcher.agent.diagnosis.nccl_network import NetworkWatch, prepare
 from launcher.preflight import infiniband
-from launcher.record.run_json import RunFolder
+from launcher.record.run_folder import RunFolder
 
 LOGS = yaml.safe_load((HARDWARE / "nccl.yaml").read_text())
 ACTIVE = {"mlx5_0/1": ["4: ACTIVE", "5: LinkUp", "InfiniBand"]}

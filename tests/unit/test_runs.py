@@ -22,6 +22,7 @@ from launcher import processes
 from launcher.processes import ranks_of, start_ticks
 from launcher.record import run_json, runs
 from launcher.record.restart import Restart
+from launcher.record.run_folder import RunFolder
 from launcher.record.run_ids import free_run_id
 from launcher.record.run_json import LauncherProcess, Record, note_end, note_start, refuse_live
 from launcher.text import Environ
@@ -231,7 +232,7 @@ def test_what_others_put_into_a_log_folder_neither_hangs_nor_reaches_the_termina
 
 def test_a_link_in_a_log_folder_is_not_written_through(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
-    folder = run_json.RunFolder(tmp_path / "logs", "mine", 0, {})
+    folder = RunFolder(tmp_path / "logs", "mine", 0, {})
     folder.path.mkdir(parents=True)
     folder.node_log.symlink_to(victim)
     with pytest.raises(Refused, match="dir-unwritable"):

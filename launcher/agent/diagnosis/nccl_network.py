@@ -17,7 +17,7 @@ from pathlib import Path
 
 from distributed.environment import printable
 from launcher.preflight import infiniband
-from launcher.record.run_json import RunFolder
+from launcher.record.run_folder import RunFolder
 from launcher.text import Environ, short_host_name
 
 _CHOSEN = re.compile(rb"NCCL INFO Using network (\S+)")  # in NCCL 2.10 to 2.32

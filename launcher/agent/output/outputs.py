@@ -11,7 +11,8 @@ from torch.distributed.elastic.multiprocessing import Std
 from launcher.agent.control import Control
 from launcher.agent.output.stream import NodeLog, RankView, Stream, open_stream, say
 from launcher.agent.torchrun_arguments import Arguments
-from launcher.record.run_json import RunFolder, writing_to
+from launcher.record.run_folder import RunFolder
+from launcher.record.run_json import writing_to
 from launcher.screen import are_one_file
 from launcher.terminal import open_again
 from launcher.text import open_own
