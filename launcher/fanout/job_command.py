@@ -15,7 +15,7 @@ def run(plan: Plan, _be_ready: Callable[[], None]) -> int:
     backend = plan.backend.replace("auto", "nccl with GPUs, else gloo")
     plan = replace(plan, run_id=plan.run_id or "<job id>", backend=backend)
     print_plan(plan, None, None, counts)
-    size = "; set the job's size in the command" * plan.program.startswith("pbs")
+    size = "; set the job's size in the command" if plan.program.startswith("pbs") else ""
     print(f"# the command that submits this{size}; scheduler options go before the script")
     print(f"cd {shlex.quote(str(plan.directory))} && {plan.command}")
     return 0

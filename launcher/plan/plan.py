@@ -145,7 +145,10 @@ class Plan(World, Choices, ConfigFacts):
         """Return the environment variables that describe the run to an agent and its ranks."""
         command = self.command if len(os.fsencode(self.command)) < LONGEST_COMMAND else ""
         named = {"RUN_ID": self.run_id, "LAUNCH_COMMAND": command, "ENGINE": self.engine}
-        named |= {"LAUNCH_TASK_FILE": self.task_file, "SKIP_PREFLIGHT": "1" * (not self.has_checks)}
+        named |= {
+            "LAUNCH_TASK_FILE": self.task_file,
+            "SKIP_PREFLIGHT": "" if self.has_checks else "1",
+        }
         if self.min_nodes:
             named |= {"SPARES": str(self.num_spares), "MIN_NODES": str(self.min_nodes)}
         if self.silence_s != limits.SILENCE_S:

@@ -172,7 +172,9 @@ def _part(environ: Environ) -> str:
     """Return in words which part of the job's nodes a step has; "" if all, or outside a step."""
     step, job = (environ.get(f"SLURM_{name}_NUM_NODES", "") for name in ("STEP", "JOB"))
     is_part = (step + job).isdecimal() and int(step or job) < int(job or 0)
-    return f"this step has {step} of the job's {job} nodes" * (is_part and in_slurm_step(environ))
+    if is_part and in_slurm_step(environ):
+        return f"this step has {step} of the job's {job} nodes"
+    return ""
 
 
 def _on_all_nodes(environ: Environ) -> str:
@@ -204,15 +206,16 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
         if (value := record.get(field, "0")) not in _NOT_REPEATED:
             words.append(f"{option}={re.sub('gres[:/]gpu:', '', value)}")
     words += ["--exclusive"] if record.get("OverSubscribe") == "NO" else []
-    job = f"--job={job_id(environ)}"
     if task := environ.get("SLURM_ARRAY_TASK_ID"):
         words.append(f"--array={task}")
 
-    if in_batch_script(environ):  # ours, or the user's own, which contains the command
-        again = [script, *typed[1:]] if script else (ask_squeue(job, "--format=%o") or "").split()
-        return again and ["sbatch", *words, *again]
-    if not gpus:  # salloc sets no variable for --gres
-        words += [f"--gres={asked}"] if asked else []
+    if in_batch_script(environ) and script:
+        return ["sbatch", *words, script, *typed[1:]]
+    if in_batch_script(environ):  # the user's own, which contains the command
+        file = (ask_squeue(f"--job={job_id(environ)}", "--format=%o") or "").split()
+        return file and ["sbatch", *words, *file]
+    if asked and not gpus:  # salloc sets no variable for --gres
+        words.append(f"--gres={asked}")
     return ["salloc", *words, *typed]
 
 

@@ -193,8 +193,10 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
         cause = f"node rank {node.node_rank} was started twice, on {twice.host} and on {node.host}"
         raise Refused("duplicate-node-rank", f"{cause}; give each node its own rank")
     for fault, cause in mismatches(me, node):
-        cure = ", or set SKIP_PREFLIGHT=1 on every node" * cause.startswith(ARGUMENTS)
-        raise Refused(fault, f"{cause}; make them the same{cure}")
+        cure = "make them the same"
+        if cause.startswith(ARGUMENTS):
+            cure += ", or set SKIP_PREFLIGHT=1 on every node"
+        raise Refused(fault, f"{cause}; {cure}")
 
 
 def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> Meeting:
