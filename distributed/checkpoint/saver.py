@@ -23,8 +23,18 @@ from ..errors import with_fault
 from ..heartbeat import beat
 from ..lock import RunLock
 from ..torch_internals import tree_map_only
-from . import files
-from .files import CheckpointError
+from .files import (
+    TENSORS,
+    CheckpointError,
+    check_shared,
+    commit,
+    delete_leftovers,
+    pack,
+    plain,
+    prune,
+    unpack,
+    write_files,
+)
 from .snapshots import Snapshots, copy_all, kinds_of, named_tensors
 
 _log = logging.getLogger(__name__)
@@ -194,12 +204,12 @@ class Saver:
             if not self.enabled:
                 return
 
-            tensors = {name: getattr(state, name) for name in files.TENSORS}
-            files.write(temporary, tensors, state.progress, parts)
+            tensors = {name: getattr(state, name) for name in TENSORS}
+            write_files(temporary, tensors, state.progress, parts)
             with self._lock.committing():
-                files.commit(temporary, self.folder / f"step-{step}")
+                commit(temporary, self.folder / f"step-{step}")
                 beat(saved=step)
-                files.prune(self.folder, step, self.keep_last)
+                prune(self.folder, step, self.keep_last)
         except Exception as error:
             shutil.rmtree(temporary, ignore_errors=True)  # frees its space
             self._error = CheckpointError(f"step {step} was not saved: {error}")
@@ -208,20 +218,9 @@ class Saver:
     def _begin(self, temporary: Path) -> Path:
         """Delete what killed processes left behind, and create the next checkpoint's folder."""
         with self._lock.committing():
-            files.delete_leftovers(self.folder)
+            delete_leftovers(self.folder)
         temporary.mkdir()
         return temporary
-
-
-def check_shared(folder: Path) -> None:
-    """Raise CheckpointError if this node does not see a folder that rank 0 has created."""
-    if not os.path.isdir(folder):
-        raise with_fault(
-            CheckpointError,
-            "dir-not-shared",
-            f"{folder} does not exist on {socket.gethostname()}; "
-            "a sharded checkpoint needs a folder on a disk that all nodes share",
-        )
 
 
 def wait_for_saves() -> None:
@@ -254,7 +253,7 @@ def check_types(contents: Mapping[str, Any]) -> None:
     """
     for name, one in contents.items():
         try:
-            files.unpack(one if isinstance(one, bytes) else files.pack(files.plain(one)))
+            unpack(one if isinstance(one, bytes) else pack(plain(one)))
         except Exception as error:  # torch's, or that of an object's own pickling
             kind = re.search(r"GLOBAL ([\w.]+)", str(error))
             cause = f"{name} holds {kind[1] if kind else 'an object'}, which is not loaded"

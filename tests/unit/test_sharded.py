@@ -130,7 +130,7 @@ def test_files_of_other_names_are_no_parts(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "run/secret").write_text("")
     forge(run / "step-2", {"../secret": files.entry_of(run / "secret")})
     with pytest.raises(CheckpointError, match=r"manifest\.json differs from what was written"):
-        files.read(run / "step-2")
+        files.read_files(run / "step-2")
 
 
 def forge(folder: Path, more: dict[str, Any] | None = None) -> None:
