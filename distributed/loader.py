@@ -46,7 +46,7 @@ class EpochSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[tuple[int, int]]:
         epoch = self.epoch
         ranks = self.num_replicas
-        skip = self.done * self.num_replicas
+        skip = self.done * ranks
         if self.order is None:
             samples = islice(super().__iter__(), self.done, None)
         else:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from distributed import __version__
-from distributed.environment import Environment, LauncherError, is_first_task
+from distributed.environment import Environment, LauncherError
 from distributed.errors import BAD_INPUT, Leave, Refused
+from distributed.job import in_slurm_step
 from distributed.strategy import check_strategy
 from training.config_file import SettingsError, with_ending
 from training.settings import BUILT_IN_TASK, Settings, data_path, load
@@ -38,12 +39,18 @@ def refuse(cause: object) -> NoReturn:
     tasks (a TimeoutError), because the first task may be one of them.
     """
     fault, text = _read(cause)
-    if is_first_task() or type(cause) in (ValueError, TimeoutError):
+    if _is_first_task() or type(cause) in (ValueError, TimeoutError):
         _complain(fault, text)
     else:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         signal.sigtimedwait([signal.SIGTERM], 2)
     raise Leave(BAD_INPUT, fault, text)
+
+
+def _is_first_task() -> bool:
+    """Return whether this is the first of srun's tasks; True under any other launcher."""
+    is_other = in_slurm_step(os.environ) and os.environ.get("SLURM_PROCID") != "0"
+    return "RANK" in os.environ or not is_other
 
 
 def _read(cause: object) -> tuple[str, str]:

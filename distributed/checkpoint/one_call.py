@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..collectives import barrier, own_rank
 from ..errors import STOPPED
+from ..exit import before_finish
 from ..heartbeat import beat
 from ..models import is_sharded, unwrap
 from ..stop import note_save
@@ -199,3 +200,6 @@ def complete(code: int) -> None:
         if code in (0, STOPPED):
             barrier()  # no rank exits while another is still saving
             beat(saved=saver.last_step)
+
+
+before_finish.insert(0, complete)

@@ -137,7 +137,7 @@ def test_packages_of_the_launcher_import_one_another_in_one_direction() -> None:
 READ_ENVIRON = {
     *("scripts/lib/start.py", "launcher/agent/supervisor.py", "launcher/explain/__main__.py"),
     *("launcher/command.py", "launcher/agent/rank/program.py", "launcher/text.py"),
-    *("distributed/environment.py", "distributed/torch.py", "distributed/stop_signals.py"),
+    *("distributed/environment.py", "distributed/rendezvous.py", "distributed/stop_signals.py"),
     *("distributed/heartbeat.py", "distributed/lock.py"),
     *("distributed/checkpoint/exchange.py", "distributed/checkpoint/snapshots.py"),
     *("training/arguments.py", "training/model.py", "training/plot.py"),
