@@ -308,6 +308,7 @@ def main_first() -> Iterator[None]:
             is_done = True
         finally:
             gather_json(is_done, call="main_first")
+
     elif gather_json(None, call="main_first")[0]:
         yield
     else:

@@ -38,7 +38,7 @@ def refuse(cause: object) -> NoReturn:
     however, prints a mistake that concerns only its host (a plain ValueError), and reports missing
     tasks (a TimeoutError), because the first task may be one of them.
     """
-    fault, text = _read(cause)
+    fault, text = _split_fault(cause)
     if _is_first_task() or type(cause) in (ValueError, TimeoutError):
         _complain(fault, text)
     else:
@@ -53,7 +53,7 @@ def _is_first_task() -> bool:
     return "RANK" in os.environ or not is_other
 
 
-def _read(cause: object) -> tuple[str, str]:
+def _split_fault(cause: object) -> tuple[str, str]:
     """Return the name of the fault and the cause without it."""
     fault = getattr(cause, "fault", "") or "config-invalid"
     return fault, str(cause).removesuffix(f" [{fault}]")
@@ -73,7 +73,7 @@ def refuse_together(environment: Environment) -> Iterator[None]:
     try:
         yield
     except (SettingsError, LauncherError, CheckpointError, Refused) as error:
-        fault, cause = _read(error)
+        fault, cause = _split_fault(error)
         mistake = [fault, cause if environment.is_main else f"rank {environment.rank}: {cause}"]
 
     if first := next(filter(None, gather_json(mistake)), None):
@@ -99,7 +99,7 @@ def refuse_alone(environment: Environment) -> Iterator[None]:
     try:
         yield
     except SettingsError as error:
-        fault, cause = _read(error)
+        fault, cause = _split_fault(error)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         if environment.is_main or signal.sigtimedwait([signal.SIGTERM], 2) is None:
             _complain(fault, cause)
@@ -120,7 +120,7 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
     try:
         settings = load(config, arguments.overrides, os.environ)
         if arguments.check:
-            _check(arguments, settings)
+            _check_only(arguments, settings)
     except (SettingsError, LauncherError) as error:
         refuse(error)
 
@@ -130,7 +130,7 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
     return arguments, settings
 
 
-def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
+def _check_only(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     """Check everything else that can be checked before the start, print the result, and exit."""
     chosen = settings.distributed
     world_size = int(os.environ.get("WORLD_SIZE") or 1)

@@ -52,7 +52,9 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
     taken = newest_snapshot(folder)
 
     content: dict[str, bytes] = {}
-    state, damage, is_snapshot = None, "", False
+    state = None
+    damage = ""
+    is_snapshot = False
     if own_rank() == 0:
         if taken is None or any(step_of(one) >= taken.step for one in steps(folder)):
             content, state, folder, damage = _read_newest(folder)

@@ -93,14 +93,17 @@ class Parts:
         Once the parts are on the disk, returns the manifest's entries for all of them on rank 0,
         and {} on the other ranks. Raises CheckpointError on every rank if one fails.
         """
-        named = self._tell(lambda: str(begin()).encode() if own_rank() == 0 else b"")
+        named = self._on_all_ranks(lambda: str(begin()).encode() if own_rank() == 0 else b"")
         writer = FileSystemWriter(named[0].decode(), sync_files=False, per_thread_copy_ahead=0)
-        told = [one.split(b"\n", 1) for one in self._tell(partial(self._write, writer, copies))]
+        written = self._on_all_ranks(partial(self._write, writer, copies))
+        told = [one.split(b"\n", 1) for one in written]
         if own_rank() != 0:
             return {}
 
-        if self._packed != (packed := [results for _, results in told]):
-            self._packed, self._results = packed, [*map(unpack, packed)]  # 0.1 ms per tensor
+        packed = [results for _, results in told]
+        if packed != self._packed:
+            self._packed = packed
+            self._results = [unpack(one) for one in packed]  # 0.1 ms per tensor
         writer.finish(self._metadata, self._results)  # for torch's own tools
         places = {one.index: one.storage_data for results in self._results for one in results}
         index = pack(replace(self._metadata, storage_data=places, storage_meta=None))
@@ -118,7 +121,7 @@ class Parts:
             sync(part)
         return json.dumps(entries).encode() + b"\n" + pack(results)
 
-    def _tell(self, do: Callable[[], bytes]) -> list[bytes]:
+    def _on_all_ranks(self, do: Callable[[], bytes]) -> list[bytes]:
         """Call `do` on every rank; return all results, or raise the error of a rank that failed."""
         try:
             mine = b"+" + do()

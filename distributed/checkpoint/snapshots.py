@@ -149,11 +149,14 @@ class Snapshots:
 
     def __init__(self) -> None:
         opened = _open_buffers()
-        self._buffers, self._copies = opened[:2], opened[2:]
+        self._buffers = opened[:2]
+        self._copies = opened[2:]
         self._neighbours: Neighbours | None = None
         self._sealing = threading.Thread()
 
-    def take(self, step: int, holders: int, trees: dict[str, Any], about: dict[str, Any]) -> None:
+    def take_snapshot(
+        self, step: int, holders: int, trees: dict[str, Any], about: dict[str, Any]
+    ) -> None:
         """Copy a state into the older buffer, or into one of a later step, which the run repeats.
 
         `about` has Snapshot's other fields. Raises ValueError for a DTensor that is not sharded by

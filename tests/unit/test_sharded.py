@@ -188,9 +188,9 @@ class SlowSaver(Saver):
 
     go = threading.Event()
 
-    def _begin(self, temporary: Path) -> Path:
+    def _begin_folder(self, temporary: Path) -> Path:
         self.go.wait()
-        return super()._begin(temporary)
+        return super()._begin_folder(temporary)
 
 
 def _train_meanwhile(rank: int, folder: Path) -> None:
