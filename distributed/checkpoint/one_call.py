@@ -143,7 +143,7 @@ def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
     found = state.fetch({"model": weights, "optimizer": {**moments, "objects": parts}})
     for name, one in {**own, **found["optimizer"].pop("objects"), **found}.items():
         if name in targets and (one or name in saved):  # not of a scaler that does nothing
-            _fill_object(targets[name], one)
+            _fill_target(targets[name], one)
     if "rng" in mine and not is_new:
         loader.set_rng_state(mine["rng"])
     return {"step": progress.pop("step"), **progress}
@@ -171,7 +171,7 @@ def _part_of(state: dict[str, Any], target: Any, scatter: bool) -> dict[str, Any
     return dict(zip(state, parts.values(), strict=True))
 
 
-def _fill_object(target: Any, state: dict[str, Any]) -> None:
+def _fill_target(target: Any, state: dict[str, Any]) -> None:
     """Load a state, of which this rank has read its part, into its object."""
     if isinstance(target, nn.Module):
         unwrap(target).load_state_dict(_named_as_in(target, state))
