@@ -44,6 +44,7 @@ from training.batches import START, Batches, check_sizes, move
 from training.evaluate import evaluate_checkpoint
 from training.meter import Meter, Pace, Stopwatch
 from training.model import (
+    describe_model,
     dtype_of,
     fix_bucket_order,
     follow_config,
@@ -71,10 +72,12 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     """Train to the last step, or until a stop is requested; returns the exit code."""
     environment = join(arguments, settings)
     run = Run(settings, environment, arguments.launch_command)
-    step, last_step = run.limits.first_step, run.limits.last_step
+    step = run.limits.first_step
+    last_step = run.limits.last_step
     validated: dict[str, float] = {}
     helper.beat(step, saved=run.saved_step, hang_seconds=settings.distributed.hang_seconds)
-    is_over, is_stopped = run.is_over or (last_step is not None and step >= last_step), False
+    is_over = run.is_over or (last_step is not None and step >= last_step)
+    is_stopped = False
     if run.unsaved and (is_over or is_due(step, settings.checkpoint.every)):
         run.save(step, {n: run.unsaved[n] for n in SCORES if n in run.unsaved})
 
@@ -143,8 +146,10 @@ class Run:
         self, settings: Settings, environment: helper.Environment, command: str | None
     ) -> None:
         # `command` is the launcher's, and resumes the run; None without a launcher.
-        self.settings, self.environment, self.command = settings, environment, command
-        rank, world_size, is_main = environment.rank, environment.world_size, environment.is_main
+        self.settings = settings
+        self.environment = environment
+        self.command = command
+        is_main = environment.is_main
         self.folder = Path(os.path.expanduser(settings.checkpoint.dir)) / environment.run_id
         self.logs = environment.log_dir / environment.run_id
         self.stop = helper.Stop(
@@ -155,13 +160,14 @@ class Run:
 
         helper.seed_everything(settings.seed)  # the same weights on every rank
         with refuse_together(environment):
-            keep, form = settings.checkpoint.keep_last, settings.checkpoint.format
-            self.saver = checkpoint.Saver(self.folder, keep_last=keep, enabled=is_main, format=form)
-        with refuse_together(environment):  # the ranks load together, or not at all
-            saved = resume.find_checkpoint(
-                settings.resume, self.folder, is_restart=environment.restart_count > 0
+            saves = settings.checkpoint
+            self.saver = checkpoint.Saver(
+                self.folder, keep_last=saves.keep_last, enabled=is_main, format=saves.format
             )
-            batch_size = resume.choose_batch_size(settings.train, world_size, saved)
+        with refuse_together(environment):  # the ranks load together, or not at all
+            is_restart = environment.restart_count > 0
+            saved = resume.find_checkpoint(settings.resume, self.folder, is_restart=is_restart)
+            batch_size = resume.choose_batch_size(settings.train, environment.world_size, saved)
             position = saved.progress if saved else START
             self.unsaved = position if saved and saved.is_snapshot else {}  # it was in memory
             self.saved_step = position["step"] if saved and not saved.is_snapshot else None
@@ -169,45 +175,49 @@ class Run:
             self.batches = Batches(self.task, batch_size, settings, environment, position)
             self.batch_size = batch_size  # of one rank
             last_step = find_last_step(settings.train, self.batches.per_epoch)
-        with refuse_together(environment):
-            check_sizes(self.batches.sizes)
-            self.model = make_model(self.task, settings, self.folder / "compiled")
-            plan_snapshots(self.model, settings, environment)
-            self.optimizer = choose_optimizer(self.task, self.model, settings.train)
-            self.schedule = Schedule(self.optimizer, self.task, settings.train, last_step)
-            self.saver.check_folder()  # no rank waits for the others after this
 
+        self._make_model(last_step)
         self.is_over = False  # the task has ended the run
         self.gradient_norm: torch.Tensor | None = None  # before it is clipped, in the newest step
-        self.scaler = helper.grad_scaler(dtype_of(settings))
-        if world_size > 2 and not helper.is_sharded(self.model):
-            fix_bucket_order(self.task, self.model, batch_size, settings)
-        try_evaluation(self.task, self.model, batch_size, settings)
-        helper.seed_everything(settings.seed, rank)  # from here on, dropout differs by rank
-        self.meter, self.stopwatch = Meter(), Stopwatch(self.model)
+        helper.seed_everything(settings.seed, environment.rank)  # dropout differs from here on
+        self.meter = Meter()
+        self.stopwatch = Stopwatch(self.model)
         if saved:
             self._resume(saved)
-        size = sum(parameter.numel() for parameter in self.model.parameters())
-        log.info(f"model      {size:,} parameters, on {world_size} x {helper.device().type}")
+        log.info(f"model      {describe_model(self.model)}")
         log.info(f"data       {self.task.describe()}")
 
         self.limits = Limits(position["step"], last_step, settings.train.max_seconds)
         self.pace = Pace(self.meter, self.stopwatch)
-        hosts, config = [*dict.fromkeys(self.pace.hosts)], settings.as_tree()
-        facts = RunFacts(environment.run_id, self.logs, config, hosts, position["step"])
+        hosts = [*dict.fromkeys(self.pace.hosts)]
+        facts = RunFacts(environment.run_id, self.logs, settings.as_tree(), hosts, position["step"])
         trackers = Trackers(settings.tracking, facts, asked="tracking" in settings.given)
         self.progress = Progress(self.logs, self.task.unit, self.limits, trackers, enabled=is_main)
         if is_main:
             resume.write_config(settings, self.logs)
 
+    def _make_model(self, last_step: int | None) -> None:
+        """Make the model and its optimizer, and try them; if a rank finds a mistake, all exit."""
+        with refuse_together(self.environment):
+            check_sizes(self.batches.sizes)
+            self.model = make_model(self.task, self.settings, self.folder / "compiled")
+            plan_snapshots(self.model, self.settings, self.environment)
+            self.optimizer = choose_optimizer(self.task, self.model, self.settings.train)
+            self.schedule = Schedule(self.optimizer, self.task, self.settings.train, last_step)
+            self.saver.check_folder()  # no rank waits for the others after this
+
+        self.scaler = helper.grad_scaler(dtype_of(self.settings))
+        fix_bucket_order(self.task, self.model, self.batch_size, self.settings)
+        try_evaluation(self.task, self.model, self.batch_size, self.settings)
+
     def _resume(self, saved: checkpoint.State) -> None:
         """Load everything in a checkpoint, and log what has changed since."""
-        progress, objects = saved.progress, self._objects()
+        progress = saved.progress
+        objects = self._objects()
         if self.environment.rank >= len(saved.ranks):
             del objects["meter"]  # it would count rank 0's losses twice
-        following = follow_config(
-            self.optimizer, self.settings.train, progress["settings"]["train"]
-        )
+        before = progress["settings"]["train"]
+        following = follow_config(self.optimizer, self.settings.train, before)
         with refuse_together(self.environment), following:
             helper.load(saved, self.model, self.optimizer, **objects)
         # A new run that continues from the checkpoint of a finished run has another id.
@@ -253,9 +263,9 @@ class Run:
         sums = helper.sync_metrics({**self.meter.state_dict(), "norm": norm_of_weights(self.model)})
         mean = sums["loss"] / (sums["terms"] or 1)
         if not math.isfinite(mean + sums["norm"]):
-            rank, count = self.environment.rank, self.settings.train.grad_accumulation
+            count = self.settings.train.grad_accumulation
             self.meter.exit_not_finite(
-                step, rank, lambda back: self.batches.describe(back * count, count)
+                step, self.environment.rank, lambda back: self.batches.describe(back * count, count)
             )
         return mean
 
@@ -318,7 +328,7 @@ class Run:
         if steps := step - self.limits.first_step:
             print(f"done       step {step}{ended} ({steps} steps this session, {time}), {speed}")
         else:
-            cure = "; to train on, raise train.max_steps or train.epochs" * (not self.is_over)
+            cure = "" if self.is_over else "; to train on, raise train.max_steps or train.epochs"
             print(f"done       step {step}{ended}: an earlier start has completed the run{cure}")
         if skipped := int(self.scaler.skipped):
             print(f"skipped    {skipped} steps, because their gradients were not finite in float16")

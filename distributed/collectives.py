@@ -98,7 +98,8 @@ def add_up(
         raise LauncherError(f"{call}: this is a child process of a rank; call it in the rank")
 
     mark = zlib.crc32(json.dumps([call, *details]).encode()) % _MARKS
-    first, rest = values[:_ROOM], values[_ROOM:]
+    first = values[:_ROOM]
+    rest = values[_ROOM:]
     padding = [0.0] * (_ROOM - len(first))
     marks, squares, *sums = _sum([mark, mark * mark, *first, *padding], group)
 
@@ -129,7 +130,7 @@ def _refuse_different(own: list[str], group: dist.ProcessGroup | None) -> None:
         ranks_of[", ".join(special) or "nothing else"].append(rank)
 
     parts = [
-        f"{text} on rank{'s' * (len(ranks) > 1)} {some_of(ranks, 8)}"
+        f"{text} on {'ranks' if len(ranks) > 1 else 'rank'} {some_of(ranks, 8)}"
         for text, ranks in ranks_of.items()
     ]
     call = own[0] if own[0] in common else "the ranks call different functions"
@@ -307,6 +308,7 @@ def main_first() -> Iterator[None]:
             is_done = True
         finally:
             gather_json(is_done, call="main_first")
+
     elif gather_json(None, call="main_first")[0]:
         yield
     else:

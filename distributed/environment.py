@@ -16,7 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from . import hostlist
-from .job import in_slurm_step, is_task, job_id, job_run_id
+from .job import is_task, job_id, job_run_id
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_][\w\]\[.-]{0,127}", re.ASCII)
 _TAKEN_RUN_ID = re.compile(r"latest|tensorboard|distributed_training|node_[0-9]+\.log")
@@ -292,12 +292,6 @@ def detect(
         heartbeat_file=v["HEARTBEAT_FILE"] or None,
         backend=word if (word := v["BACKEND"].lower()) in BACKENDS else None,
     )
-
-
-def is_first_task() -> bool:
-    """Return whether this is the first of srun's tasks; True under any other launcher."""
-    is_other = in_slurm_step(os.environ) and os.environ.get("SLURM_PROCID") != "0"
-    return "RANK" in os.environ or not is_other
 
 
 def _run_id(v: Variables) -> str:

@@ -34,8 +34,10 @@ class Leave(SystemExit):
 
 def some_of(found: Sequence[object], most: int, between: str = ", ") -> str:
     """Return a list as text; of a long one, only the beginning."""
-    more = ["..."] * (len(found) > most)
-    return between.join([*map(str, found[:most]), *more])
+    shown = [str(one) for one in found[:most]]
+    if len(found) > most:
+        shown.append("...")
+    return between.join(shown)
 
 
 def with_fault(kind: type[Exception], fault: str, message: str) -> Exception:

@@ -22,24 +22,30 @@ from .heartbeat import beat
 _PACKAGE = __name__.partition(".")[0]
 _FILES = io.TextIOWrapper, io.BufferedRandom, io.BufferedWriter, io.FileIO
 _NEEDED = types.ModuleType, types.FunctionType, type
+before_finish: list[Callable[[int], None]] = []  # what finish calls first, with the exit code
 
 
 def finish(code: int = 0) -> NoReturn:
-    """Exit as sys.exit does, but without tearing down torch, which takes 0.6 s.
+    """Exit this process quickly. All ranks should call this last, instead of sys.exit.
 
-    Raises SystemExit, which closes what `with` and `finally` close. Then Python joins threads and
-    runs exit handlers, and the objects of the script are deleted, which may close files. If threads
-    and handlers take longer than 30 s, it prints a line and exits without waiting for them.
+    Waits for a `save` in progress (on all ranks if the code is 0 or STOPPED). Then it raises
+    SystemExit, so that everything ends as after sys.exit: `with` and `finally`, threads and exit
+    handlers, and the script's objects, which may close files. If threads and handlers take longer
+    than 30 s, it prints a line and exits without waiting for them. Only torch is not torn down,
+    which would take 0.6 s.
     """
     atexit.unregister(finish)  # finish may itself be an exit handler
+    for prepare in before_finish:
+        prepare(code)
+
     main = threading.main_thread()
     is_main = threading.current_thread() is main
     if is_main and main.is_alive():  # not in an exit handler
         raise _Finish(code)
 
-    _limit(code)
+    _limit_time(code)
     # Another thread cannot wait for all threads, which then still use the script's objects.
-    _end(code, threading._shutdown if is_main else None)  # type: ignore[attr-defined]
+    _end_process(code, threading._shutdown if is_main else None)  # type: ignore[attr-defined]
 
 
 class _Finish(SystemExit):
@@ -58,15 +64,15 @@ class _Finish(SystemExit):
     def prepare(self) -> None:
         """Have the process end with this code; the node agent calls this for a script's end."""
         code: int = self.args[0]
-        _limit(code)
+        _limit_time(code)
         # What Python calls first when it exits, before the exit handlers.
-        threading._shutdown = partial(_end, code, threading._shutdown)  # type: ignore[attr-defined]
+        threading._shutdown = partial(_end_process, code, threading._shutdown)  # type: ignore[attr-defined]
 
 
 _Finish.__name__ = SystemExit.__name__  # for a failure block, it is what sys.exit raises
 
 
-def _limit(code: int) -> None:
+def _limit_time(code: int) -> None:
     try:
         threading.Thread(target=_exit_late, args=(code,), daemon=True).start()
     except RuntimeError:  # in an exit handler, from Python 3.12 on
@@ -83,18 +89,18 @@ def _exit_late(code: int) -> None:
     os._exit(code)
 
 
-def _end(code: int, join_threads: Callable[[], None] | None) -> NoReturn:
+def _end_process(code: int, join_threads: Callable[[], None] | None) -> NoReturn:
     """Do in order what Python does, up to where it would delete torch's modules."""
     try:
-        _call("flush", [sys.stdout, sys.stderr])  # what follows may take too long
+        _call_each("flush", [sys.stdout, sys.stderr])  # what follows may take too long
         if join_threads:
             join_threads()
         atexit._run_exitfuncs()
         files = _open_files()  # kept: Python may close a file before an object that writes to it
-        _call("flush", files)
+        _call_each("flush", files)
         if join_threads:
             _delete_objects()
-        _call("close", _open_files())
+        _call_each("close", _open_files())
     finally:
         os._exit(code)
 
@@ -129,7 +135,7 @@ def _open_files() -> list[Any]:
     return sorted(files, key=lambda one: _FILES.index(type(one)))
 
 
-def _call(method: str, files: list[Any]) -> None:
+def _call_each(method: str, files: list[Any]) -> None:
     for file in files:
         with contextlib.suppress(Exception):  # it is closed, or its disk is full
             getattr(file, method)()

@@ -46,7 +46,7 @@ class EpochSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[tuple[int, int]]:
         epoch = self.epoch
         ranks = self.num_replicas
-        skip = self.done * self.num_replicas
+        skip = self.done * ranks
         if self.order is None:
             samples = islice(super().__iter__(), self.done, None)
         else:
@@ -77,7 +77,7 @@ class Seeded(Dataset[Any]):
         return getattr(vars(self).get("dataset"), name)
 
     def __getitem__(self, sample: tuple[int, int]) -> Any:
-        self._begin(*sample)
+        self._begin_sample(*sample)
         return self.dataset[sample[1]]
 
     @property
@@ -90,10 +90,10 @@ class Seeded(Dataset[Any]):
         return self._read_batch if can else None
 
     def _read_batch(self, samples: list[tuple[int, int]]) -> Any:
-        self._begin(*samples[0])
+        self._begin_sample(*samples[0])
         return self.dataset.__getitems__([index for _, index in samples])
 
-    def _begin(self, epoch: int, index: int) -> None:
+    def _begin_sample(self, epoch: int, index: int) -> None:
         if epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)  # in each worker by itself: some live for many epochs
         self._epoch = epoch

@@ -22,9 +22,11 @@ from . import limits
 from .errors import Refused
 from .job import this_job
 
-_LIVE, _COMMIT = 0, 1  # bytes of the lock file
+_LIVE = 0  # bytes of the lock file
+_COMMIT = 1
 # Locks of the open file: a process that copied the folder would lose ordinary locks (fcntl(2)).
-_SET, _SET_WAITING = 37, 38  # F_OFD_SETLK, F_OFD_SETLKW; missing from fcntl in some Pythons
+_SET = 37  # F_OFD_SETLK and F_OFD_SETLKW, which are missing from fcntl in some Pythons
+_SET_WAITING = 38
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, process
 # Lustre mounted without flock, NFSv3 without lockd, kernels before 3.15, sandboxes.
 UNSUPPORTED = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM
@@ -184,12 +186,16 @@ def _is_foreign(holder: Mapping[str, Any], me: Mapping[str, Any]) -> bool:
     def differs(name: str) -> bool:
         return "" not in (holder.get(name, ""), me[name]) and holder[name] != me[name]
 
-    if not holder or differs("cluster"):
-        return bool(holder)
-    is_same_job = holder.get("job") == me["job"]
-    if is_same_job and holder["start"] == me["start"]:
-        return differs("submitted")
-    return bool(me["start"] == 0 or (is_same_job and holder["start"] > me["start"]))
+    if not holder:
+        return False
+    if differs("cluster"):
+        return True
+
+    start: int = me["start"]
+    last_start: int = holder["start"]
+    if holder.get("job") != me["job"]:
+        return start == 0
+    return differs("submitted") if start == last_start else start < last_start
 
 
 def _holder(fd: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The rendezvous: all ranks meet at the master's store before they form a process group.
+"""The rendezvous: all ranks meet at the master's store, then form a process group.
 
 A rank that finds a fault reports it to all ranks. If ranks do not join in time, the error names
 them.
@@ -11,14 +11,50 @@ import json
 import os
 import socket
 import time
+from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from .environment import Environment, LauncherError
+from . import network
+from .collectives import broadcast, has_group
+from .environment import Environment, LauncherError, check_run_id
 from .errors import some_of, with_fault
+
+
+def join_ranks(
+    env: Environment, device: torch.device, backend: str, join_timeout_s: float, timeout_s: float
+) -> Environment:
+    """Form the process group of all ranks, unless there is one; add rank 0's run id to `env`."""
+    if not dist.is_initialized():
+        os.environ.update(network.choose_variables(env.master_addr, env.num_nodes, os.environ))
+        # With host ids of their own, ranks may share a GPU.
+        owns_gpu = backend == "nccl" and "NCCL_HOSTID" not in os.environ
+        store = rendezvous(env, device, owns_gpu, join_timeout_s)
+
+        timeout = timedelta(seconds=timeout_s)
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+        has_group()  # notes which process has joined
+    return replace(env, run_id=_share_run_id(env))
+
+
+@cache
+def _share_run_id(env: Environment) -> str:
+    """Return rank 0's run id, and ask only once: later, rank 0 may be gone."""
+    if env.agent_store and env.is_named:  # all ranks have been given the same
+        return env.run_id
+    return check_run_id(broadcast(env.run_id))
 
 
 def rendezvous(env: Environment, device: torch.device, owns_gpu: bool, timeout_s: float) -> Store:

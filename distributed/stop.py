@@ -73,9 +73,9 @@ class Stop:
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + limits.STOP_LOOK_S
-            if self._takes("save"):
+            if self._take_request("save"):
                 self._save_at = now
-            if self._takes("stop"):
+            if self._take_request("stop"):
                 self.reason = self.reason or "the stop file"
         if not self.reason and now >= self._end:
             self.reason = "max_seconds"
@@ -86,7 +86,7 @@ class Stop:
         if dist.is_initialized():
             self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, self._group, async_op=True)
 
-    def _takes(self, name: str) -> bool:
+    def _take_request(self, name: str) -> bool:
         """Remove a file created by the user; returns whether it existed."""
         if self._folder is not None:
             with contextlib.suppress(OSError):

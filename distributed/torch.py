@@ -15,42 +15,34 @@ With mixed precision, gradient accumulation, and a run that resumes after a stop
     progress = load(folder, model, optimizer)           # None in a new run
     finish()
 
-Needs only torch; the process group is torch's own.
+Needs only torch; the process group is torch's own. Where each step happens:
+
+    which rank    environment.py: from the variables of torchrun, an MPI or SLURM. Under SLURM, the
+                  first host of the step's node list is the master address.
+    join          rendezvous.py: the ranks meet at the master's port, then form the process group.
+    seed, data    loader.py: each rank seeds with its own number, and reads its share of the data.
+    model         models.py: torch's DistributedDataParallel, or FSDP2, around it.
+    save, load    checkpoint/one_call.py: rank 0 writes; of a sharded model, each rank its part.
+    finish        exit.py: as sys.exit, after the last save, but without tearing down torch.
 """
 
 from __future__ import annotations
 
-import atexit
-import dataclasses
 import math
-import os
 import socket
 from collections.abc import Mapping
-from datetime import timedelta
-from functools import cache
-from typing import Any, NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import network
-from .checkpoint.one_call import complete, load, save
-from .collectives import (
-    add_up,
-    barrier,
-    broadcast,
-    count_ranks,
-    gather,
-    gather_bytes,
-    gather_json,
-    has_group,
-    main_first,
-    mean,
-)
-from .environment import BACKENDS, Environment, check_run_id, detect, refuse_others
+from . import collectives
+from .collectives import barrier, broadcast, gather, gather_bytes, gather_json, main_first, mean
+from .environment import BACKENDS, Environment, detect, refuse_others
 from .errors import STOPPED
-from .exit import finish as end_process
+from .exit import before_finish, finish
 from .heartbeat import beat
 from .loader import get_dataloader_for_distributed, seed_everything
 from .models import (
@@ -64,44 +56,24 @@ from .models import (
     setup_distributed_models,
     unwrap,
 )
-from .rendezvous import rendezvous
 from .stop import Stop
 from .strategy import Sharding
-from .torch_internals import default_store, keep_groups, skip_worker_joins
+from .torch_internals import keep_groups, skip_worker_joins
 
+if TYPE_CHECKING:  # see __getattr__ below
+    from .checkpoint.one_call import load, save
+
+_SAVES_AND_LOADS = ".checkpoint.one_call"  # and what it imports: nearly half of the code
+
+# fmt: off
 __all__ = (
-    "STOPPED",
-    "Environment",
-    "Sharding",
-    "Stop",
-    "autocast",
-    "barrier",
-    "beat",
-    "blocks",
-    "broadcast",
-    "cleanup_distributed",
-    "clip_gradients",
-    "device",
-    "finish",
-    "gather",
-    "gather_bytes",
-    "gather_json",
-    "get_dataloader_for_distributed",
-    "grad_scaler",
-    "init_distributed",
-    "is_main_process",
-    "is_sharded",
-    "load",
-    "main_first",
-    "mean",
-    "no_sync",
-    "print_main",
-    "save",
-    "seed_everything",
-    "setup_distributed_models",
-    "sync_metrics",
-    "unwrap",
+    "STOPPED", "Environment", "Sharding", "Stop", "autocast", "barrier", "beat", "blocks",
+    "broadcast", "cleanup_distributed", "clip_gradients", "device", "finish", "gather",
+    "gather_bytes", "gather_json", "get_dataloader_for_distributed", "grad_scaler",
+    "init_distributed", "is_main_process", "is_sharded", "load", "main_first", "mean", "no_sync",
+    "print_main", "save", "seed_everything", "setup_distributed_models", "sync_metrics", "unwrap",
 )
+# fmt: on
 
 
 def init_distributed(
@@ -126,7 +98,7 @@ def init_distributed(
     Raises LauncherError if variables, ranks or GPUs contradict each other, TimeoutError naming the
     ranks that did not join, and ValueError for nccl without a GPU.
     """
-    env = detect(local_rank=local_rank)
+    env = detect(local_rank=local_rank)  # from the variables of torchrun, MPI or SLURM
     refuse_others(
         f"{env.launcher} started",
         ("--nodes", nodes, env.num_nodes),
@@ -138,40 +110,14 @@ def init_distributed(
         # Some launchers expose all GPUs of the node to each rank, others only its own.
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
 
+    # Now: at the first save, our files may have been updated, or a signal handler may be running.
+    import_module(_SAVES_AND_LOADS, __package__)
+
     if env.world_size == 1:
         return env
-    if not dist.is_initialized():
-        _join(env, backend, join_timeout_s, timedelta(seconds=timeout_s))
-    return dataclasses.replace(env, run_id=_shared_run_id(env))
+    from .rendezvous import join_ranks
 
-
-def _join(env: Environment, backend: str, join_timeout_s: float, timeout: timedelta) -> None:
-    os.environ.update(network.choose_variables(env.master_addr, env.num_nodes, os.environ))
-    # With host ids of their own, ranks may share a GPU.
-    owns_gpu = backend == "nccl" and "NCCL_HOSTID" not in os.environ
-    store = rendezvous(env, device(), owns_gpu, join_timeout_s)
-    store.set_timeout(timeout)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=timeout,
-        device_id=device() if backend == "nccl" else None,
-    )
-    has_group()  # notes which process has joined
-
-
-@cache
-def _shared_run_id(env: Environment) -> str:
-    """Return rank 0's run id, and ask only once: later, rank 0 and its store may be gone."""
-    if env.agent_store and env.is_named:  # do not ask the store: it has no password
-        return env.run_id
-    if env.rank == 0:
-        default_store().set("run_id", env.run_id)
-    run_id = check_run_id(default_store().get("run_id").decode())
-    barrier()
-    return run_id
+    return join_ranks(env, device(), backend, join_timeout_s, timeout_s)
 
 
 def _choose_backend(asked: str | None, env: Environment) -> str:
@@ -205,14 +151,14 @@ def sync_metrics(
     means are NaN. Raises TypeError for a value that is no number, ValueError for a world size other
     than the process group's and, on every rank, for names that differ.
     """
-    refuse_others("this run's is", ("world_size", world_size, count_ranks()))
+    refuse_others("this run's is", ("world_size", world_size, collectives.count_ranks()))
     own = {name: _to_number(name, value) for name, value in values.items()}
     if not dist.is_initialized():
         return own
 
     names = sorted(own)
     parts = [own[name] * weight if weight else 0.0 for name in names]
-    *sums, total = add_up([*parts, weight], "sync_metrics", *names)
+    *sums, total = collectives.add_up([*parts, weight], "sync_metrics", *names)
     sum_of = dict(zip(names, sums, strict=True))
     return {name: sum_of[name] / (total or math.nan) for name in own}
 
@@ -231,16 +177,17 @@ def cleanup_distributed() -> None:
         dist.destroy_process_group()
 
 
-def finish(code: int = 0) -> NoReturn:
-    """Exit this process quickly. All ranks should call this last, instead of sys.exit.
-
-    Waits for a `save` in progress (on all ranks if the code is 0 or STOPPED). Then it raises
-    SystemExit, so that everything ends as after sys.exit: `with` and `finally`, threads and exit
-    handlers (for at most 30 s), and the script's objects. Only torch is not torn down, which would
-    take 0.6 s.
-    """
-    atexit.unregister(finish)  # finish may itself be an exit handler
-    complete(code)
+def _leave_torch_as_it_is(_: int) -> None:
     skip_worker_joins()
     keep_groups()
-    end_process(code)
+
+
+before_finish.append(_leave_torch_as_it_is)
+
+if not TYPE_CHECKING:  # otherwise, it would let every misspelt name pass
+
+    def __getattr__(name: str) -> Any:
+        """Import `save` and `load` when they are first used."""
+        if name not in ("load", "save"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_SAVES_AND_LOADS, __package__), name)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from distributed import __version__
-from distributed.environment import Environment, LauncherError, is_first_task
+from distributed.environment import Environment, LauncherError
 from distributed.errors import BAD_INPUT, Leave, Refused
+from distributed.job import in_slurm_step
 from distributed.strategy import check_strategy
 from training.config_file import SettingsError, with_ending
 from training.settings import BUILT_IN_TASK, Settings, data_path, load
@@ -37,8 +38,8 @@ def refuse(cause: object) -> NoReturn:
     however, prints a mistake that concerns only its host (a plain ValueError), and reports missing
     tasks (a TimeoutError), because the first task may be one of them.
     """
-    fault, text = _read(cause)
-    if is_first_task() or type(cause) in (ValueError, TimeoutError):
+    fault, text = _split_fault(cause)
+    if _is_first_task() or type(cause) in (ValueError, TimeoutError):
         _complain(fault, text)
     else:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -46,7 +47,13 @@ def refuse(cause: object) -> NoReturn:
     raise Leave(BAD_INPUT, fault, text)
 
 
-def _read(cause: object) -> tuple[str, str]:
+def _is_first_task() -> bool:
+    """Return whether this is the first of srun's tasks; True under any other launcher."""
+    is_other = in_slurm_step(os.environ) and os.environ.get("SLURM_PROCID") != "0"
+    return "RANK" in os.environ or not is_other
+
+
+def _split_fault(cause: object) -> tuple[str, str]:
     """Return the name of the fault and the cause without it."""
     fault = getattr(cause, "fault", "") or "config-invalid"
     return fault, str(cause).removesuffix(f" [{fault}]")
@@ -66,7 +73,7 @@ def refuse_together(environment: Environment) -> Iterator[None]:
     try:
         yield
     except (SettingsError, LauncherError, CheckpointError, Refused) as error:
-        fault, cause = _read(error)
+        fault, cause = _split_fault(error)
         mistake = [fault, cause if environment.is_main else f"rank {environment.rank}: {cause}"]
 
     if first := next(filter(None, gather_json(mistake)), None):
@@ -92,7 +99,7 @@ def refuse_alone(environment: Environment) -> Iterator[None]:
     try:
         yield
     except SettingsError as error:
-        fault, cause = _read(error)
+        fault, cause = _split_fault(error)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         if environment.is_main or signal.sigtimedwait([signal.SIGTERM], 2) is None:
             _complain(fault, cause)
@@ -113,7 +120,7 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
     try:
         settings = load(config, arguments.overrides, os.environ)
         if arguments.check:
-            _check(arguments, settings)
+            _check_only(arguments, settings)
     except (SettingsError, LauncherError) as error:
         refuse(error)
 
@@ -123,7 +130,7 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
     return arguments, settings
 
 
-def _check(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
+def _check_only(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     """Check everything else that can be checked before the start, print the result, and exit."""
     chosen = settings.distributed
     world_size = int(os.environ.get("WORLD_SIZE") or 1)

@@ -115,8 +115,10 @@ def _check_call(called: Any, plain: Any, place: Any, name: str) -> None:
     try:
         inspect.signature(called).bind(*in_order, **dict.fromkeys(by_name))
     except TypeError as error:
-        names = ", ".join(["self", *in_order, *["*"] * bool(by_name), *by_name])
-        _refuse(place, f"{name}: {error}; it should accept ({names})")
+        names = ["self", *in_order]
+        if by_name:
+            names += ["*", *by_name]
+        _refuse(place, f"{name}: {error}; it should accept ({', '.join(names)})")
 
 
 def _refuse(place: Any, cause: str) -> NoReturn:

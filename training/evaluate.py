@@ -15,7 +15,7 @@ from training.batches import check_sizes
 from training.config_file import SettingsError
 from training.model import make_model, validate
 from training.settings import Settings, Train
-from training.tasks import load_task, told
+from training.tasks import load_task, metrics_as_text
 
 
 def evaluate_checkpoint(
@@ -57,7 +57,7 @@ def evaluate_checkpoint(
         facts = {"checkpoint": str(found), "step": step, "samples": samples, "metrics": finite}
         helper.print_main(json.dumps(facts))
     else:
-        helper.print_main(f"validation {told(values)} ({samples:,} samples, {found})")
+        helper.print_main(f"validation {metrics_as_text(values)} ({samples:,} samples, {found})")
     return 0
 
 

@@ -35,11 +35,13 @@ class Meter:
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        self._paused_s, self._loaded_s = 0.0, 0.0  # the latter: loading, since the last reading
+        self._paused_s = 0.0
+        self._loaded_s = 0.0  # loading, since the last reading
         self._new: list[tuple[int, Tensor, int]] = []  # step, loss, terms
         self._sums = {"loss": 0.0, "terms": 0}  # since the last reading
         self._terms = 0  # since the start of this process
-        self._read_s, self._read_terms = 0.0, 0  # training time and terms at the last reading
+        self._read_s = 0.0  # training time at the last reading
+        self._read_terms = 0  # terms at the last reading
         self.not_finite: tuple[int, float] | None = None  # step and value of the first such loss
 
     def wall(self) -> float:

@@ -200,6 +200,9 @@ def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Se
     With more than two ranks, the order decides how sums are rounded. The first step after a resume
     must be rounded like the same step of an uninterrupted run.
     """
+    if count_ranks() <= 2 or helper.is_sharded(model):
+        return
+
     before = [buffer.clone() for buffer in model.buffers()]
     with helper.autocast(dtype_of(settings)):
         loss = task.loss(model, _make_batch(task, batch_size))
@@ -207,6 +210,12 @@ def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Se
     model.zero_grad()
     for buffer, value in zip(model.buffers(), before, strict=True):
         buffer.copy_(value)
+
+
+def describe_model(model: nn.Module) -> str:
+    """Return the model's size and where it runs, for the log."""
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return f"{size:,} parameters, on {count_ranks()} x {helper.device().type}"
 
 
 def _make_batch(task: Task, batch_size: int) -> Any:

@@ -51,6 +51,7 @@ def find_last_step(settings: Train, batches_per_epoch: int | None) -> int | None
     Raises SettingsError if the epochs have no complete step, or if the data's length is not known.
     """
     limits = [settings.max_steps] if settings.max_steps else []
+
     if settings.epochs:
         if batches_per_epoch is None:
             raise SettingsError("train.epochs: the data has no length; use train.max_steps")
@@ -60,6 +61,7 @@ def find_last_step(settings: Train, batches_per_epoch: int | None) -> int | None
                 f"train.epochs: the data has {batches_per_epoch} batches, too few for one step; "
                 "lower train.grad_accumulation"
             )
+
     return min(limits, default=None)
 
 

@@ -20,7 +20,8 @@ from typing import Any
 from distributed.errors import REFUSED
 
 METRICS = "metrics.jsonl"
-SLIDE, SMALL = (12.8, 7.2), (7, 4)  # inches, at 100 dots each
+SLIDE = (12.8, 7.2)  # inches, at 100 dots each
+SMALL = (7, 4)
 # The metrics that each panel shows: their names, or endings that begin with an underscore.
 PANELS = {
     "loss": ("loss", "validation_loss"),

@@ -89,7 +89,9 @@ def read(kind: type[S], tree: object, prefix: str = "", known: Sequence[str] = (
 
     types = {field.name: field.type for field in fields(kind)}
     given = [name for name in types if name in tree]
-    values = {name: _check(types[name], tree[name], f"{prefix}{name}", known) for name in given}
+    values = {
+        name: _check_value(types[name], tree[name], f"{prefix}{name}", known) for name in given
+    }
 
     for name in tree:
         if name not in types:
@@ -107,7 +109,7 @@ def read(kind: type[S], tree: object, prefix: str = "", known: Sequence[str] = (
     return section
 
 
-def _check(kind: Any, value: Any, key: str, known: Sequence[str]) -> Any:
+def _check_value(kind: Any, value: Any, key: str, known: Sequence[str]) -> Any:
     """Return the value of a setting, after the checks of its annotation."""
     if get_origin(kind) in (Union, UnionType):  # with None, which comes last
         if value is None:

@@ -138,7 +138,8 @@ class Trackers:
         self._facts = facts
         self._asked = asked
         self._started: dict[str, Tracker] = {}
-        self._has_begun, self.recorded = False, 0  # the latter for RunFacts
+        self._has_begun = False
+        self.recorded = 0  # for RunFacts
 
     def record(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Pass the metrics of a step to each tracker; returns whether this call started them."""

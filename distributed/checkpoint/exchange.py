@@ -81,7 +81,9 @@ class Neighbours:
                 _log.warning("snapshots are no longer copied to the next node: %s", error)
 
 
-def agree(own: Sequence[Header], copies: Sequence[Header]) -> tuple[int, list[tuple[int, int]]]:
+def agree_on_step(
+    own: Sequence[Header], copies: Sequence[Header]
+) -> tuple[int, list[tuple[int, int]]]:
     """Return the newest step for which every part exists, or -1. All ranks must call this.
 
     Also return the ranks that lack their part, each with a rank that holds a copy. `own` has the
@@ -107,7 +109,7 @@ def agree(own: Sequence[Header], copies: Sequence[Header]) -> tuple[int, list[tu
     return newest, [(rank, copied[newest, rank]) for rank in lacking if (newest, rank) in copied]
 
 
-def deliver(lacking: Sequence[tuple[int, int]], copy: Memory | None, own: Memory) -> None:
+def deliver_copies(lacking: Sequence[tuple[int, int]], copy: Memory | None, own: Memory) -> None:
     """Send copies of lost parts to the ranks that need them. All ranks must call this.
 
     `lacking` pairs each of these ranks with the rank whose `copy` holds the lost part.

@@ -26,6 +26,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import stat
 import sys
 import time
@@ -38,6 +39,7 @@ from typing import Any
 
 import torch
 
+from ..errors import with_fault
 from ..lock import UNSUPPORTED, update_link, warn_once
 from ..torch_internals import tree_map_only
 
@@ -74,10 +76,21 @@ def told_as(cause: str) -> Iterator[None]:
         raise CheckpointError(f"{cause} ({why})") from None
 
 
+def check_shared(folder: Path) -> None:
+    """Raise CheckpointError if this node does not see a folder that rank 0 has created."""
+    if not os.path.isdir(folder):
+        raise with_fault(
+            CheckpointError,
+            "dir-not-shared",
+            f"{folder} does not exist on {socket.gethostname()}; "
+            "a sharded checkpoint needs a folder on a disk that all nodes share",
+        )
+
+
 # --- writing ------------------------------------------------------------------------------------
 
 
-def write(folder: Path, tensors: Content, progress: Content, parts: Content) -> None:
+def write_files(folder: Path, tensors: Content, progress: Content, parts: Content) -> None:
     """Write `<name>.pt` files, progress.json and the manifest into a folder, and flush them.
 
     `parts` has the manifest's entries for files that the ranks have written and flushed there.
@@ -245,7 +258,7 @@ def candidates(folder: Path) -> list[Path]:
     return [folder] if (folder / MANIFEST).exists() else steps(folder)[::-1]
 
 
-def read(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     """Return the content of a checkpoint's files; b"" for a part, which the ranks read later.
 
     Raises CheckpointError if a file is not what was written.
@@ -289,7 +302,7 @@ def _size_of(file: Path) -> int:
     return status.st_size
 
 
-def parse(folder: Path, name: str, data: bytes) -> Any:
+def parse_file(folder: Path, name: str, data: bytes) -> Any:
     """Return what a file of a checkpoint holds. Raises CheckpointError if it cannot be read."""
     with told_as(f"{folder}/{name}: unreadable"):
         if name != "progress.json":
@@ -302,7 +315,7 @@ def parse(folder: Path, name: str, data: bytes) -> Any:
 def read_progress(folder: Path) -> dict[str, Any]:
     """Return progress.json. Raises CheckpointError if it is damaged, or if the manifest is."""
     name = "progress.json"
-    return dict(parse(folder, name, _read_file(folder, read_manifest(folder)["files"], name)))
+    return dict(parse_file(folder, name, _read_file(folder, read_manifest(folder)["files"], name)))
 
 
 def score(progress: Any) -> float:

@@ -16,8 +16,21 @@ from torch import Tensor
 from ..collectives import broadcast, gather_bytes, own_rank, to_bytes
 from ..errors import with_fault
 from ..lock import is_locked_here, update_link
-from . import files
-from .files import CheckpointError
+from .files import (
+    FILES,
+    INDEX,
+    CheckpointError,
+    Ranks,
+    candidates,
+    pack,
+    parse_file,
+    plain,
+    read_files,
+    set_aside,
+    step_of,
+    steps,
+    told_as,
+)
 from .saver import State, wait_for_saves
 from .snapshots import newest_snapshot
 
@@ -39,11 +52,13 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
     taken = newest_snapshot(folder)
 
     content: dict[str, bytes] = {}
-    state, damage, is_snapshot = None, "", False
+    state = None
+    damage = ""
+    is_snapshot = False
     if own_rank() == 0:
-        if taken is None or any(files.step_of(one) >= taken.step for one in files.steps(folder)):
+        if taken is None or any(step_of(one) >= taken.step for one in steps(folder)):
             content, state, folder, damage = _read_newest(folder)
-        if taken is not None and not (content and files.step_of(folder) >= taken.step):
+        if taken is not None and not (content and step_of(folder) >= taken.step):
             content = taken.content()
             state = None
             damage = ""
@@ -60,7 +75,7 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
     if not content:
         return None
 
-    state = replace(state or parse(folder, content), is_snapshot=is_snapshot)
+    state = replace(state or _parse_state(folder, content), is_snapshot=is_snapshot)
     if is_snapshot and taken is not None and taken.holders > 1:
         state = replace(state, fetch=taken.fetch)
     return replace(state, **state.fetch(state.trees())) if whole else state
@@ -73,10 +88,10 @@ def _read_newest(folder: Path) -> tuple[dict[str, bytes], State | None, Path, st
     holds the run's lock.
     """
     damaged: dict[Path, str] = {}
-    for candidate in files.candidates(folder):
+    for candidate in candidates(folder):
         try:
-            content = files.read(candidate)
-            state = parse(candidate, content)
+            content = read_files(candidate)
+            state = _parse_state(candidate, content)
         except CheckpointError as error:
             damaged[candidate] = str(error)
             _log.warning("%s; trying the previous checkpoint", error)
@@ -85,22 +100,22 @@ def _read_newest(folder: Path) -> tuple[dict[str, bytes], State | None, Path, st
         if damaged and is_locked_here(folder):
             update_link(folder / "latest", candidate.name)
             for one in damaged:
-                files.set_aside(one)
+                set_aside(one)
         return content, state, candidate, ""
 
     cause = next(iter(damaged.values()), "")
     return {}, None, folder, cause and f"{cause}, and no intact checkpoint is left in {folder}"
 
 
-def parse(folder: Path, content: dict[str, bytes]) -> State:
+def _parse_state(folder: Path, content: dict[str, bytes]) -> State:
     """Return the state in a checkpoint's files. Raises CheckpointError if no save wrote them."""
-    found = {Path(name).stem: files.parse(folder, name, content[name]) for name in files.FILES}
-    with files.told_as(f"{folder}: unreadable"):
-        state = State(**{**found, "ranks": files.Ranks(found["ranks"])})
-    if files.INDEX in content:
-        from . import sharded
+    found = {Path(name).stem: parse_file(folder, name, content[name]) for name in FILES}
+    with told_as(f"{folder}: unreadable"):
+        state = State(**{**found, "ranks": Ranks(found["ranks"])})
+    if INDEX in content:
+        from .sharded import reader
 
-        return replace(state, fetch=sharded.reader(folder, content[files.INDEX]))
+        return replace(state, fetch=reader(folder, content[INDEX]))
     return state
 
 
@@ -110,10 +125,10 @@ def _broadcast(data: bytes | None) -> bytes:
     return data or to_bytes(told)
 
 
-def gather_ranks(own: dict[str, Any]) -> files.Ranks:
+def gather_ranks(own: dict[str, Any]) -> Ranks:
     """Return every rank's dictionary on rank 0, in order of rank, and nothing on the others."""
-    gathered = gather_bytes(files.pack(files.plain(own)))
-    return files.Ranks(gathered if own_rank() == 0 else [])
+    gathered = gather_bytes(pack(plain(own)))
+    return Ranks(gathered if own_rank() == 0 else [])
 
 
 def rng_state() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..collectives import barrier, own_rank
 from ..errors import STOPPED
+from ..exit import before_finish
 from ..heartbeat import beat
 from ..models import is_sharded, unwrap
 from ..stop import note_save
@@ -142,7 +143,7 @@ def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
     found = state.fetch({"model": weights, "optimizer": {**moments, "objects": parts}})
     for name, one in {**own, **found["optimizer"].pop("objects"), **found}.items():
         if name in targets and (one or name in saved):  # not of a scaler that does nothing
-            _fill(targets[name], one)
+            _fill_target(targets[name], one)
     if "rng" in mine and not is_new:
         loader.set_rng_state(mine["rng"])
     return {"step": progress.pop("step"), **progress}
@@ -151,7 +152,7 @@ def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
 def _state_of(one: Any) -> dict[str, Any]:
     """Return what is saved of a model or an optimizer. All ranks must call this."""
     if isinstance(one, nn.Module):
-        return {_plain(name): tensor for name, tensor in unwrap(one).state_dict().items()}
+        return {_plain_name(name): tensor for name, tensor in unwrap(one).state_dict().items()}
     if hasattr(one, "consolidate_state_dict"):  # ZeroRedundancyOptimizer: rank 0 collects the parts
         one.consolidate_state_dict()
         return one.state_dict() if own_rank() == 0 else {}
@@ -170,7 +171,7 @@ def _part_of(state: dict[str, Any], target: Any, scatter: bool) -> dict[str, Any
     return dict(zip(state, parts.values(), strict=True))
 
 
-def _fill(target: Any, state: dict[str, Any]) -> None:
+def _fill_target(target: Any, state: dict[str, Any]) -> None:
     """Load a state, of which this rank has read its part, into its object."""
     if isinstance(target, nn.Module):
         unwrap(target).load_state_dict(_named_as_in(target, state))
@@ -180,11 +181,11 @@ def _fill(target: Any, state: dict[str, Any]) -> None:
 
 def _named_as_in(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
     """Return weights with the names that the model has for them, in the same order."""
-    names = {_plain(name): name for name in unwrap(model).state_dict()}
-    return {names.get(_plain(name), name): one for name, one in weights.items()}
+    names = {_plain_name(name): name for name in unwrap(model).state_dict()}
+    return {names.get(_plain_name(name), name): one for name, one in weights.items()}
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     """Return a weight's name without what torch.compile adds.
 
     Earlier versions of `save` kept it, and also the `module.` of a compiled DDP.
@@ -199,3 +200,6 @@ def complete(code: int) -> None:
         if code in (0, STOPPED):
             barrier()  # no rank exits while another is still saving
             beat(saved=saver.last_step)
+
+
+before_finish.insert(0, complete)

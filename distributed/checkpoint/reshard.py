@@ -32,7 +32,7 @@ def scatter(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     parts = {
-        index: {name: _part(value, parameters[index]) for name, value in values.items()}
+        index: {name: _shard_like(value, parameters[index]) for name, value in values.items()}
         for index, values in state["state"].items()
     }
     return {**state, "state": parts}
@@ -41,10 +41,10 @@ def scatter(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
 def scatter_weights(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Do the same as `scatter` for a model's full state_dict()."""
     own = model.state_dict()
-    return {name: _part(value, own.get(name)) for name, value in weights.items()}
+    return {name: _shard_like(value, own.get(name)) for name, value in weights.items()}
 
 
-def _part(value: Any, like: Any) -> Any:
+def _shard_like(value: Any, like: Any) -> Any:
     is_sharded = isinstance(like, dtensor.DTensor) and isinstance(value, Tensor)
     if not is_sharded or not value.dim():
         return value

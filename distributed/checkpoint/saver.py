@@ -23,8 +23,18 @@ from ..errors import with_fault
 from ..heartbeat import beat
 from ..lock import RunLock
 from ..torch_internals import tree_map_only
-from . import files
-from .files import CheckpointError
+from .files import (
+    TENSORS,
+    CheckpointError,
+    check_shared,
+    commit,
+    delete_leftovers,
+    pack,
+    plain,
+    prune,
+    unpack,
+    write_files,
+)
 from .snapshots import Snapshots, copy_all, kinds_of, named_tensors
 
 _log = logging.getLogger(__name__)
@@ -119,7 +129,7 @@ class Saver:
             return
 
         trees = state.trees()
-        tensors = self._check(state)
+        tensors = self._check_state(state)
         self.wait()
         if self._parts is None:
             copies = self._copy(tensors)
@@ -140,18 +150,20 @@ class Saver:
         If a run fails or is stopped, the agent writes that copy as a checkpoint; a run that exits
         with code 0 must `save` its last state itself. Without an agent, this does nothing.
         """
-        if self.enabled or self._parts is not None:
-            self._check(state)
-            holders = count_ranks() if self._parts else 1
-            about = {
-                "folder": str(self.folder.absolute()),
-                "keep_last": self.keep_last,
-                "progress": state.progress,
-                "ranks": getattr(state.ranks, "data", state.ranks),  # still packed
-            }
-            self.snapshots.take(step, holders, state.trees(), about)
+        if not self.enabled and self._parts is None:
+            return
 
-    def _check(self, state: State) -> list[Tensor]:
+        self._check_state(state)
+        holders = count_ranks() if self._parts else 1
+        about = {
+            "folder": str(self.folder.absolute()),
+            "keep_last": self.keep_last,
+            "progress": state.progress,
+            "ranks": getattr(state.ranks, "data", state.ranks),  # still packed
+        }
+        self.snapshots.take_snapshot(step, holders, state.trees(), about)
+
+    def _check_state(self, state: State) -> list[Tensor]:
         """Return the tensors. Raises CheckpointError if the state could not be loaded again."""
         tensors = dict(named_tensors(trees := state.trees()))
         if len(tensors) != self._checked:  # the first time, or it has grown
@@ -188,40 +200,29 @@ class Saver:
         parts: dict[str, Any] = {}
         try:
             if self._parts is None:
-                self._begin(temporary)
+                self._begin_folder(temporary)
             else:
-                parts = self._parts.write(partial(self._begin, temporary), copies)
+                parts = self._parts.write(partial(self._begin_folder, temporary), copies)
             if not self.enabled:
                 return
 
-            tensors = {name: getattr(state, name) for name in files.TENSORS}
-            files.write(temporary, tensors, state.progress, parts)
+            tensors = {name: getattr(state, name) for name in TENSORS}
+            write_files(temporary, tensors, state.progress, parts)
             with self._lock.committing():
-                files.commit(temporary, self.folder / f"step-{step}")
+                commit(temporary, self.folder / f"step-{step}")
                 beat(saved=step)
-                files.prune(self.folder, step, self.keep_last)
+                prune(self.folder, step, self.keep_last)
         except Exception as error:
             shutil.rmtree(temporary, ignore_errors=True)  # frees its space
             self._error = CheckpointError(f"step {step} was not saved: {error}")
             self._error.fault = getattr(error, "fault", "")
 
-    def _begin(self, temporary: Path) -> Path:
+    def _begin_folder(self, temporary: Path) -> Path:
         """Delete what killed processes left behind, and create the next checkpoint's folder."""
         with self._lock.committing():
-            files.delete_leftovers(self.folder)
+            delete_leftovers(self.folder)
         temporary.mkdir()
         return temporary
-
-
-def check_shared(folder: Path) -> None:
-    """Raise CheckpointError if this node does not see a folder that rank 0 has created."""
-    if not os.path.isdir(folder):
-        raise with_fault(
-            CheckpointError,
-            "dir-not-shared",
-            f"{folder} does not exist on {socket.gethostname()}; "
-            "a sharded checkpoint needs a folder on a disk that all nodes share",
-        )
 
 
 def wait_for_saves() -> None:
@@ -243,8 +244,9 @@ def unfit(tensor: Tensor, must_be_dense: bool) -> str:
         return "is on the meta device, without content; use to_empty() first"
     if tensor.is_nested or (must_be_dense and not is_dense):
         return "is nested, sparse or quantized; convert it with to_dense() or dequantize()"
-    is_expanded = is_dense and 0 in tensor.stride() and tensor.numel() > 1
-    return "was made by expand(), so torch cannot load it; add .contiguous()" * is_expanded
+    if is_dense and 0 in tensor.stride() and tensor.numel() > 1:
+        return "was made by expand(), so torch cannot load it; add .contiguous()"
+    return ""
 
 
 def check_types(contents: Mapping[str, Any]) -> None:
@@ -254,7 +256,7 @@ def check_types(contents: Mapping[str, Any]) -> None:
     """
     for name, one in contents.items():
         try:
-            files.unpack(one if isinstance(one, bytes) else files.pack(files.plain(one)))
+            unpack(one if isinstance(one, bytes) else pack(plain(one)))
         except Exception as error:  # torch's, or that of an object's own pickling
             kind = re.search(r"GLOBAL ([\w.]+)", str(error))
             cause = f"{name} holds {kind[1] if kind else 'an object'}, which is not loaded"

@@ -30,9 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 from ..collectives import gather_bytes, gloo_group, own_rank
 from ..torch_internals import tree_map_only
-from . import files
-from .files import CheckpointError
-from .saver import check_shared
+from .files import INDEX, CheckpointError, check_shared, entry_of, pack, sync, told_as, unpack
 from .snapshots import named_tensors
 
 Trees = dict[str, Any]  # "model" and "optimizer": what their state_dict() returned
@@ -82,8 +80,8 @@ class Parts:
         """Plan who writes what. Each rank plans for all, because torch would send pickled plans."""
         self._planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(tensors, is_coordinator=own_rank() == 0)
-        own = files.pack(self._planner.create_local_plan())
-        plans = [files.unpack(plan) for plan in gather_bytes(own, self._group)]
+        own = pack(self._planner.create_local_plan())
+        plans = [unpack(plan) for plan in gather_bytes(own, self._group)]
         plans, self._metadata = self._planner.create_global_plan(plans)
         plans = FileSystemWriter("").prepare_global_plan(plans)  # names the parts; needs no folder
         self._planner.finish_plan(plans[own_rank()])
@@ -95,18 +93,21 @@ class Parts:
         Once the parts are on the disk, returns the manifest's entries for all of them on rank 0,
         and {} on the other ranks. Raises CheckpointError on every rank if one fails.
         """
-        named = self._tell(lambda: str(begin()).encode() if own_rank() == 0 else b"")
+        named = self._on_all_ranks(lambda: str(begin()).encode() if own_rank() == 0 else b"")
         writer = FileSystemWriter(named[0].decode(), sync_files=False, per_thread_copy_ahead=0)
-        told = [one.split(b"\n", 1) for one in self._tell(partial(self._write, writer, copies))]
+        written = self._on_all_ranks(partial(self._write, writer, copies))
+        told = [one.split(b"\n", 1) for one in written]
         if own_rank() != 0:
             return {}
 
-        if self._packed != (packed := [results for _, results in told]):
-            self._packed, self._results = packed, [*map(files.unpack, packed)]  # 0.1 ms per tensor
+        packed = [results for _, results in told]
+        if packed != self._packed:
+            self._packed = packed
+            self._results = [unpack(one) for one in packed]  # 0.1 ms per tensor
         writer.finish(self._metadata, self._results)  # for torch's own tools
         places = {one.index: one.storage_data for results in self._results for one in results}
-        index = files.pack(replace(self._metadata, storage_data=places, storage_meta=None))
-        Path(writer.path, files.INDEX).write_bytes(index)
+        index = pack(replace(self._metadata, storage_data=places, storage_meta=None))
+        Path(writer.path, INDEX).write_bytes(index)
         return {name: entry for one, _ in told for name, entry in json.loads(one).items()}
 
     def _write(self, writer: FileSystemWriter, copies: Sequence[Tensor]) -> bytes:
@@ -116,11 +117,11 @@ class Parts:
         results = writer.write_data(plan, self._planner).wait()
         entries = {}
         for part in folder.glob(f"__{own_rank()}_*"):
-            entries[part.name] = files.entry_of(part)
-            files.sync(part)
-        return json.dumps(entries).encode() + b"\n" + files.pack(results)
+            entries[part.name] = entry_of(part)
+            sync(part)
+        return json.dumps(entries).encode() + b"\n" + pack(results)
 
-    def _tell(self, do: Callable[[], bytes]) -> list[bytes]:
+    def _on_all_ranks(self, do: Callable[[], bytes]) -> list[bytes]:
         """Call `do` on every rank; return all results, or raise the error of a rank that failed."""
         try:
             mine = b"+" + do()
@@ -152,8 +153,8 @@ def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
     Raises CheckpointError if this node cannot see the folder, or if no save wrote the index.
     """
     check_shared(folder)
-    with files.told_as(f"{folder}/{files.INDEX}: unreadable"):
-        found: metadata.Metadata = files.unpack(index)
+    with told_as(f"{folder}/{INDEX}: unreadable"):
+        found: metadata.Metadata = unpack(index)
         parts = FileSystemReader(folder)
         parts.set_up_storage_reader(found, True)
 
@@ -164,7 +165,7 @@ def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
     def read(trees: Trees) -> Trees:
         trees = tree_map_only(Tensor, place, trees)
         plans = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with files.told_as(f"{folder}: its parts are unreadable"):
+        with told_as(f"{folder}: its parts are unreadable"):
             plans.set_up_planner(dict(named_tensors(trees)), found, True)
             parts.read_data(plans.create_local_plan(), plans).wait()
         return trees

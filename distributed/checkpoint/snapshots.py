@@ -21,7 +21,7 @@ from torch import Tensor
 from ..collectives import gather_bytes, to_bytes
 from ..heartbeat import beat, find_record
 from ..torch_internals import copy_each, tree_map_only
-from . import exchange
+from .exchange import Neighbours, agree_on_step, deliver_copies
 from .files import numbers, pack, unpack
 from .memory import BEGIN, FILES, Header, Memory, reused
 
@@ -149,11 +149,14 @@ class Snapshots:
 
     def __init__(self) -> None:
         opened = _open_buffers()
-        self._buffers, self._copies = opened[:2], opened[2:]
-        self._neighbours: exchange.Neighbours | None = None
+        self._buffers = opened[:2]
+        self._copies = opened[2:]
+        self._neighbours: Neighbours | None = None
         self._sealing = threading.Thread()
 
-    def take(self, step: int, holders: int, trees: dict[str, Any], about: dict[str, Any]) -> None:
+    def take_snapshot(
+        self, step: int, holders: int, trees: dict[str, Any], about: dict[str, Any]
+    ) -> None:
         """Copy a state into the older buffer, or into one of a later step, which the run repeats.
 
         `about` has Snapshot's other fields. Raises ValueError for a DTensor that is not sharded by
@@ -189,7 +192,7 @@ class Snapshots:
         older = reused(self._buffers, step)
         older.write(step, holders, parts, pack(rest), dist.get_rank() if holders > 1 else 0)
         if holders > 1 and self._neighbours is None:
-            self._neighbours = exchange.Neighbours()
+            self._neighbours = Neighbours()
         self._sealing = threading.Thread(target=self._complete, args=[older])
         self._sealing.start()
 
@@ -222,7 +225,7 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
     opened = _open_buffers()
     own = _of_run(folder, opened[:2])
     copies = _of_run(folder, opened[2:])
-    newest, lacking = exchange.agree(
+    newest, lacking = agree_on_step(
         [buffer.header() for buffer, _ in own.values()],
         [buffer.header() for buffer, _ in copies.values()],
     )
@@ -232,7 +235,7 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
             buffer.set_header(None)
     if lacking:
         copy = copies[newest][0] if newest in copies else None
-        exchange.deliver(lacking, copy, reused(opened[:2], newest))
+        deliver_copies(lacking, copy, reused(opened[:2], newest))
         own = _of_run(folder, opened[:2])
 
     if newest not in own:

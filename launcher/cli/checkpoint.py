@@ -27,7 +27,7 @@ def _list(folder: Path, *, verify: bool = False) -> bool:
     has_damage = False
     for path in files.candidates(folder)[::-1]:
         try:
-            text = "intact" if verify and files.read(path) else _describe(path)
+            text = "intact" if verify and files.read_files(path) else _describe(path)
         except CheckpointError as error:
             text = f"damaged: {error}"
             has_damage = True

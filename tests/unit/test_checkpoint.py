@@ -214,7 +214,7 @@ def flip_old_ones(folder: Path, file: str, every: int) -> int:
         damaged[byte] ^= 1 << number % 8
         (folder / "step-1" / file).write_bytes(damaged)
         with pytest.raises(CheckpointError, match="step-1"):
-            files.read(folder / "step-1")
+            files.read_files(folder / "step-1")
         for step in (2, 3):
             saver.save(step, state)
             saver.wait()
@@ -292,7 +292,7 @@ def test_all_is_on_the_disk_before_it_gets_its_name(
         commit(temporary, final)
 
     monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(files, "commit", check)
+    monkeypatch.setattr("distributed.checkpoint.saver.commit", check)
     save(tmp_path, 1, make_state(1), keep_last=1, format=format)
     assert tmp_path.name in synced
 

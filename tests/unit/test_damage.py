@@ -119,7 +119,7 @@ def save_beside(run: Path) -> None:
     """Save later checkpoints beside a damaged one; neither that nor the commands may fail."""
     for step in (5, 6):
         save(run, step, make_state(step)[2], keep_last=1)
-    assert files.read(run / "step-6")
+    assert files.read_files(run / "step-6")
     assert main(["ls", str(run)]) == 0
     assert main(["verify", str(run)]) in (0, 1)
 

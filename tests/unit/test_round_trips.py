@@ -468,9 +468,9 @@ class SlowSaver(Saver):
         super().__init__(*arguments, **options)
         self.go = threading.Event()
 
-    def _begin(self, temporary: Path) -> Path:
+    def _begin_folder(self, temporary: Path) -> Path:
         assert self.go.wait(60)
-        return super()._begin(temporary)
+        return super()._begin_folder(temporary)
 
     def wait(self) -> None:
         if self.last_step is not None:

@@ -130,7 +130,7 @@ def test_files_of_other_names_are_no_parts(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "run/secret").write_text("")
     forge(run / "step-2", {"../secret": files.entry_of(run / "secret")})
     with pytest.raises(CheckpointError, match=r"manifest\.json differs from what was written"):
-        files.read(run / "step-2")
+        files.read_files(run / "step-2")
 
 
 def forge(folder: Path, more: dict[str, Any] | None = None) -> None:
@@ -188,9 +188,9 @@ class SlowSaver(Saver):
 
     go = threading.Event()
 
-    def _begin(self, temporary: Path) -> Path:
+    def _begin_folder(self, temporary: Path) -> Path:
         self.go.wait()
-        return super()._begin(temporary)
+        return super()._begin_folder(temporary)
 
 
 def _train_meanwhile(rank: int, folder: Path) -> None:

@@ -280,7 +280,7 @@ def _deliver_slowly(rank: int, folder: Path) -> None:
         return iter(())
 
     exchange._transfer = slowly  # type: ignore[assignment]
-    exchange.deliver([(3, 1)], None, Memory(-1))
+    exchange.deliver_copies([(3, 1)], None, Memory(-1))
     assert {one.name for one in folder.glob("moved-*")} == {"moved-1", "moved-3"}
 
 

@@ -84,19 +84,38 @@ def test_what_runs_on_a_node_needs_torch_alone(name: str) -> None:
 
 
 def imports_of(name: str) -> set[str]:
-    """Return the launcher's files that a file of it imports, in functions and for types, too."""
-    found = set()
+    """Return the files of ours that a file imports, in functions and for types, too.
+
+    `from . import files` imports the package's own __init__.py as well as files.py.
+    """
+    package = name.split("/")[:-1]
+    found: set[str] = set()
     for node in ast.walk(ast.parse((ROOT / name).read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            places = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            found |= {f"{place.replace('.', '/')}.py" for place in places}
-    return found & {*NAMES}
+        if isinstance(node, ast.Import):
+            modules = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) + 1 - node.level] if node.level else []
+            origin = [*start, *(node.module.split(".") if node.module else ())]
+            modules = [origin, *([*origin, alias.name] for alias in node.names)]
+        else:
+            continue
+
+        places = {"/".join(module) for module in modules}
+        found |= {f"{place}{end}" for place in places for end in (".py", "/__init__.py")}
+    return found & {*NAMES} - {name}
 
 
-IMPORTS = {name: imports_of(name) for name in NAMES if name.startswith("launcher/")}
+IMPORTS = {name: imports_of(name) for name in NAMES}
 
 
-def test_no_files_of_the_launcher_import_one_another_in_a_circle() -> None:
+def test_the_imports_of_a_file_are_found() -> None:
+    inner = "distributed/checkpoint"
+    assert imports_of("launcher/cli/checkpoint.py") == {f"{inner}/__init__.py", f"{inner}/files.py"}
+    assert imports_of("distributed/limits.py") == set()
+    assert imports_of("distributed/job.py") == {"distributed/__init__.py", "distributed/limits.py"}
+
+
+def test_no_files_import_one_another_in_a_circle() -> None:
     left = dict(IMPORTS)
     while free := {name for name, imports in left.items() if not imports & left.keys()}:
         left = {name: imports for name, imports in left.items() if name not in free}
@@ -105,7 +124,10 @@ def test_no_files_of_the_launcher_import_one_another_in_a_circle() -> None:
 
 def test_packages_of_the_launcher_import_one_another_in_one_direction() -> None:
     pairs = {
-        (name.split("/")[1], other.split("/")[1]) for name in IMPORTS for other in IMPORTS[name]
+        (name.split("/")[1], other.split("/")[1])
+        for name, imports in IMPORTS.items()
+        for other in imports
+        if name.startswith("launcher/") and other.startswith("launcher/")
     }
     packages = {pair for pair in pairs if not any(one.endswith(".py") for one in pair)}
     assert [pair for pair in packages if pair[0] != pair[1] and pair[::-1] in packages] == []
@@ -115,7 +137,7 @@ def test_packages_of_the_launcher_import_one_another_in_one_direction() -> None:
 READ_ENVIRON = {
     *("scripts/lib/start.py", "launcher/agent/supervisor.py", "launcher/explain/__main__.py"),
     *("launcher/command.py", "launcher/agent/rank/program.py", "launcher/text.py"),
-    *("distributed/environment.py", "distributed/torch.py", "distributed/stop_signals.py"),
+    *("distributed/environment.py", "distributed/rendezvous.py", "distributed/stop_signals.py"),
     *("distributed/heartbeat.py", "distributed/lock.py"),
     *("distributed/checkpoint/exchange.py", "distributed/checkpoint/snapshots.py"),
     *("training/arguments.py", "training/model.py", "training/plot.py"),

@@ -112,7 +112,7 @@ class Task(Protocol):
 
     def summary(self, model: nn.Module, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Return (label, text) pairs to print at the end; `metrics` are the last validation's."""
-        return [("validation", told(metrics))]
+        return [("validation", metrics_as_text(metrics))]
 
 
 def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]:
@@ -132,7 +132,7 @@ def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]
     return dict(zip(SCORES, (validated.get("loss"), ranked), strict=True))
 
 
-def told(metrics: Mapping[str, float]) -> str:
+def metrics_as_text(metrics: Mapping[str, float]) -> str:
     """Return metrics as text."""
     return ", ".join(f"{name} {shown(value, 4)}" for name, value in metrics.items())
 

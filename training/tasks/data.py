@@ -104,16 +104,19 @@ class Windows(Dataset[Tensor]):
         at = first * self._dtype.itemsize
         missing = count * self._dtype.itemsize
         found = bytearray()
+
         for number in range(bisect.bisect_right(self._ends, at), len(self._ends)):
             piece = self._pieces[number]
             offset = at + len(found) - (self._ends[number] - piece.size)
             size = min(missing - len(found), piece.size - offset)
+
             read = os.pread(_open(piece.path).fd, size, piece.start + offset)
             if len(read) < size:
                 raise OSError(f"{piece.path} is shorter than when the run started; restore it")
             found += read
             if len(found) == missing:
                 break
+
         return found
 
     def largest(self) -> int:

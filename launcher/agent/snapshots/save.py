@@ -94,7 +94,7 @@ def _commit(taken: Snapshot) -> int:
 
     try:
         tensors = {**taken.fetch(taken.trees), "ranks": taken.ranks}
-        files.write(temporary, tensors, taken.progress, {})
+        files.write_files(temporary, tensors, taken.progress, {})
         with lock.committing():
             files.commit(temporary, folder / f"step-{taken.step}")
             files.prune(folder, taken.step, taken.keep_last)
