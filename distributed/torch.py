@@ -101,8 +101,8 @@ def init_distributed(
     env = detect(local_rank=local_rank)  # from the variables of torchrun, MPI or SLURM
     refuse_others(
         f"{env.launcher} started",
-        ("--nodes", nodes, env.num_nodes),
-        ("--gpus-per-node", ranks_per_node, env.local_world_size),
+        ("nodes", nodes, env.num_nodes),
+        ("ranks_per_node", ranks_per_node, env.local_world_size),
     )
 
     backend = _choose_backend(backend, env)
@@ -110,7 +110,7 @@ def init_distributed(
         # Some launchers expose all GPUs of the node to each rank, others only its own.
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
 
-    # Now: at the first save, our files may have been updated, or a signal handler may be running.
+    # Import now: by the first save, our files may have been updated, or a handler may call it.
     import_module(_SAVES_AND_LOADS, __package__)
 
     if env.world_size == 1:

@@ -127,9 +127,9 @@ def arrange(below: Mapping[str, str]) -> Iterator[Setting]:
 
 
 def help_lines() -> Iterator[str]:
-    """Yield the lines of help.txt. Above entries, a line names the commands they are for, or none.
+    """Yield the lines of help.txt. Above an entry, a line names its commands, unless all have it.
 
-    `answer` in scripts/lib/launch.sh reads these lines. The first belongs to no entry.
+    `print_help` in scripts/lib/launch.sh reads these lines. The first belongs to no entry.
     """
     yield "# Written by make reference, from launcher/plan/settings.ini; do not edit."
     for commands, entries in groupby(help_entries(), itemgetter(0)):

@@ -93,22 +93,23 @@ class Parts:
         Once the parts are on the disk, returns the manifest's entries for all of them on rank 0,
         and {} on the other ranks. Raises CheckpointError on every rank if one fails.
         """
-        named = self._on_all_ranks(lambda: str(begin()).encode() if own_rank() == 0 else b"")
-        writer = FileSystemWriter(named[0].decode(), sync_files=False, per_thread_copy_ahead=0)
+        folders = self._on_all_ranks(lambda: str(begin()).encode() if own_rank() == 0 else b"")
+        writer = FileSystemWriter(folders[0].decode(), sync_files=False, per_thread_copy_ahead=0)
         written = self._on_all_ranks(partial(self._write, writer, copies))
-        told = [one.split(b"\n", 1) for one in written]
+        replies = [reply.split(b"\n", 1) for reply in written]
         if own_rank() != 0:
             return {}
 
-        packed = [results for _, results in told]
+        packed = [results for _, results in replies]
         if packed != self._packed:
             self._packed = packed
             self._results = [unpack(one) for one in packed]  # 0.1 ms per tensor
+
         writer.finish(self._metadata, self._results)  # for torch's own tools
-        places = {one.index: one.storage_data for results in self._results for one in results}
+        places = {part.index: part.storage_data for results in self._results for part in results}
         index = pack(replace(self._metadata, storage_data=places, storage_meta=None))
         Path(writer.path, INDEX).write_bytes(index)
-        return {name: entry for one, _ in told for name, entry in json.loads(one).items()}
+        return {name: entry for own, _ in replies for name, entry in json.loads(own).items()}
 
     def _write(self, writer: FileSystemWriter, copies: Sequence[Tensor]) -> bytes:
         check_shared(folder := Path(writer.path))

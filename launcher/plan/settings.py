@@ -1,7 +1,7 @@
 """Every option and every environment variable, as settings.ini beside this file declares them.
 
-Adding one touches that table, the code that uses the value, and its test. `make reference` then
-writes what --help shows, and the tables of docs/reference.md.
+train.py has its own. A new one needs an entry in that table, the code that uses its value, and a
+test. `make reference` then writes what --help shows, and the tables of docs/reference.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LISTS = {"words", "sent", "own"}
 
 @dataclass(frozen=True)
 class Setting:
-    """An entry of the table, whose first comment says what each key means."""
+    """An entry of the table. The comment at the top of settings.ini explains the fields."""
 
     commands: Sequence[str]  # that accept these options; [""]: all
     names: Sequence[str]  # options as `--flag`, `--name=` or `--name=field`, or one variable

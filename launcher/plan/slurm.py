@@ -242,14 +242,15 @@ def end_chain(code: int, environ: Environ) -> None:
 
 
 def end_step(environ: Environ) -> None:
-    """End the step of which this process is a task: the tasks on other nodes would wait for it.
+    """End the step of which this process is a task: the tasks on other nodes would wait for it."""
+    if not in_slurm_step(environ) or environ["SLURM_STEP_NUM_NODES"] == "1":
+        return
 
-    If all refuse, the first two do this: an argument that only one node can have is wrong on one of
-    them. The script that srun started has become this process, or more may follow in the task.
-    """
-    is_first = environ.get("SLURM_NODEID") in ("0", "1") and in_slurm_step(environ)
-    is_task = environ.get("SLURM_TASK_PID") == str(os.getpid())
-    if is_first and is_task and environ["SLURM_STEP_NUM_NODES"] != "1":
+    # Two nodes do this: an argument that is right on one of them makes the other one refuse.
+    is_chosen = environ.get("SLURM_NODEID") in ("0", "1")
+    # Otherwise a script started this process, and may go on after it.
+    is_whole_task = environ.get("SLURM_TASK_PID") == str(os.getpid())
+    if is_chosen and is_whole_task:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process exits with its own code
         step = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
         subprocess.run(["scancel", "--quiet", "--signal=TERM", step])

@@ -239,8 +239,8 @@ def check_interfaces(machine: Machine) -> Iterator[Fault]:
     if leads not in (None, "lo"):
         cure = f"unset it, or name {leads}, which leads to the master"
     gloo = machine.environ.get("GLOO_SOCKET_IFNAME", "")
-    if gloo and not set(gloo.split(",")) <= set(names):
-        cause = f"GLOO_SOCKET_IFNAME={gloo} does not match any interface of this machine"
+    if missing := [name for name in gloo.split(",") if gloo and name not in names]:
+        cause = f"GLOO_SOCKET_IFNAME={gloo}: this machine has no interface {', '.join(missing)}"
         yield Fault("no-such-interface", cause, f"{cure} (only NCCL supports ^ to exclude)")
     nccl = machine.environ.get("NCCL_SOCKET_IFNAME", "")
     if not any(infiniband.is_chosen(name, nccl) for name in names):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 SLOW_RANK = 1.3  # times the others' time
 SUSPECT = 1.1  # times; if a rank is that slow, all are measured again
-RANK_LOOKS, LINK_LOOKS = 12, 6  # if one seems slow: other programs may interfere for seconds
+RANK_LOOKS = 12  # more measurements while one seems slow: others may interfere for seconds
+LINK_LOOKS = 6  # the same for links
 SLOW_LINK = 2.0  # times
-MOST_AGAIN = 6  # suspects that are measured again in one look: the slowest
-REFERENCES = 3  # healthy pairs that are measured along with those that seem slow
+MOST_AGAIN = 6  # suspects that are measured again in one look: those with the fewest, the slowest
+REFERENCES = 3  # the fastest pairs, which are measured along with those that seem slow
 Pair = tuple[int, int]  # numbers of nodes
 Links = Mapping[Pair, float]  # bytes/s from the first to the second
 
@@ -66,7 +68,7 @@ def find_slow_links(
     best = dict(measure(rounds))
     nodes = slow_nodes(best)
     pairs = slow_pairs(best)
-    fastest = sorted(best, key=lambda pair: (-_both_ways(pair, best), pair))
+    fastest = sorted(best, key=lambda pair: (-_slower_way(pair, best), pair))
 
     suspects: dict[int | Pair, Pair] = {pair: pair for pair in pairs}
     for node in nodes:
@@ -76,20 +78,23 @@ def find_slow_links(
     healthy = [pair for pair in rest if pair[0] < pair[1]][:REFERENCES]
 
     usual = 0.0
+    looks = Counter[int | Pair]()
     for _ in range(LINK_LOOKS):
-        slowest = sorted(suspects, key=lambda one: _both_ways(suspects[one], best))[:MOST_AGAIN]
-        if not slowest:
+        order = sorted(suspects, key=lambda one: (looks[one], _slower_way(suspects[one], best)))
+        chosen = order[:MOST_AGAIN]
+        if not chosen:
             break
 
-        again = dict.fromkeys([*healthy, *(suspects[one] for one in slowest)])
+        looks.update(chosen)
+        again = dict.fromkeys([*healthy, *(suspects[one] for one in chosen)])
         latest = measure([[pair] for pair in again])
         best |= {pair: max(speed, best[pair]) for pair, speed in latest.items()}
-        references = [_both_ways(pair, best) for pair in healthy] or [max(best.values())]
+        references = [_slower_way(pair, best) for pair in healthy] or [max(best.values())]
         usual = statistics.median(references)
         least = usual / SLOW_LINK
-        suspects = {
-            one: suspects[one] for one in slowest if _both_ways(suspects[one], best) <= least
-        }
+        for one in chosen:
+            if _slower_way(suspects[one], best) > least:
+                del suspects[one]
 
     slow_ones = {node: usual for node in nodes if node in suspects}
     return best, slow_ones, {pair: usual for pair in pairs if pair in suspects}
@@ -100,7 +105,7 @@ def best_links(links: Links) -> dict[int, float]:
     best: dict[int, float] = {}
     for pair in links:
         for node in pair:
-            best[node] = max(best.get(node, 0.0), _both_ways(pair, links))
+            best[node] = max(best.get(node, 0.0), _slower_way(pair, links))
     return best
 
 
@@ -131,5 +136,5 @@ def slow_pairs(links: Links) -> dict[Pair, float]:
     }
 
 
-def _both_ways(pair: Pair, links: Links) -> float:
+def _slower_way(pair: Pair, links: Links) -> float:
     return min(links[pair], links[pair[::-1]])

@@ -500,7 +500,7 @@ def test_the_reference_says_why_a_variable_is_sent_to_the_nodes() -> None:
     names = [
         name
         for row in re.findall(r"^  - (.*?): ", re.sub(r"\n    ", " ", lines), re.M)
-        for name in re.findall(r"`(\w+)\*?`", row)
+        for name in re.findall(r"`(\w+\*?)`", row)
     ]
     assert sorted(names) == sorted(resume.FORWARDED)
 

@@ -155,6 +155,14 @@ def test_among_many_that_seem_slow_the_slowest_is_judged_beside_healthy_ones(cro
     assert len(looks[0]) <= judge.MOST_AGAIN + judge.REFERENCES
 
 
+def test_every_one_of_many_slow_nodes_is_named() -> None:
+    slow = [*range(20, 30)]
+    found = all_links(30, {p: s for node in slow for p, s in slowed(node, 30, 0.1).items()})
+    looks, named, pairs = find(30, found, found)
+    assert (named, pairs) == (slow, [])
+    assert all(len(look) <= judge.MOST_AGAIN + judge.REFERENCES for look in looks)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 9])
 def test_a_slow_rank_is_named(ranks: int) -> None:
     for slow in range(ranks):

@@ -66,12 +66,13 @@ class Snapshots:
         own, copies = self.parts()
         nodes = [NodeEnd(parts=own, copies=copies), *others]
         headers = (buffer.header() for buffer in (*self._own, *self._copies))
-        shared = {each.step: each.holders for each in headers if 2 * each.holders > len(self._own)}
+        shared = [each for each in headers if _is_shared(each.holders, self._own)]
+        holders = {header.step: header.holders for header in shared}
 
-        for step in sorted(shared, reverse=True):
+        for step in sorted(holders, reverse=True):
             held = {rank for node in nodes for rank in node.parts.get(str(step), ())}
             copied = {rank for node in nodes for rank in node.copies.get(str(step), ())}
-            ranks = {*range(shared[step])}
+            ranks = {*range(holders[step])}
             if step > max(0, saved_step) and ranks <= held | copied:
                 folder = f"step-{step}.tmp-{os.urandom(8).hex()}"
                 return Parts(step, folder, sorted(ranks - held))
@@ -106,7 +107,7 @@ class Snapshots:
         deadline = own_time.now() + limit_s
         buffers = self._own if is_first_node else self.incoming.buffers
         newer = [step for step in _whole_steps(buffers) if step > max(0, saved_step)]
-        if newer and 2 * max(buffer.header().holders for buffer in buffers) > len(buffers):
+        if newer and _is_shared(max(buffer.header().holders for buffer in buffers), buffers):
             say("warning: the snapshot in memory was not saved: parts of it are lost")
             return -1
 
@@ -121,6 +122,11 @@ class Snapshots:
         own = [buffer for buffer in self._own if buffer.header().rank not in parts.lost]
         copies = [buffer for buffer in self._copies if buffer.header().rank in parts.lost]
         return [buffer.fd for buffer in (*own, *copies) if buffer.header().step == parts.step]
+
+
+def _is_shared(holders: int, buffers: Sequence[Memory]) -> bool:
+    """Whether a snapshot's parts are held by more ranks than these buffers belong to, two each."""
+    return 2 * holders > len(buffers)
 
 
 def _holders_of_parts(buffers: Sequence[Memory]) -> dict[str, list[int]]:
