@@ -126,6 +126,7 @@ def nccl(name: str) -> dict[str, Any]:
         ("master", {**ELSEWHERE, "node_rank": 1}, "", ""),
         ("interfaces", gloo("lo"), "", ""),
         *(("interfaces", gloo(name), "no-such-interface", "") for name in ("none9", "^lo")),
+        ("interfaces", gloo("lo,none9"), "no-such-interface", "has no interface none9"),
         *(("interfaces", nccl(name), "", "") for name in ("lo", "l", "=lo", "^none9")),
         *(("interfaces", nccl(name), "no-such-interface", "") for name in ("=l", "none9", EVERY)),
         ("interfaces", nccl("=l"), "no-such-interface", "==l (= before a name: only this one) "),
