@@ -18,10 +18,9 @@ from distributed.environment import printable
 from distributed.errors import STOPPED
 from launcher.failure import Failure, signal_name
 from launcher.outcome import Outcome
-from launcher.record.run_json import KEPT, update
+from launcher.record.run_json import KEPT, read, update
 from launcher.text import LONGEST_ROW, count, has_colour, name_groups, open_own
 
-Opener = Callable[[Path, str], IO[Any]]
 MOST_STACKS = 20  # rows
 TAIL_BYTES = 1 << 20  # read from the end of a log, to find its block
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
@@ -58,7 +57,7 @@ def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:
             with open_own(new, "w", encoding="utf-8") as file:
                 file.write(kept.getvalue())
             new.replace(folder / KEPT)
-            if (folder / "run.json").exists() and outcome.failure is not None:
+            if outcome.failure is not None and read(folder) is not None:
                 update(folder, fault=outcome.failure.fault, cause=outcome.failure.cause)
 
 
@@ -73,7 +72,7 @@ def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
     return "\n".join(printable(row, LONGEST_ROW) for row in (ends or [""])[-1].split("\n"))
 
 
-def read_tail(file: Path, size: int, opener: Opener = open) -> str:
+def read_tail(file: Path, size: int, opener: Callable[..., IO[Any]] = open) -> str:
     """Return the last `size` bytes of a file as text. Raises OSError."""
     with opener(file, "rb") as opened:
         opened.seek(max(0, opened.seek(0, os.SEEK_END) - size))

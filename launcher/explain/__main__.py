@@ -57,12 +57,11 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
         if starting := [run for run in runs if run.id == str(error.filename)]:
             print(describe(starting))  # the run has no log yet
             return 1
-        if not arguments:
-            warn(f"{program}: there is no run in {log_dir}; give a FILE, or correct LOG_DIR")
-            return BAD_INPUT
 
-        known = [*sections(), *(run.id for run in runs)]
-        cure = f"{did_you_mean(str(error.filename), known)}give a RUN, a FILE or a FAULT"
+        cure = "there is no run yet; give a FILE, or correct LOG_DIR"
+        if arguments or runs:
+            known = [*sections(), *(run.id for run in runs)]
+            cure = f"{did_you_mean(str(error.filename), known)}give a RUN, a FILE or a FAULT"
         warn(f"{program}: {error.filename}: {error.strerror}; {cure}")
         return BAD_INPUT
 

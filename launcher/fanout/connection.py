@@ -20,7 +20,7 @@ from launcher.own_time import SilenceNews
 from launcher.plan.own import asked_names
 from launcher.plan.pbs import JOB_VARIABLES
 from launcher.plan.plan import Plan
-from launcher.plan.resume import is_forwarded
+from launcher.plan.resume import FORWARDED
 from launcher.plan.settings import TABLE, VARIABLES, in_order
 from launcher.text import Environ, PlanError
 from launcher.wire import limits, messages
@@ -244,7 +244,7 @@ def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
             cause = f"FORWARD_ENV names {name!r}, which is not in the environment"
             raise PlanError(f"{cause}; export it, or omit it")
 
-    wanted = {*asked, *plan.activated, *filter(is_forwarded, environ)}
+    wanted = {*asked, *plan.activated, *filter(FORWARDED.fullmatch, environ)}
     wanted = (wanted & environ.keys()) - {*own}
     return sorted(name for name in wanted if re.fullmatch(r"[A-Za-z_]\w*", name))
 

@@ -45,9 +45,8 @@ def make_plan(typed: Typed) -> Plan:
     words, is_ours, config = choose_program(typed)
     max_restarts = _read_restarts(typed)
     fanout = choose_fanout(typed)
-    engine = typed.engine
-    if not engine and fanout != "local" and environ.get("LAUNCHER") == "srun":
-        engine = "srun"
+    is_by_srun = fanout != "local" and environ.get("LAUNCHER") == "srun"
+    engine = typed.engine or ("srun" if is_by_srun else "")
     is_here = fanout == "local" and not (typed.is_dry_run or environ.get("CONTAINER"))
     if is_here and words[0] in ("-m", "--no-python"):
         _refuse_missing(typed.here, *words[:2])

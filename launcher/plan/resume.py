@@ -15,8 +15,8 @@ from launcher.plan.settings import TABLE, VARIABLES, in_order
 from launcher.plan.typed import Typed, is_same
 from launcher.text import OwnEnviron
 
-FORWARDED = [name for setting in TABLE.values() for name in setting.sent]  # * at the end: any
-_FORWARDED = re.compile("|".join(name.replace("*", ".*") for name in FORWARDED))
+# The names of other programs' variables that are sent over ssh, and repeated in a resume line.
+FORWARDED = re.compile("|".join(n.replace("*", ".*") for one in TABLE.values() for n in one.sent))
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS")
 
 
@@ -69,22 +69,17 @@ def _set_for_it(typed: Typed) -> Iterator[str]:
     theirs = {*typed.activated, *find_own(typed, again).names} - {"PYTHON"}
 
     for name in sorted({*environ} - theirs):
-        is_other = is_forwarded(name) and not _SECRET.search(name)
+        is_other = FORWARDED.fullmatch(name) and not _SECRET.search(name)
         is_wanted = is_other or name in ("PYTHON", "PYTHONPATH")
         if is_wanted and f"{name}={environ[name]}" not in again:
             yield name
-
-
-def is_forwarded(name: str) -> bool:
-    """Whether a variable of another program is sent over ssh, and repeated in a resume line."""
-    return _FORWARDED.fullmatch(name) is not None
 
 
 def forward_given(environ: OwnEnviron, given: Sequence[str]) -> None:
     """Forward the variables that the user passed to the job, except what the launcher reads."""
     asked = asked_names(environ)
     for name in given:
-        if name in environ and name not in VARIABLES and not is_forwarded(name):
+        if name in environ and name not in VARIABLES and not FORWARDED.fullmatch(name):
             asked.append(name)
     if asked:
         environ["FORWARD_ENV"] = " ".join(asked)

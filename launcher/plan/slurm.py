@@ -28,10 +28,9 @@ _REPEATED = {  # sbatch's options that a resumed job needs, and where its record
     "--qos": "QOS",
     "--time": "TimeLimit",
     "--constraint": "Features",
-    "--reservation": "Reservation",
 }
-# Not set, or what our scripts ask for themselves.
-_NOT_REPEATED = ("0", "(null)", "N/A", "gres:gpu:4", "gres/gpu:4", "1-00:00:00")
+_UNSET = ("0", "(null)", "N/A", "Partition_Limit")
+_BY_SCRIPT = ("gres:gpu:4", "gres/gpu:4", "1-00:00:00")  # what our batch scripts ask for
 
 
 def in_batch_script(environ: Environ) -> bool:
@@ -196,25 +195,28 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
         words.append(f"--ntasks-per-node={tasks}")
 
     record = show("job", job_id(environ))
-    asked = re.sub("gres[:/]", "", record.get("TresPerNode", ""))  # / since SLURM 23.11
+    asked = re.sub("gres[:/]", "", record.get("TresPerNode", "(null)"))  # / since SLURM 23.11
     gpus = environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE")
     if gpus:
-        model = re.match("gpu:([^:,]+:)", asked) if gpus.isdecimal() else None
-        words.append(f"--gpus-per-node={model[1] if model else ''}{gpus}")
+        models = re.findall("gpu:([^:,]+):", asked)
+        is_whole = len(models) == 1 and gpus.isdecimal()  # of salloc, it may have the model
+        words.append(f"--gpus-per-node={f'{models[0]}:{gpus}' if is_whole else gpus}")
 
+    is_in_batch = in_batch_script(environ)
+    omitted = _UNSET + _BY_SCRIPT if script and is_in_batch else _UNSET
     for option, field in _REPEATED.items():
-        if (value := record.get(field, "0")) not in _NOT_REPEATED:
+        if (value := record.get(field, "0")) not in omitted:
             words.append(f"{option}={re.sub('gres[:/]gpu:', '', value)}")
     words += ["--exclusive"] if record.get("OverSubscribe") == "NO" else []
     if task := environ.get("SLURM_ARRAY_TASK_ID"):
         words.append(f"--array={task}")
 
-    if in_batch_script(environ) and script:
+    if is_in_batch and script:
         return ["sbatch", *words, script, *typed[1:]]
-    if in_batch_script(environ):  # the user's own, which contains the command
+    if is_in_batch:  # the user's own file, which contains the command
         file = (ask_squeue(f"--job={job_id(environ)}", "--format=%o") or "").split()
         return file and ["sbatch", *words, *file]
-    if asked and not gpus:  # salloc sets no variable for --gres
+    if asked not in _UNSET and not gpus:  # salloc sets no variable for --gres
         words.append(f"--gres={asked}")
     return ["salloc", *words, *typed]
 
@@ -291,7 +293,8 @@ def preempt_mode(environ: Environ) -> str:
 
 def show(*what: str) -> dict[str, str]:
     """Return the fields of the record of a job, for example; none if SLURM does not answer."""
-    return dict(re.findall(r"(\w+)=(\S*)", ask_scheduler("scontrol", "show", "-o", *what) or ""))
+    fields = re.findall(r"(\w+)=(\S*)", ask_scheduler("scontrol", "show", "-o", *what) or "")
+    return dict(reversed(fields))  # the first counts: the job's command may contain more
 
 
 def ask_squeue(*options: str) -> str | None:

@@ -75,7 +75,7 @@ class Run:
     def cause(self) -> str:
         """Why the run failed, if it did, such as `[rank-error] ValueError: boom`."""
         record = self.record
-        return f"[{record.fault}] {record.cause}" if record.is_over and record.fault else ""
+        return f"[{record.fault}] {record.cause}" if record.exit_code and record.fault else ""
 
 
 def find_all(log_dir: Path) -> list[Run]:
@@ -202,8 +202,8 @@ def print_status(log_dir: Path, words: Sequence[str], program: str) -> int:
         for run in runs if run_ids else ():
             if run.record.restarts:
                 print(goodput(run.record, time.time()))
-            if run.cause:
-                print(find_kept(run.folder))
+            if kept := find_kept(run.folder):
+                print(kept)
             elif ranks := {} if run.record.is_over else ranks_of(run.id):
                 print("here  " + "  ".join(f"{name} pid {pid}" for name, pid in ranks.items()))
     else:

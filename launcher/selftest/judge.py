@@ -80,8 +80,8 @@ def find_slow_links(
     usual = 0.0
     looks = Counter[int | Pair]()
     for _ in range(LINK_LOOKS):
-        order = sorted(suspects, key=lambda one: (looks[one], _slower_way(suspects[one], best)))
-        chosen = order[:MOST_AGAIN]
+        chosen = sorted(suspects, key=lambda one: (looks[one], _slower_way(suspects[one], best)))
+        del chosen[MOST_AGAIN:]
         if not chosen:
             break
 

@@ -27,7 +27,7 @@ from launcher.cli import tools
 from launcher.cli.options import COMMANDS, COMMON, TASKS, options_of
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import RULES, UNKNOWN, match
-from launcher.plan import make_plan, resume
+from launcher.plan import make_plan
 from launcher.plan.settings import TABLE, VARIABLES
 from launcher.record.run_json import Record
 from launcher.wire import limits
@@ -502,7 +502,7 @@ def test_the_reference_says_why_a_variable_is_sent_to_the_nodes() -> None:
         for row in re.findall(r"^  - (.*?): ", re.sub(r"\n    ", " ", lines), re.M)
         for name in re.findall(r"`(\w+\*?)`", row)
     ]
-    assert sorted(names) == sorted(resume.FORWARDED)
+    assert sorted(names) == sorted(name for setting in TABLE.values() for name in setting.sent)
 
 
 # Variables whose default is a value in the code.

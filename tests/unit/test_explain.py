@@ -497,8 +497,10 @@ def test_without_a_name_and_without_a_run_the_log_folder_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([], {"LOG_DIR": "gone"}, "explain.sh") == 2
-    told = "explain.sh: there is no run in gone; give a FILE, or correct LOG_DIR\n"
-    assert capsys.readouterr().err == told
+    said = (
+        "explain.sh: gone/latest: No such file or directory; there is no run yet; give a FILE, or "
+    )
+    assert capsys.readouterr().err == f"{said}correct LOG_DIR\n"
 
 
 @pytest.mark.parametrize(

@@ -561,14 +561,14 @@ def test_what_the_shell_was_begun_with_is_not_repeated(monkeypatch: pytest.Monke
         if "=" in word
     )
     monkeypatch.setattr(own, "_find_shell", os.getpid)
-    monkeypatch.setattr(resume, "_FORWARDED", re.compile("PATH|OMP_.*"))
+    monkeypatch.setattr(resume, "FORWARDED", re.compile("PATH|OMP_.*"))
     assert line({"PATH": before["PATH"], "OMP_NUM_THREADS": "3"}) == "OMP_NUM_THREADS=3 x.sh"
     assert line({"PATH": "/other"}) == "PATH=/other x.sh"
 
 
 def test_a_name_without_a_star_is_not_a_beginning() -> None:
     names = ("PYTHONPATH", "NCCL_DEBUG", "PYTHONPATH_OF_MINE", "CUDA_VISIBLE_DEVICES_OLD", "NCCL")
-    assert [*filter(resume.is_forwarded, names)] == ["PYTHONPATH", "NCCL_DEBUG"]
+    assert [*filter(resume.FORWARDED.fullmatch, names)] == ["PYTHONPATH", "NCCL_DEBUG"]
 
 
 def test_what_forward_env_names_is_repeated_with_its_value_in_a_pbs_job(

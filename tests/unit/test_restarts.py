@@ -211,13 +211,14 @@ def test_a_real_run(runs: list[Run], tmp_path: Path) -> None:
         ("import no_such_module", "env-missing"),
         ("from os import no_such_name", "version-mismatch"),
         ("exec('a b')", "SyntaxError: invalid syntax"),
+        ("import xml.etree.ElementTree as x; x.fromstring('<a>')", ""),  # a damaged file of data
     ],
 )
 def test_a_module_that_cannot_be_imported_restarts_nothing(
     script: str, cause: str, runs: list[Run], tmp_path: Path
 ) -> None:
     file = written(tmp_path / "script.py", script)
-    runs.append(Run(["--nproc-per-node=1", "--max-restarts=5", f"--log-dir={tmp_path}", str(file)]))
+    runs.append(Run(["--nproc-per-node=1", "--max-restarts=2", f"--log-dir={tmp_path}", str(file)]))
     err = runs[0].finish()
-    assert f"not restarting: it would fail the same way ({cause}" in err
-    assert "node agent: restart " not in err
+    is_certain = f"not restarting: it would fail the same way ({cause}" in err
+    assert (is_certain, err.count("node agent: restart ")) == ((True, 0) if cause else (False, 2))

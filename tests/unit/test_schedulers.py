@@ -229,14 +229,18 @@ def test_slurm_command(environ: dict[str, str], is_ours: bool, expected: str) ->
         ),
         ("MinMemoryCPU=4G ExcNodeList=(null) OverSubscribe=OK", " --mem-per-cpu=4G"),
         ("MinMemoryNode=0 MemPerTres=gres:gpu:60", " --mem-per-gpu=60"),
-        ("MinMemoryNode=0 CpusPerTres=gres:gpu:4", ""),  # of our script itself
         ("CpusPerTres=gres/gpu:6 MemPerTres=gres/gpu:60", " --mem-per-gpu=60 --cpus-per-gpu=6"),
-        ("CpusPerTres=gres/gpu:4 TimeLimit=1-00:00:00 Account=(null) QOS=N/A", ""),
+        ("Account=(null) QOS=N/A", ""),
+        (
+            "CpusPerTres=gres/gpu:4 TimeLimit=1-00:00:00",
+            " --cpus-per-gpu=4 --time=1-00:00:00",
+        ),
         (
             "Partition=gpu Account=lab QOS=long TimeLimit=02:00:00 Features=a100|h100",
             " --partition=gpu --account=lab --qos=long --time=02:00:00 '--constraint=a100|h100'",
         ),
-        ("Reservation=class", " --reservation=class"),
+        ("TimeLimit=Partition_Limit TresPerNode=(null)", ""),
+        ("Partition=gpu Command=/x/job.sh Partition=p", " --partition=gpu"),
     ],
 )
 def test_the_resume_line_asks_for_what_the_job_had(record: str, options: str, tools: Path) -> None:
@@ -253,6 +257,8 @@ def test_the_resume_line_asks_for_what_the_job_had(record: str, options: str, to
         ("SLURM_GPUS_ON_NODE=4", "gres:gpu:a100:4", "a100:4"),
         ("SLURM_GPUS_ON_NODE=4", "gres/gpu:a100:4", "a100:4"),
         ("SLURM_GPUS_ON_NODE=4", "gres/gpu:4,gres/nvme:1", "4"),
+        ("SLURM_GPUS_ON_NODE=4", "gres/nvme:1,gres/gpu:a100:4", "a100:4"),
+        ("SLURM_GPUS_ON_NODE=4", "gres/gpu:a100:2,gres/gpu:h100:2", "4"),
         ("SLURM_GPUS_PER_NODE=a100:4", "gres/gpu:a100:4", "a100:4"),
     ],
 )
@@ -265,7 +271,11 @@ def test_the_resume_line_names_the_model_of_gpu_that_the_job_asked_for(
     assert f"--gpus-per-node={option}" in command
 
 
-def test_the_options_of_our_batch_scripts_are_not_repeated() -> None:
+@pytest.mark.parametrize("gres", ["gres:gpu:4", "gres/gpu:4"])
+def test_the_options_of_our_batch_scripts_are_not_repeated(gres: str, tools: Path) -> None:
+    make_tool(tools / "scontrol", f'echo "CpusPerTres={gres} TimeLimit=1-00:00:00 QOS=long"')
+    command = slurm.job_command(captured("requeued-batch-step"), "S", ["typed.sh"])
+    assert command == ["sbatch", "--nodes=1", "--qos=long", "S"]
     for name in ("slurm_train.sh", "slurm_train_single_node.sh"):
         text = (ROOT / "scripts/slurm" / name).read_text()
         assert "\n#SBATCH --cpus-per-gpu=4\n" in text

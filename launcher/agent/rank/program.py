@@ -275,7 +275,8 @@ def _record(error: BaseException, code: int, file: Path) -> None:
         "notes": "; ".join(map(str, getattr(error, "__notes__", []))),
         "details": [] if has_left else _details_of(error),
         "has_left": has_left and not fault,
-        "cannot_import": isinstance(error, ImportError | SyntaxError),
+        # Data can raise others: ElementTree's ParseError is a SyntaxError, too.
+        "cannot_import": type(error) in (ImportError, SyntaxError, IndentationError),
     }
 
     with contextlib.suppress(OSError):  # a full disk; stderr has the error too

@@ -66,8 +66,7 @@ class Snapshots:
         own, copies = self.parts()
         nodes = [NodeEnd(parts=own, copies=copies), *others]
         headers = (buffer.header() for buffer in (*self._own, *self._copies))
-        shared = [each for each in headers if _is_shared(each.holders, self._own)]
-        holders = {header.step: header.holders for header in shared}
+        holders = {one.step: one.holders for one in headers if _is_shared(one.holders, self._own)}
 
         for step in sorted(holders, reverse=True):
             held = {rank for node in nodes for rank in node.parts.get(str(step), ())}
