@@ -158,15 +158,15 @@ class NodeAgent:
         """Run one attempt after another until the run ends. Returns its exit code."""
         while True:
             attempt = self._begin_attempt()
-            facts, verdict = attempt.facts, attempt.watch(self.outputs)
+            verdict = attempt.watch(self.outputs)  # until all ranks have ended
             if self.own.node_rank == 0 and verdict.outcome.code and not self.may_go_on_elsewhere:
                 # The parts that all nodes will combine into a checkpoint if no attempt follows.
                 saved_step = self.heartbeats.reached()[0]
-                parts = self.snapshots.find_parts(facts.nodes.values(), saved_step)
+                parts = self.snapshots.find_parts(attempt.facts.nodes.values(), saved_step)
                 verdict = replace(verdict, parts=parts)
-            if not self._join_next_attempt(facts, verdict):
+            if not self._join_next_attempt(attempt.facts, verdict):
                 break
-        is_told = facts.verdict is not None
+        is_told = attempt.facts.verdict is not None
         self._report(self._keep_snapshot(verdict, is_told=is_told), is_told=is_told)
         return verdict.outcome.code
 
@@ -184,10 +184,9 @@ class NodeAgent:
         """Fork the ranks of the next attempt."""
         self.restarts.begin_attempt()
         args, own, meeting = self.args, self.own, self.meeting
-        hosts, peers = own.hosts, meeting.peers
         ranks, host = list[Rank](), ""
         if not self.is_spare:
-            host = hosts[own.node_rank]
+            host = own.hosts[own.node_rank]
             ports = filter(None, (meeting.listener, meeting.failover))
             held = [self.supervisor, *ports, *meeting.everyone()]
             given = zip(map(self._variables, range(args.nproc)), self.cpus, strict=True)
@@ -200,16 +199,17 @@ class NodeAgent:
             # The peer was silent while it waited, and may first save the lost node's snapshot.
             peer.heard = time.monotonic() + (args.grace_s if meeting.took_over else 0)
             peer.silence_s = args.silence_s
+        folder = self.folder and self.folder.path
         return Attempt(
             here,
-            peers=peers,
+            peers=meeting.peers,
             everyone=meeting.everyone,
             supervisor=self.supervisor.socket,
             facts=Facts(self.signals, host, own.node_rank),
             grace_s=args.grace_s,
-            verdict_s=limits.for_nodes(limits.VERDICT_S, len(hosts)),
+            verdict_s=limits.for_nodes(limits.VERDICT_S, len(own.hosts)),
             is_last=self.is_last,
-            query=Query(here, hosts, peers, self.outputs.say, self.folder and self.folder.path),
+            query=Query(here, own.hosts, meeting.peers, self.outputs.say, folder),
             snapshots=self.snapshots,
             on_beat=lambda: look_around(self),
         )
