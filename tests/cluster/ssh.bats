@@ -920,11 +920,11 @@ PY
     [[ ${faults[0]#launch_torchrun_auto.sh: } == $line ]] || { echo "${faults[0]}, not $line" && false; }
     faults=("${faults[@]:1}")
   done <<'TABLE'
-node1: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-interface]
+node1: GLOO_SOCKET_IFNAME=ib0: *name eth0, which leads to the master*\[no-such-interface]
 node2: */python* cannot import torch: */own/torch' has no _C module for this Python; *\[env-missing]
-node2: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-interface]
+node2: GLOO_SOCKET_IFNAME=ib0: *name eth0, which leads to the master*\[no-such-interface]
 node3: */python* has no torch; *\[env-missing]
-node3: GLOO_SOCKET_IFNAME=ib0 *name eth0, which leads to the master*\[no-such-interface]
+node3: GLOO_SOCKET_IFNAME=ib0: *name eth0, which leads to the master*\[no-such-interface]
 node2: torch is '*' on node rank 0 (node1) and '2.12.1' on node rank 1 (node2); *\[version-mismatch]
 node2: own.py is '*' on node rank 0 (node1) and '*' on node rank 1 (node2); *\[code-mismatch]
 node2: my.yaml is '*' on node rank 0 (node1) and 'missing' on node rank 1 (node2); *\[code-mismatch]

@@ -123,7 +123,7 @@ def deadly(owner, name):
 if os.environ["RANK"] == killer:
     for name in ("mkdir", "fsync", "rename", "symlink", "replace", "unlink", "rmdir"):
         deadly(os, name)
-    for name in ("hash_file", "write", "commit", "prune"):
+    for name in ("hash_file", "write_files", "commit", "prune"):
         deadly(files, name)
     for name in ("save", "_write"):
         deadly(checkpoint.Saver, name)
@@ -139,7 +139,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 FAULT_POINTS = {
     *("os.mkdir", "os.fsync", "os.rename", "os.symlink", "os.replace", "os.unlink", "os.rmdir"),
-    *(f"files.{name}" for name in ("hash_file", "write", "commit", "prune")),
+    *(f"files.{name}" for name in ("hash_file", "write_files", "commit", "prune")),
     *("Saver.save", "Saver._write", "torch.save"),
 }
 SHARDED = ("distributed.strategy=fsdp", "checkpoint.format=sharded")

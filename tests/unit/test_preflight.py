@@ -218,9 +218,10 @@ def test_differences_between_nodes(nodes: list[dict[str, Any]], found: list[str]
 def test_a_node_that_reports_nonsense_does_not_fill_the_terminal() -> None:
     faults = [Fault("small-shm", "x\x1b[2J" + "y" * 5000, "z", warns=True)] * 20_000
     outcome = judge([make_report(0, faults=[*faults, Fault("port-in-use", "taken", "end it")])])
-    out, began = io.StringIO(), time.monotonic()
+    out = io.StringIO()
+    began = time.process_time()  # of this process: other programs may keep it waiting
     assert compare.print_findings(outcome, "p", is_strict=False, out=out)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     first, *others, last = out.getvalue().splitlines()
     assert first == "p: node1: taken; end it [port-in-use]"
     assert len(others) == compare.MOST_SHOWN - 1 and last == "p: 19801 more findings"
