@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import re
@@ -86,9 +85,7 @@ def _saver_of(folder: Path, keep_last: int, model: nn.Module) -> Saver:
         return _savers[folder]
 
     format = "sharded" if is_sharded(model) else "full"
-    saver = Saver(folder, keep_last=keep_last, enabled=own_rank() == 0, format=format)
-    atexit.register(saver.wait)  # for a script that does not call finish
-    return saver
+    return Saver(folder, keep_last=keep_last, enabled=own_rank() == 0, format=format)
 
 
 def load(

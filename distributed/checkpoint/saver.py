@@ -72,7 +72,7 @@ class Saver:
     "sharded", every rank calls `save`, with tensors that may be DTensors, and writes its own part.
 
     Keeps the newest `keep_last` checkpoints, and the one with the lowest `progress["score"]` or,
-    without a score, `progress["validation_loss"]`. Call `wait` before the process exits. Raises
+    without a score, `progress["validation_loss"]`. A process that exits waits for its save. Raises
     Refused if another live process saves in the folder or the folder belongs to another job,
     CheckpointError if it is not writable, and ValueError for `keep_last` below 1 or an unknown
     format.
@@ -232,6 +232,10 @@ def wait_for_saves() -> None:
             saver.wait()
         except CheckpointError as error:
             _log.warning("%s", error)
+
+
+# A script that raises while a save is in progress does not lose it. The node agent sees it waiting.
+threading._register_atexit(wait_for_saves)  # type: ignore[attr-defined]
 
 
 def unfit(tensor: Tensor, must_be_dense: bool) -> str:

@@ -212,15 +212,22 @@ class NodeRanks:
     def find_hanging(self, save_s: float) -> list[Rank]:
         """Return the ranks whose script has ended with an error, but that do not exit.
 
-        They have RAISED_S to do so, or `save_s` if they may be saving.
+        They have RAISED_S to do so, or `save_s` if they may be saving. One that waits for its
+        checkpoint sends heartbeats.
         """
         hanging = []
         for each in self.living():
             state = self.heartbeats.ending(each.local_rank)
-            limit_s = max(save_s, limits.RAISED_S) if state == ending.MAY_SAVE else limits.RAISED_S
-            if state and each.ended_at is None:
+            if not state:
+                continue
+            if each.ended_at is None:
                 each.ended_at = own_time.now()
-            if each.ended_at is not None and own_time.now() - each.ended_at >= limit_s:
+
+            time_s = own_time.now() - each.ended_at
+            may_save = (
+                state == ending.MAY_SAVE or self.heartbeats.silence_s(each.local_rank) < time_s
+            )
+            if time_s >= max(save_s * may_save, limits.RAISED_S):
                 hanging.append(each)
         return hanging
 

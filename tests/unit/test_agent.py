@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agents import AGENT, PROGRAM, ROOT, SAVES_ON_SIGTERM, Run, execute, rarely, written
+from agents import AGENT, PROGRAM, ROOT, SAVES_ON_SIGTERM, Run, execute, rarely, run_agent, written
 from torch._utils import ExceptionWrapper
 
 from distributed.lock import update_link
@@ -523,6 +523,58 @@ def test_a_rank_that_calls_finish_runs_its_exit_handlers(
     err = run.finish()
     assert (run.process.returncode, run.output) == (code, "cleaned up\n")
     assert code == 0 or (f"cause    SystemExit: {code}\n" in err and "x.py:8 in <module>" in err)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("raise KeyboardInterrupt", 130),
+        *rarely(("1 / 0", 1), ("raise SystemExit(75)", 75), ("", 0)),
+    ],
+)
+def test_what_a_script_has_open_is_whole_after_any_end(tmp_path: Path, end: str, code: int) -> None:
+    lines = "import atexit\nf = open('out', 'w')\nf.write('x')\natexit.register(f.write, 'y')\n"
+    done = run_agent(written(tmp_path / "x.py", lines + end), folder=tmp_path)
+    assert done.returncode == code
+    assert (tmp_path / "out").read_text() == "xy"
+
+
+SAVES_TO_A_SLOW_DISK = """
+import os, sys, time
+from pathlib import Path
+import torch
+from distributed.checkpoint.saver import Saver
+from distributed.torch import init_distributed, save
+
+sync, waits = os.fsync, [float(sys.argv[1])]
+os.fsync = lambda fd: time.sleep(waits.pop() if waits else 0) or sync(fd)
+init_distributed()
+net = torch.nn.Linear(2, 2)
+save(Saver(Path("run"), keep_last=1), 5, net, torch.optim.SGD(net.parameters()))
+exec(sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "code", "disk_s"),
+    [
+        ("raise ValueError", 1, 2),
+        *rarely(
+            ("raise ValueError", 1, 1.5 * limits.RAISED_S),
+            ("sys.exit(3)", 3, 1.5 * limits.RAISED_S),
+            ("raise KeyboardInterrupt", 130, 2),
+            ("pass", 0, 2),
+        ),
+    ],
+)
+def test_a_save_in_progress_is_finished_before_a_rank_exits(
+    tmp_path: Path, end: str, code: int, disk_s: float
+) -> None:
+    script = written(tmp_path / "x.py", SAVES_TO_A_SLOW_DISK)
+    done = run_agent(script, disk_s, end, folder=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "run/step-5/manifest.json").is_file()
 
 
 @pytest.mark.slow

@@ -223,16 +223,11 @@ def _execute(program: Program, error_file: Path, report: Callable[[int], None]) 
             _record(leave, code, error_file)
             report(ending.MAY_SAVE if code == STOPPED else ending.ENDED)
         return code
-    except KeyboardInterrupt as stop:
-        _record(stop, 130, error_file)
-        _report(stop)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # die of the signal, as Python does
-        os.kill(os.getpid(), signal.SIGINT)
-        return 130
     except BaseException as error:
-        _record(error, 1, error_file)
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        _record(error, code, error_file)
         report(ending.MAY_SAVE)
-        code = _report(error)
+        code = _report(error, code)
         report(ending.ENDED)
         return code
     return 0
@@ -306,10 +301,10 @@ def _errors_of_group(error: BaseException) -> Iterator[BaseException]:
             yield from _errors_of_group(member) if hasattr(member, "exceptions") else (member,)
 
 
-def _report(error: BaseException) -> int:
+def _report(error: BaseException, code: int) -> int:
     """Print the traceback through the script's own hook, without our frames above it.
 
-    Returns the exit code, which the hook can choose.
+    Returns the exit code, or the one that the hook has chosen.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
@@ -324,4 +319,4 @@ def _report(error: BaseException) -> int:
         sys.__excepthook__(type(second), second, second.__traceback__)
         warn("\nOriginal exception was:")
         sys.__excepthook__(type(error), error, frames)
-    return 1
+    return code
