@@ -172,14 +172,16 @@ only_one_is_left() {
   make_idle
   export TRAIN_SCRIPT=idle.py
   LIMIT_S=$((600 * ${TIMES:-1})) SILENCE_SECONDS=10 start neighbour - 1 "${HOSTS[@]}" -- idle # it outlives the others
-  local neighbour=$PID what fault who number work=idle
+  local neighbour=$PID what fault who number longest work=idle
   while read -r what fault who; do
     TOOK=()
     for ((number = 0; number < ${TIMES:-1}; number++)); do
       if [[ $work == idle && (-n ${TIMES:-} || $what == rank) ]]; then work=busy; else work=idle; fi
       kill_one "$what" "$what-$number" "$work" "$fault" "$who"
     done
-    echo "# kill -9 of one $what in a run on ${#HOSTS[@]} nodes, ${#TOOK[@]} times: all processes gone within $(printf '%s\n' "${TOOK[@]}" | sort -n | tail -n 1) ms" >&3
+    longest=$(printf '%s\n' "${TOOK[@]}" | sort -n | tail -n 1)
+    echo "# kill -9 of one $what in a run on ${#HOSTS[@]} nodes, ${#TOOK[@]} times: all processes gone within $longest ms" >&3
+    [[ -z ${TIMES:-} ]] || ((longest < 2000)) # `make test` may share the machine: it measures nothing
   done <<'TABLE'
 rank rank-killed rank P (local rank 0, nodeP)
 agent agent-killed node agent P (nodeP)
