@@ -475,6 +475,16 @@ def test_the_record_of_a_run_gets_the_cause_that_its_block_shows(tmp_path: Path)
     assert record and (record.fault, record.cause) == ("rank-error", ERROR.cause)
 
 
+def test_a_cause_is_not_written_through_a_link(tmp_path: Path) -> None:
+    run_json.update(tmp_path / "other", state="ended", exit_code=0)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/run.json").symlink_to(tmp_path / "other/run.json")
+    print_outcome(END, io.StringIO(), tmp_path / "one")
+    record = run_json.read(tmp_path / "other")
+    assert record and record.fault == ""
+    assert (tmp_path / "one/run.json").is_symlink() and find_kept(tmp_path / "one")
+
+
 print_row("run", "r1    config/local3.yaml", row := io.StringIO())
 PLANNED = row.getvalue()
 

@@ -171,6 +171,26 @@ def test_what_ended_a_run_is_shown_before_its_metrics_and_its_output(
     assert record and (record.fault, record.cause) == ("", "")
 
 
+def test_a_run_that_was_recorded_without_its_cause_still_shows_what_ended_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "old", state="ended", started=1.0, ended=2.0, exit_code=1)
+    (tmp_path / "old/failure.txt").write_text("FAILED   rank 1 [rank-error]\ncause    boom\n")
+    assert ask("status", tmp_path, "old") == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[1:] == ["FAILED   rank 1 [rank-error]", "cause    boom"]
+
+
+def test_a_run_that_has_succeeded_has_no_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its restarts may have recorded one."""
+    why = {"fault": "rank-error", "cause": "boom"}
+    write(tmp_path, "one", state="ended", ended=2.0, exit_code=0, **why)
+    assert ask("status", tmp_path) == 0
+    assert capsys.readouterr().out == f"one  ended, code 0  since {runs.date(2.0)}\n"
+
+
 def test_every_run_has_a_line_and_the_newest_comes_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

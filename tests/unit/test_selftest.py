@@ -5,8 +5,9 @@ import io
 import os
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ports import free_port
 from test_torch_helper import own_environment, run_ranks
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from distributed.environment import Environment
 from launcher.selftest import bandwidth, main
 from launcher.selftest.barrier import Barrier, StuckError
 from launcher.wire import limits
@@ -74,6 +76,21 @@ def test_bandwidth_follows_its_definition() -> None:
 def _bytes_per_second(text: str) -> float:
     number, unit = text.split()
     return float(number) * {"GB/s": 1e9, "MB/s": 1e6}[unit]
+
+
+@pytest.mark.parametrize(("ranks", "turns"), [(1, 1), (4, 4), (16, 16), (64, 16)])
+def test_ranks_that_may_share_cpus_take_turns_for_a_limited_time(ranks: int, turns: int) -> None:
+    env = Environment("plain", 0, 0, ranks, ranks, 0, 1, "127.0.0.1", 0)
+    barrier = Mock()
+    took: list[float] = []
+    with (
+        patch.object(main, "device", lambda: torch.device("cpu")),
+        patch.object(main, "measure_speed", took.append),
+        patch.object(main, "gather_json", lambda speed: [speed]),
+    ):
+        main.compute_together(main.Test(env, Namespace(quick=False), barrier))
+    assert barrier.wait_for_all.call_count == turns
+    assert sum(took) * turns <= 4 * limits.COMPUTE_S
 
 
 def test_a_rank_that_gives_up_tells_those_who_wait() -> None:
