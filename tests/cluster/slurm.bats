@@ -1300,7 +1300,7 @@ with_torchrun() { # <script>
   local line
   RUN_ID=again on login salloc -Q --nodes=2 --gres=gpu:1 scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}" &>first.out
   line=$(sed -n 's/^resume  *//p' first.out)
-  [[ $line == "RUN_ID=again salloc --nodes=2 --gres=gpu:1 "*"/slurm_train.sh config/local3.yaml "* ]]
+  [[ $line == "RUN_ID=again salloc --nodes=2 "*" --gres=gpu:1 "*"/slurm_train.sh config/local3.yaml "* ]]
   on login bash -c "$line train.max_steps=8" &>second.out
   grep -q '^resumed    after step 6$' second.out
   grep -q '"world_size": 2' logs/again/run.json
