@@ -226,8 +226,10 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
         cause = f"node rank 0 at {address}:{port} has a different RUN_SECRET from this node"
         raise Refused("stranger", f"{cause}, or none; set the same one on every node")
     if isinstance(last.__cause__, TimeoutError):
-        cause = f"another program listens at {address}:{port}, and does not answer"
-        raise Refused("port-in-use", f"{cause}; end it, or set MASTER_PORT to a free port")
+        # torch's store, which has the port once the run has started, is as silent.
+        cause = f"{address}:{port} does not answer: another program has it, or the run has started"
+        cure = "look at node rank 0's terminal, or set MASTER_PORT to a free port"
+        raise Refused("port-in-use", f"{cause}; {cure}")
     if isinstance(last, NotAccepted):
         which = f"node rank {me.node_rank}" if me.node_rank >= 0 else "this node"
         cause = f"{address}:{port} rejected {which}: the run has already started, or the port is "
