@@ -97,8 +97,9 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     if typed.fanout == "submit":
         return submit_with_config.run(typed)
 
-    for signum in {*handled_signals()} - {*NOTICES}:  # until the fan-out handles them
+    for signum in handled_signals():
         signal.signal(signum, leave_unstarted)
+    signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)  # pending until the fan-out handles them
     pbs.find_tools(environ)
     resume.forward_given(environ, pbs.note_job(environ))
     plan = make_plan(typed)

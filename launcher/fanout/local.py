@@ -47,8 +47,8 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, nproc):
         return REFUSED
 
-    if not plan.container:  # a stop signal that arrives now is left to the agent's supervisor
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    # A signal that arrives now is left to the agent's supervisor; a container does not start.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK if plan.container else signal.SIG_BLOCK, STOP_SIGNALS)
     be_ready()
     added = {"LAUNCH_START": "local", "LAUNCH_TOKEN": os.urandom(16).hex()}
     given = {**plan.environ, **plan.run_variables(), **added}

@@ -55,6 +55,7 @@ class Loop:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         for signum in (*handled_signals(), QUERY, signal.SIGCHLD):
             signal.signal(signum, lambda *_: None)  # its number arrives at `_wake`
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handled_signals())
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # from a terminal after `stty tostop`
         self.selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
 

@@ -17,7 +17,6 @@ from distributed import hostlist
 from distributed.environment import tasks_per_node
 from distributed.errors import REFUSED, Refused
 from distributed.job import job_id
-from distributed.stop_signals import NOTICES
 from launcher import handshake, importable, processes
 from launcher.fanout.step import Srun, requeue, run_step, start
 from launcher.fanout.swap import find_ill, leave_out
@@ -38,9 +37,6 @@ _CANNOT_START = (REFUSED, *range(125, 128))  # the exit codes of a broken Python
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     """Start the run on all nodes of the job. Returns the run's exit code."""
-    if not plan.is_dry_run:  # a notice that arrives during the preflight stays pending
-        signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
-
     if has_ended(plan.job):
         cause = f"SLURM_JOB_ID is {plan.job}, a job that has ended"
         raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")

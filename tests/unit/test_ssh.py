@@ -414,6 +414,28 @@ def test_a_signal_before_the_start_ends_the_launch(nodes: Nodes) -> None:
     eventually(lambda: not is_alive(there), "the login")
 
 
+# Signals this process when it opens the config, before the launcher's event loop exists.
+SIGNALS_ITSELF = """import os, sys
+def signal_once(event, given):
+    if event == "open" and given[0] == os.environ["SIGNALS_AT"]:
+        os.kill(os.getpid(), int(os.environ["SIGNALS_WITH"]))
+sys.addaudithook(signal_once)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+def test_a_signal_before_the_first_ssh_ends_the_launch_with_a_line(
+    nodes: Nodes, tmp_path: Path, signum: signal.Signals
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("")
+    (tmp_path / "sitecustomize.py").write_text(SIGNALS_ITSELF)
+    given = {"PYTHONPATH": str(tmp_path), "SIGNALS_AT": str(config), "SIGNALS_WITH": f"{signum:d}"}
+    code, _, err = nodes.launch(str(config), "1", "n0", **given)
+    assert code == 128 + signum
+    assert err == f"stopped  by {signum.name}; nothing was started\n"
+
+
 def test_a_process_that_stays_is_killed_and_counted(nodes: Nodes) -> None:
     nodes.agent(
         "if not os.fork():\n"
