@@ -12,7 +12,6 @@ RANK_LOOKS = 12  # more measurements while one seems slow: others may interfere 
 LINK_LOOKS = 6  # the same for links
 SLOW_LINK = 2.0  # times
 MOST_AGAIN = 6  # suspects that are measured again in one look: those with the fewest, the slowest
-REFERENCES = 3  # the fastest pairs, which are measured along with those that seem slow
 Pair = tuple[int, int]  # numbers of nodes
 Links = Mapping[Pair, float]  # bytes/s from the first to the second
 
@@ -63,21 +62,17 @@ def find_slow_links(
     """Return the links, the slow nodes and the slow pairs, each with the usual bandwidth.
 
     `measure` measures some pairs, round by round. What seems slow (of a node, its best link) is
-    measured again alone, along with healthy pairs. As with ranks, the best measurement counts.
+    measured again alone. As with ranks, the best measurement counts.
     """
     best = dict(measure(rounds))
     nodes = slow_nodes(best)
     pairs = slow_pairs(best)
-    fastest = sorted(best, key=lambda pair: (-_slower_way(pair, best), pair))
 
     suspects: dict[int | Pair, Pair] = {pair: pair for pair in pairs}
     for node in nodes:
-        suspects[node] = next(pair for pair in fastest if node in pair)
-    ill = {*suspects, *suspects.values()}
-    rest = [pair for pair in fastest if not {pair, pair[::-1], *pair} & ill]
-    healthy = [pair for pair in rest if pair[0] < pair[1]][:REFERENCES]
+        links = [pair for pair in best if node in pair]
+        suspects[node] = max(links, key=lambda pair: _slower_way(pair, best))
 
-    usual = 0.0
     looks = Counter[int | Pair]()
     for _ in range(LINK_LOOKS):
         chosen = sorted(suspects, key=lambda one: (looks[one], _slower_way(suspects[one], best)))
@@ -86,18 +81,15 @@ def find_slow_links(
             break
 
         looks.update(chosen)
-        again = dict.fromkeys([*healthy, *(suspects[one] for one in chosen)])
-        latest = measure([[pair] for pair in again])
+        latest = measure([[pair] for pair in dict.fromkeys(suspects[one] for one in chosen)])
         best |= {pair: max(speed, best[pair]) for pair, speed in latest.items()}
-        references = [_slower_way(pair, best) for pair in healthy] or [max(best.values())]
-        usual = statistics.median(references)
-        least = usual / SLOW_LINK
         for one in chosen:
-            if _slower_way(suspects[one], best) > least:
+            usual = nodes[one] if isinstance(one, int) else pairs[one]
+            if _slower_way(suspects[one], best) > usual / SLOW_LINK:
                 del suspects[one]
 
-    slow_ones = {node: usual for node in nodes if node in suspects}
-    return best, slow_ones, {pair: usual for pair in pairs if pair in suspects}
+    slow_ones = {node: usual for node, usual in nodes.items() if node in suspects}
+    return best, slow_ones, {pair: usual for pair, usual in pairs.items() if pair in suspects}
 
 
 def best_links(links: Links) -> dict[int, float]:

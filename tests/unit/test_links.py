@@ -92,7 +92,7 @@ def test_the_node_behind_a_slow_link_is_named(nodes: int, times: float) -> None:
         assert (slow, pairs) == ([node], [])
         assert len(looks) == judge.LINK_LOOKS
         for pairs in looks:
-            assert sum(node in pair for pair in pairs) == 1 < len(pairs) <= 1 + judge.REFERENCES
+            assert len(pairs) == 1 and node in pairs[0]
 
         looks, slow, pairs = find(nodes, found, dict.fromkeys(found, USUAL))
         assert (len(looks), slow, pairs) == (1, [], []), "what is fast by itself is not slow"
@@ -108,11 +108,10 @@ def test_one_slow_cable_is_named_by_both_its_ends(nodes: int) -> None:
     found = all_links(nodes, {(2, 1): 0.1})
     looks, slow, pairs = find(nodes, found)
     assert (slow, pairs) == ([], [(2, 1)])
-    for again in looks:
-        assert (2, 1) in again and len(again) <= 1 + judge.REFERENCES
+    assert looks == [[(2, 1)]] * judge.LINK_LOOKS
 
 
-def test_a_slow_node_is_looked_at_although_no_pair_is_healthy() -> None:
+def test_a_slow_node_is_named_although_every_pair_is_slow() -> None:
     found = all_links(3, {**slowed(2, 3, 0.1), (0, 1): 0.3})
     _, slow, pairs = find(3, found)
     assert (slow, pairs) == ([2], [(0, 1)])
@@ -146,13 +145,13 @@ def test_the_best_of_all_looks_at_a_link_counts() -> None:
 
 
 @pytest.mark.parametrize("crowd", range(7))
-def test_among_many_that_seem_slow_the_slowest_is_judged_beside_healthy_ones(crowd: int) -> None:
+def test_among_many_that_seem_slow_only_the_one_that_stays_slow_is_named(crowd: int) -> None:
     first = {p: s for n in range(crowd) for p, s in slowed(n, 16, 0.4).items()}
     found = all_links(16, first | slowed(11, 16, 0.1))
     later = {pair: USUAL / 10 if 11 in pair else USUAL for pair in found}
     looks, slow, pairs = find(16, found, later)
     assert (slow, pairs) == ([11], [])
-    assert len(looks[0]) <= judge.MOST_AGAIN + judge.REFERENCES
+    assert len(looks[0]) <= judge.MOST_AGAIN
 
 
 def test_every_one_of_many_slow_nodes_is_named() -> None:
@@ -160,7 +159,7 @@ def test_every_one_of_many_slow_nodes_is_named() -> None:
     found = all_links(30, {p: s for node in slow for p, s in slowed(node, 30, 0.1).items()})
     looks, named, pairs = find(30, found, found)
     assert (named, pairs) == (slow, [])
-    assert all(len(look) <= judge.MOST_AGAIN + judge.REFERENCES for look in looks)
+    assert all(len(look) <= judge.MOST_AGAIN for look in looks)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 9])
