@@ -19,14 +19,13 @@ from typing import TextIO
 
 from distributed.environment import DEFAULT_LOG_DIR
 from distributed.lock import update_link
+from distributed.stop_signals import handled_signals
 from launcher import processes
 from launcher.failure_block import COLOURS
 from launcher.fanout import transcript
 from launcher.plan.plan import Plan
 from launcher.record import run_json
 from launcher.text import PlanError, open_own, print_row, short_host_name
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
@@ -68,9 +67,10 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
 
 def _wait_for_start(child: int, reader: int) -> int | None:
     """Return the exit code if the child exits before the run starts, otherwise None."""
-    handled = [signum for signum in _SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]  # nohup
+    handled = handled_signals()
     for signum in handled:
         signal.signal(signum, lambda signum, _: os.kill(child, signum))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     if not os.read(reader, 1):
         return processes.exit_code(os.waitpid(child, 0)[1])
     for signum in handled:  # from now on, --stop stops the run
