@@ -103,7 +103,7 @@ class Query:
     def _add_answer(self, node: int, told: NodeStacks) -> None:
         if node == 0 or self._told:  # otherwise the answer is late: the request has ended
             self._told[node] = told
-        if self._told.keys() >= {0, *self.peers}:
+        if 0 in self._told and self._told.keys() >= self.peers.keys():
             self._end.set_within(0.0)
 
     def _conclude(self) -> int | None:
