@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import nccl_failures
@@ -9,61 +10,52 @@ import nccl_runs
 from rows import Row
 
 FEW, RANKS, MANY = 2, 4, 8
-# Without a GPU, gloo takes NCCL's place. A row that needs a GPU even so says so.
+STRATEGIES = ("ddp", "fsdp")
+
+
+def row(name: str, see: Callable[..., str], **given: object) -> Row:
+    """Return a row in which gloo takes NCCL's place on a machine without a GPU."""
+    return Row(name, partial(see, **given), needs_gpu=False)
+
+
 NCCL = [
     *(
-        Row(
+        row(
             f"`scripts/test_distributed.sh {ranks}`: collectives with known answers",
-            partial(nccl_runs.self_test, ranks=ranks),
-            needs_gpu=False,
+            nccl_runs.self_test,
+            ranks=ranks,
         )
         for ranks in (FEW, RANKS, MANY)
     ),
     *(
-        Row(
+        row(
             f"train.py, {strategy}, {FEW} ranks, run twice",
-            partial(nccl_runs.train_twice, ranks=FEW, strategy=strategy),
-            needs_gpu=False,
+            nccl_runs.train_twice,
+            ranks=FEW,
+            strategy=strategy,
         )
-        for strategy in ("ddp", "fsdp")
+        for strategy in STRATEGIES
     ),
     *nccl_failures.ROWS,
+    row("train.py stopped by SIGTERM, and resumed", nccl_runs.stop_and_resume, ranks=FEW),
+    row("sharded snapshots: a rank is killed", nccl_runs.restart_sharded, ranks=FEW),
+    row("DDP, snapshots: a rank is killed", nccl_runs.restart_ddp, ranks=RANKS),
+    row("two hosts, 2 x 2 ranks by hand: the interface", nccl_runs.use_link),
+    row("two hosts: a wrong NCCL_SOCKET_IFNAME, before the start", nccl_runs.reject_interface),
+    row("`NCCL_DEBUG=INFO`, 8 ranks, `raise` on rank 1: the block is last", nccl_failures.debug),
+    row("ten restarts in a row", nccl_runs.restart_often, ranks=RANKS),
+    row("the end of 8 ranks with two process groups", nccl_runs.end, ranks=MANY),
     *(
-        Row(name, partial(see, ranks=ranks), needs_gpu=False)
-        for name, see, ranks in (
-            ("train.py stopped by SIGTERM, and resumed", nccl_runs.stop_and_resume, FEW),
-            ("sharded snapshots: a rank is killed", nccl_runs.restart_sharded, FEW),
-            ("DDP, snapshots: a rank is killed", nccl_runs.restart_ddp, RANKS),
-        )
-    ),
-    Row("two hosts, 2 x 2 ranks by hand: the interface", nccl_runs.use_link, needs_gpu=False),
-    Row(
-        "two hosts: a wrong NCCL_SOCKET_IFNAME, before the start",
-        nccl_runs.reject_interface,
-        needs_gpu=False,
-    ),
-    Row(
-        "`NCCL_DEBUG=INFO`, 8 ranks, `raise` on rank 1: the block is last",
-        nccl_failures.debug,
-        needs_gpu=False,
+        row(f"launch of {ranks} ranks, to the first step", nccl_runs.start, ranks=ranks)
+        for ranks in (FEW, RANKS, MANY)
     ),
     *(
-        Row(name, partial(see, ranks=ranks), needs_gpu=False)
-        for name, see, ranks in (
-            ("ten restarts in a row", nccl_runs.restart_often, RANKS),
-            ("the end of 8 ranks with two process groups", nccl_runs.end, MANY),
-            *(
-                (f"launch of {ranks} ranks, to the first step", nccl_runs.start, ranks)
-                for ranks in (FEW, RANKS, MANY)
-            ),
-        )
-    ),
-    *(
-        Row(
+        row(
             f"train.py, {strategy}, {RANKS} ranks",
-            partial(nccl_runs.train, ranks=RANKS, strategy=strategy),
-            needs_gpu=False,
+            nccl_runs.train,
+            ranks=RANKS,
+            strategy=strategy,
         )
-        for strategy in ("ddp", "fsdp")
+        for strategy in STRATEGIES
     ),
 ]
