@@ -154,6 +154,18 @@ the end of 0"* ]]
 }
 
 # bats test_tags=slow
+@test "a notice that comes while a detached run starts reaches the run" {
+  make_waiting
+  hold_preflight
+  RUN_ID=mine "$ROOT/scripts/ssh/launch_singlenode.sh" --detach - 1 3>&- &
+  eventually test -e held
+  kill -USR1 $!
+  touch go
+  wait $!
+  eventually state_is mine "ended, code 138"
+}
+
+# bats test_tags=slow
 @test "--stop and --status distinguish runs and hosts, and refuse options that do not fit" {
   mkdir -p logs/here logs/there
   echo '{"state": "running", "launcher": {"process": '$$', "birth": 1, "host": "'"$HOSTNAME"'"}, "started": 1}' >logs/here/run.json
