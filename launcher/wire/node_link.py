@@ -11,6 +11,8 @@ Each message is one line (messages.py). The bytes of a snapshot follow the line 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 import struct
 import threading
@@ -27,6 +29,7 @@ from launcher.wire import limits, messages
 from launcher.wire.messages import NodeBeat, SnapshotData, SnapshotPiece
 
 _MAX_BYTES = 1 << 23  # enough to name all members of a run of 50,000 nodes
+UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _LAST_ACK_AT = 56  # of tcp_info: the milliseconds since the kernel at the other end last answered
 
 
@@ -40,6 +43,7 @@ class Link:
         self.silence_s = limits.SILENCE_S  # a longer silence means that the other end is lost
         self.news = own_time.SilenceNews()
         self._buffer = received
+        self._error = 0  # why the connection ended, if the kernel knows
         self._sending = threading.RLock()  # a signal handler may send during a send
 
     def send(self, message: object, *, may_wait: bool = True) -> None:
@@ -58,7 +62,8 @@ class Link:
         try:
             self.socket.settimeout(self.silence_s)
             self.socket.sendall(f"{messages.write(line)}\n".encode() + data)
-        except OSError:
+        except OSError as error:
+            self._error = error.errno or 0
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)  # the next read finds the end
         finally:
@@ -112,7 +117,8 @@ class Link:
             return True
         try:
             data = self.socket.recv(65536)
-        except OSError:
+        except OSError as error:
+            self._error = error.errno or 0
             return False
         self.heard = time.monotonic()
         self._buffer += data
@@ -126,7 +132,9 @@ class Link:
     def loss(self, node_rank: int, host: str) -> Failure:
         """Return the failure of the agent at the other end, which is gone or out of reach."""
         fault, cause = "agent-killed", "its node agent is gone"
-        if self.is_silent:
+        if self._error in UNREACHABLE:
+            fault, cause = "link-lost", f"{os.strerror(self._error)} (network down?)"
+        elif self.is_silent:
             why = "its node agent is stopped, or hangs" if self._is_answered() else "network down?"
             fault, cause = "link-lost", f"no heartbeat for {self.silence_s:g} s ({why})"
         return Failure(fault, cause, KILLED, host, node_rank, time.time())
@@ -137,7 +145,7 @@ class Link:
             info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_AT + 4)
         except OSError:
             return False
-        return bool(struct.unpack_from("I", info, _LAST_ACK_AT)[0] < 1000 * limits.SILENCE_S / 2)
+        return bool(struct.unpack_from("I", info, _LAST_ACK_AT)[0] < 1000 * self.silence_s / 2)
 
     def close(self) -> None:
         self.socket.close()

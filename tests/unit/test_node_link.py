@@ -1,16 +1,19 @@
 """Messages between agents and launchers arrive as they were sent; others are rejected."""
 
+import errno
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from agents import eventually
 
 from launcher import own_time
 from launcher.failure import Failure
@@ -114,6 +117,54 @@ def test_a_peer_that_has_gone_is_noticed_where_it_is_read() -> None:
     peer.send(EndRanks())
     assert peer.receive() is None
     assert peer.wait(time.monotonic() + 5) is None
+
+
+@pytest.fixture
+def connected() -> Iterator[tuple[Link, socket.socket]]:
+    """Two ends of a TCP connection; the second has no agent."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as here,
+        server.accept()[0] as there,
+    ):
+        yield Link(here), there
+
+
+def test_a_silent_node_is_one_that_acknowledges_or_one_that_is_cut_off(
+    connected: tuple[Link, socket.socket],
+) -> None:
+    link, _ = connected
+    link.silence_s = 2.0
+    eventually(lambda: link.is_silent, "a silence in which nothing is sent or acknowledged")
+    failure = link.loss(1, "node2")
+    assert failure.fault == "link-lost"
+    assert failure.cause == "no heartbeat for 2 s (network down?)"
+
+    link.send(NodeBeat(None))  # the other end's kernel acknowledges it
+    stopped = "no heartbeat for 2 s (its node agent is stopped, or hangs)"
+    eventually(lambda: link.loss(1, "node2").cause == stopped, "the acknowledgement")
+
+
+@pytest.mark.parametrize("where", ["sendall", "recv"])
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (errno.ECONNRESET, ("agent-killed", "its node agent is gone")),
+        (errno.ETIMEDOUT, ("link-lost", "Connection timed out (network down?)")),
+        (errno.EHOSTUNREACH, ("link-lost", "No route to host (network down?)")),
+    ],
+)
+def test_a_connection_that_the_kernel_gives_up_is_a_lost_link(
+    connected: tuple[Link, socket.socket], where: str, number: int, told: tuple[str, str]
+) -> None:
+    link, there = connected
+    if where == "recv":
+        there.send(b"x")
+    link.socket = Mock(wraps=link.socket, **{f"{where}.side_effect": OSError(number, "")})
+    link.send(NodeBeat(None))
+    assert link.receive() is None
+    failure = link.loss(1, "node2")
+    assert (failure.fault, failure.cause) == told
 
 
 def test_a_line_without_end_is_no_agents() -> None:
