@@ -11,7 +11,7 @@ from watched import THEIRS_S, Sight, watch_both
 
 RANKS, MANY = 4, 8
 HANG_S = 20 if HAS_GPU else 15  # a GPU's first step takes longer
-HANGS = ("leaves", "stop", "skips", "shapes")  # perhaps, so these have a limit
+HANGS = ("leaves", "stop", "skips", "shapes", "types")  # perhaps, so these have a limit
 LOST = ("link-lost", "nccl-error", "rank-error", "rank-crashed", "rank-stuck")
 STUCK = ("rank-stuck", "collective-mismatch")
 FAILURES: list[tuple[str, str, tuple[str, ...], float]] = [
@@ -26,6 +26,7 @@ FAILURES: list[tuple[str, str, tuple[str, ...], float]] = [
     ("SIGSTOP of rank 1", "stop", STUCK, THEIRS_S),
     ("rank 1 skips an all-gather", "skips", (*STUCK, *LOST), THEIRS_S),
     ("rank 1 reduces a tensor of another size", "shapes", (*STUCK, *LOST), THEIRS_S),
+    ("rank 1 reduces a tensor of another type", "types", (*STUCK, *LOST), THEIRS_S),
     ("an all-reduce outlives `timeout_s`", "outlives", (*STUCK, *LOST), HANG_S + THEIRS_S),
 ]
 

@@ -95,7 +95,8 @@ def fails(what: str, folder: str) -> None:
 
 def add_metric(device: torch.device, what: str, *, is_gathered: bool) -> None:
     """Exchange a tensor with the other ranks, unless `what` says otherwise."""
-    ones = torch.ones(COUNT * (2 if what == "shapes" else 1), device=device)
+    kind = torch.float64 if what == "types" else torch.float32
+    ones = torch.ones(COUNT * (2 if what == "shapes" else 1), dtype=kind, device=device)
     if is_gathered and what != "skips":
         dist.all_gather([torch.empty_like(ones) for _ in range(dist.get_world_size())], ones)
     elif not is_gathered:
@@ -128,6 +129,30 @@ FAULTS = {
     "memory": run_out_of_memory,
     "illegal": illegal_access,
 }
+
+
+def lasts(seconds: str, folder: str) -> None:
+    """Train until rank 0 has done so for `seconds`; 3 steps done, write FOLDER/RANK."""
+    device = join()
+    training = Training(device)
+    began = time.monotonic()
+    last = began
+    longest = 0.0
+    for step in itertools.count(1):
+        training.step()
+        now = time.monotonic()
+        longest = max(longest, now - last)
+        last = now
+        is_over = torch.tensor([now - began > float(seconds)], dtype=torch.uint8, device=device)
+        dist.broadcast(is_over, src=0)
+        if step == 3:
+            Path(folder, str(dist.get_rank())).touch()
+        if is_over.item():
+            break
+        time.sleep(0.02)
+    if dist.get_rank() == 0:
+        print(f"{step} steps, the longest took {longest:.1f} s", flush=True)
+    dist.destroy_process_group()
 
 
 # --- the rest -----------------------------------------------------------------------------------

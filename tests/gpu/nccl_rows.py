@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import nccl_failures
+import nccl_hosts
 import nccl_runs
 from rows import Row
 
@@ -40,8 +41,11 @@ NCCL = [
     row("train.py stopped by SIGTERM, and resumed", nccl_runs.stop_and_resume, ranks=FEW),
     row("sharded snapshots: a rank is killed", nccl_runs.restart_sharded, ranks=FEW),
     row("DDP, snapshots: a rank is killed", nccl_runs.restart_ddp, ranks=RANKS),
-    row("two hosts, 2 x 2 ranks by hand: the interface", nccl_runs.use_link),
-    row("two hosts: a wrong NCCL_SOCKET_IFNAME, before the start", nccl_runs.reject_interface),
+    row("two hosts, 2 x 2 ranks by hand: the interface", nccl_hosts.use_link, how="launch"),
+    row("two hosts, 2 x 2 ranks over ssh: the interface", nccl_hosts.use_link, how="hosts"),
+    row("two hosts: a wrong NCCL_SOCKET_IFNAME, before the start", nccl_hosts.reject_interface),
+    row("two hosts: the link is cut for 5 s", nccl_hosts.heal_link),
+    row("two hosts: the link is cut for good", nccl_hosts.lose_link),
     row("`NCCL_DEBUG=INFO`, 8 ranks, `raise` on rank 1: the block is last", nccl_failures.debug),
     row("ten restarts in a row", nccl_runs.restart_often, ranks=RANKS),
     row("the end of 8 ranks with two process groups", nccl_runs.end, ranks=MANY),

@@ -8,17 +8,14 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 
-from gpu_runs import HAS_GPU, ROOT, SELF_TEST, CannotRun, Ended, Failed, Machine, share_gpus
+from gpu_runs import HAS_GPU, SELF_TEST, Ended, Failed, Machine, share_gpus
 from rows import SHARDED, STEPS, hash_of, restart, stop_midway, tell
-from watched import PROBE, under_ours, under_torchrun
+from watched import under_ours, under_torchrun
 
 SLOW = {"slow-link", "slow-rank"}  # ranks that share a GPU wait for each other
-TWO_HOSTS = ROOT / "tests/gpu/two_hosts.sh"
-LEAST_BYTES = 4 << 20  # of an all-reduce of 4 MB, over the link between two hosts
 RESTARTS = 10
 MOST_KEPT = 64 << 20  # bytes that ten restarts may add
 
@@ -137,40 +134,3 @@ def run_timed(
     if len(times) != ranks:
         raise Failed(f"{len(times)} of {ranks} ranks wrote a time")
     return times, over
-
-
-# --- two hosts ----------------------------------------------------------------------------------
-
-
-def two_hosts(machine: Machine, **variables: str) -> tuple[int, str]:
-    """Run 2 x 2 ranks by hand in two network namespaces; returns the exit code and the output."""
-    words = [str(TWO_HOSTS), "true"]
-    made = subprocess.run(words, capture_output=True, text=True, timeout=30)
-    if made.returncode != 0:
-        raise CannotRun(f"two hosts cannot be made here: {(made.stderr or made.stdout).strip()}")
-    words = [str(TWO_HOSTS), "launch", PROBE, "reduces"]
-    ended = machine.run(words, NCCL_DEBUG="INFO", **share_gpus(2), **variables)
-    return ended.code, ended.text
-
-
-def use_link(machine: Machine) -> str:
-    """Check that NCCL's own log names the interface that our launcher chose."""
-    code, text = two_hosts(machine)
-    chosen = re.findall(r"GLOO_SOCKET_IFNAME=(\S+) NCCL_SOCKET_IFNAME==(\S+)", text)
-    carried = max([0, *map(int, re.findall(r"^carried (\d+)", text, re.MULTILINE))])
-    used = {*re.findall(r"NCCL INFO NET/Socket : Using \[0\]([^:\s]+):", text)}
-    told = f"chosen {chosen}, used by NCCL {sorted(used)}, {carried >> 20} MiB over the link"
-    is_right = len({*chosen}) == 1 and (used == {chosen[0][1]} or not HAS_GPU)
-    if code or text.count("the sum is right") < 1 or not is_right or carried < LEAST_BYTES:
-        raise Failed(f"code {code}, {told}: {text[-300:]}")
-    name = f"NCCL's log names {chosen[0][1]}" if HAS_GPU else "NCCL's log needs a GPU"
-    return f"the kit chose {chosen[0][1]}; {name}; {carried >> 20} MiB over that link"
-
-
-def reject_interface(machine: Machine) -> str:
-    """Check that an interface that does not exist is named before the start."""
-    code, text = two_hosts(machine, NCCL_SOCKET_IFNAME="nosuch0")
-    lines = [line for line in text.splitlines() if line.endswith("[no-such-interface]")]
-    if code != 3 or not lines or "the sum is right" in text:
-        raise Failed(f"code {code}: {text[-300:]}")
-    return f"code 3: {lines[0]}"
