@@ -34,6 +34,7 @@ OTHERS = (
     *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGXCPU, signal.SIGPOLL),
     *(signal.SIGPWR, *range(signal.SIGRTMIN, signal.SIGRTMAX + 1)),
 )
+_spared = set[object]()  # pairs: a process id, and when the process started
 KILLED = 128 + signal.SIGKILL  # the exit code of a killed process, as a shell shows it
 
 
@@ -114,11 +115,16 @@ def start_ticks(pid: int) -> int | None:
     return int(stat[19]) if len(stat) > 19 and stat[0] not in (b"Z", b"X") else None
 
 
+def spare_descendants() -> None:
+    """Never touch what runs below this process now: `> >(tee log)` makes tee a launcher's child."""
+    _spared.update((pid, start_ticks(pid)) for pid in descendants(os.getpid()))
+
+
 def descendants(root: int) -> list[int]:
     """Return the process ids of all living descendants of `root`, excluding zombies."""
     children: dict[int, list[int]] = {}
     for pid in _all_pids():
-        if stat := read_stat(pid):
+        if (stat := read_stat(pid)) and (pid, int(stat[19])) not in _spared:
             # A zombie still links its living children to us until they are reparented.
             children.setdefault(int(stat[1]), []).append(-pid if stat[0] == b"Z" else pid)
     living: list[int] = []

@@ -21,12 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher.agent import elastic
 from launcher.agent.attempt import Attempt
-from launcher.agent.control import (
-    AgentNote,
-    SupervisorLink,
-    note_signals,
-    report_outcome,
-)
+from launcher.agent.control import AgentNote, SupervisorLink, note_signals, report_outcome
 from launcher.agent.diagnosis import nccl_network
 from launcher.agent.facts import Facts
 from launcher.agent.fork import cpus_of_ranks, fork_ranks, variables_of
@@ -73,6 +68,7 @@ def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: Supervi
     environ.pop("RUN_SECRET", None)  # no rank needs it
     if for_torch is not None:
         say(f"{beyond_static}: torch's elastic agent starts the ranks; each imports torch")
+        note_signals()
         elastic.run(for_torch)
         return 0
     try:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.stop_signals import QUERY, handled_signals, stop_signals
+from distributed.stop_signals import QUERY, handled_signals, notices, stop_signals
 from launcher import processes
 from launcher.failure_block import print_outcome
 from launcher.outcome import Outcome
@@ -131,8 +131,12 @@ def report_outcome(
 
 
 def note_signals() -> list[int]:
-    """Return a list that gets the stop signals until the ranks have started and others know."""
+    """Return a list that gets the stop signals until the ranks have started and others know.
+
+    Notices were pending until now: they would have ended this process.
+    """
     came: list[int] = []
     for signum in handled_signals():
         signal.signal(signum, lambda received, _: came.append(received))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, notices())
     return came

@@ -34,6 +34,7 @@ from launcher.agent.control import (
     close,
     end_after,
     follow_stream,
+    note_signals,
     report_outcome,
 )
 from launcher.command_line import find_option, read_for_torch, read_grace, read_silence
@@ -47,7 +48,6 @@ from launcher.outer_job import leave_outer_job
 from launcher.outer_run import leave_outer_run
 from launcher.own_time import Deadline
 from launcher.preflight.cgroup import count_memory_kills
-from launcher.processes import KILLED
 from launcher.record import run_json
 from launcher.text import OwnEnviron, mend_streams, warn
 from launcher.wire import launcher_link, limits
@@ -127,6 +127,7 @@ def fork_agent(
     awaited = {*handled, QUERY, *processes.WAKING, *pausing}
     signal.pthread_sigmask(signal.SIG_SETMASK, awaited)
     reapers = start_reaper(environ["LAUNCH_TOKEN"]) if is_launcher else (None, None)
+    processes.spare_descendants()
     processes.adopt_orphans()
     ours, theirs = socket.socketpair()
     me, words = os.getpid(), descriptors.anonymous_file("words")
@@ -142,7 +143,7 @@ def fork_agent(
             signal.signal(signum, signal.SIG_DFL)
         if QUERY not in handled:
             signal.signal(QUERY, lambda *_: None)  # ignored until there are ranks
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited - {*notices()})  # see note_signals()
         link = SupervisorLink(theirs, control, reapers[1], words)
         sys.exit(_run_agent(arguments, environ, link, me))
 
@@ -173,6 +174,7 @@ def _run_agent(
     if environ.get("ENGINE") == "torch.distributed.launch":
         with _importing(link.words):
             from torch.distributed.launch import launch, parse_args  # torch does the rest
+        note_signals()
         launch(read_for_torch(parse_args, arguments))  # type: ignore[no-untyped-call]
         return 0
 
@@ -311,7 +313,7 @@ def _report_death(
         failure = Failure(
             *why, code, socket.gethostname(), note.node_rank, time.time(), frames=frames
         )
-    elif code == KILLED:  # the launcher is gone
+    elif code == processes.KILLED:  # the launcher is gone
         return
 
     outcome = Outcome(
@@ -333,7 +335,7 @@ def _explain_death(
 
     `words` are the agent's last lines. `is_out_of_memory` means that the kernel killed a process.
     """
-    if is_out_of_memory and code == KILLED:
+    if is_out_of_memory and code == processes.KILLED:
         fault, cause = explain(code, out_of_memory=True)
         return fault, f"the node agent: {cause}"
     if by_signal := signal_name(code):

@@ -28,19 +28,14 @@ def new_file(plan: Plan) -> Path:
 def keep(file: Path) -> None:
     """From now on, also write stdout and stderr of this process to a file.
 
-    The copying process is not a child of this one, because this process becomes the agent, which
-    ends all its descendants. The copying process ignores the signals that stop the run.
+    The copying process ignores the signals that stop the run.
     """
     reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        if os.fork() == 0:
-            for signum in stop_signals():
-                signal.signal(signum, signal.SIG_IGN)
-            os.dup2(reader, 0)
-            os.execvp("tee", ["tee", "-a", "--", str(file)])
-        os._exit(0)
-    os.waitpid(child, 0)
+    if os.fork() == 0:
+        for signum in stop_signals():
+            signal.signal(signum, signal.SIG_IGN)
+        os.dup2(reader, 0)
+        os.execvp("tee", ["tee", "-a", "--", str(file)])
 
     for fd in (1, 2):
         os.dup2(writer, fd)

@@ -54,7 +54,10 @@ run_command() { # <command> <word...>
   [[ $script == */* ]] || script=./$script
   unset LAUNCH_AS
   answer "${2:-}" "$1"
-  trap 'echo "stopped  by SIGTERM; nothing was started" >&2; exit 143' TERM
+  for name in HUP USR1 USR2 TERM; do
+    # shellcheck disable=SC2064 # of this name
+    trap "echo 'stopped  by SIG$name; nothing was started' >&2; exit $((128 + $(kill -l "$name")))" "$name"
+  done
   pwd -P &>/dev/null || die 2 "the working directory has been removed; cd to one that exists [dir-unwritable]"
   for name in launcher/start.py distributed/environment.py; do
     [[ -r $ROOT/$name ]] ||

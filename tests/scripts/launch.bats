@@ -373,3 +373,43 @@ nodes_of() { # <argument...>
   run launch --hosts node1 --via rsh x.py
   assert_refused 2 "--via is 'rsh'; use ssh or pdsh, with --hosts" ""
 }
+
+# bats test_tags=slow
+@test "a reader that the shell began, as in > >(tee log), gets the failure block" {
+  echo 'import os, signal; os.kill(os.getppid(), signal.SIGKILL)' >kills.py # the node agent
+  ROOT=$ROOT run bash -c 'exec > >(while read -r line; do echo "read $line"; done >log; touch over) 2>&1; exec "$ROOT/scripts/launch.sh" kills.py'
+  [[ $status == 137 ]]
+  timeout 60 bash -c "until [[ -e over ]]; do sleep 0.05; done" # the reader outlives the launcher
+  grep -q '^read FAILED   node agent 0 .*\[agent-killed\]$' log
+  [[ $(tail -n 1 log) == "read see      TROUBLESHOOTING.md#agent-killed" ]]
+}
+
+# bats test_tags=slow
+@test "a notice waits until the ranks handle it, also while torch is imported" {
+  cat >handles.py <<'PY'
+import signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: (print("handled", flush=True), sys.exit(5)))
+signal.alarm(60)  # ends a test that fails
+signal.pause()
+PY
+  mkdir slow
+  cat >slow/sitecustomize.py <<'PY'
+import os, signal, sys
+def signal_once(event, given):
+    if event == "import" and given[0] == "torch" and sys.argv[0].endswith("agent.py"):
+        os.kill(os.getppid(), signal.SIGUSR1)
+sys.addaudithook(signal_once)
+PY
+  PYTHONPATH=$PWD/slow run launch handles.py
+  [[ $status == 5 && $output == *handled* ]]
+}
+
+@test "a signal before Python starts: a line, and the signal's code" {
+  local name
+  for name in HUP USR1 USR2 TERM; do
+    fake_tool checks "kill -$name \$PPID; exit 42" # as the check of Python's version
+    PYTHON=checks run env --default-signal=HUP "$ROOT/scripts/launch.sh" kills.py
+    [[ $output == "stopped  by SIG$name; nothing was started" ]]
+    ((status == 128 + $(kill -l "$name")))
+  done
+}
