@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -141,20 +141,22 @@ class NodeRanks:
         """Send a signal to every living rank."""
         processes.send([each.pid for each in self.living()], signum)
 
-    def ended(self) -> list[Rank]:
-        """Return the ranks that have exited since the last call, and read all their output.
+    def ended(self) -> Iterator[Rank]:
+        """Yield the ranks that have exited since the last call, with all their output read.
 
-        The agent adopts the orphans of its ranks, so it must reap those too.
+        Until the last one is yielded, some ranks are still among living(). The agent adopts the
+        orphans of its ranks, so it must reap those too.
         """
         statuses = dict(processes.reap())
-        ended = [each for each in self.living() if each.pid in statuses]
-        for each in ended:
+        for each in self.living():
+            if each.pid not in statuses:
+                continue
             each.code = processes.exit_code(statuses[each.pid])
             for stream in each.streams:
                 stream.drain()
                 if each.code == 0 and stream.view is not None:
                     stream.view.show_traceback()
-        return ended
+            yield each
 
     def streams(self) -> list[Stream]:
         return [stream for each in self.all for stream in each.streams]

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from agents import (
@@ -32,7 +33,10 @@ from ports import free_port
 
 from distributed.errors import Refused
 from launcher import handshake, processes
+from launcher.agent.attempt import Attempt
+from launcher.agent.facts import Facts
 from launcher.agent.join import versions
+from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.nodes import checkin
 from launcher.failure import Failure
 from launcher.handshake import Acceptor, Access
@@ -348,6 +352,35 @@ def test_a_node_that_comes_when_the_run_has_begun_is_told(start: Start, port: in
     err = late.finish()
     assert late.process.returncode == 3
     assert "or the run has started" in err and "[port-in-use]" in err
+
+
+def test_a_node_whose_ranks_exit_together_reports_its_end_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = Mock()
+    ranks = [
+        Rank(rank, rank - 2, 10 + rank, (Mock(view=None), Mock(view=None)), tmp_path / f"{rank}")
+        for rank in (2, 3)
+    ]
+    node = NodeRanks(ranks, Heartbeats(2), 1, "here")
+    attempt = Attempt(
+        node,
+        peers={0: first},
+        everyone=list,
+        supervisor=Mock(),
+        facts=Facts(host="here", node_rank=1),
+        grace_s=30.0,
+        verdict_s=30.0,
+        is_last=False,
+        query=Mock(),
+        snapshots=Mock(parts=lambda: ({}, {})),
+        on_beat=Mock(),
+    )
+    monkeypatch.setattr(processes, "reap", lambda: iter([(12, 0), (13, 0)]))
+    for each in node.ended():
+        attempt._on_death(each)
+    ((told,),) = (call.args for call in first.send.call_args_list)
+    assert isinstance(told, NodeEnd) and told.codes == [0, 0]
 
 
 # --- strangers at the ports of a run --------------------------------------------------------------
