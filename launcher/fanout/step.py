@@ -41,7 +41,7 @@ from launcher.wire import limits
 from launcher.wire.launcher_link import Answers
 from launcher.wire.messages import Exit, Membership
 
-MOST_RESTARTS = 3  # in a row without a new checkpoint
+MOST_STARTS = 4  # in a row without a new checkpoint
 Srun = subprocess.Popen[bytes]
 
 
@@ -286,10 +286,15 @@ def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
     """Put the job back into the queue; SLURM starts it again under the same id.
 
     With a limit, the job ends instead after three restarts in a row without a new checkpoint.
-    Returns False if SLURM rejects the request. In a chain of jobs, the next one resumes instead.
+    Returns False if SLURM rejects the request, or the user has cancelled the job. In a chain of
+    jobs, the next one resumes instead.
     """
     if chain_of(plan.environ):
         return True
+
+    job = job_id(plan.environ)
+    if has_limit and slurm.has_ended(job):  # scancel came after the notice
+        return False
 
     if has_limit and plan.checkpoint_dir is not None:
         folder = plan.directory / plan.checkpoint_dir / plan.run_id
@@ -299,15 +304,14 @@ def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
         newest = f"step-{max(map(int, filter(str.isdecimal, steps)), default=0)}"
         with open_own(record, "a") as file:
             print(newest, file=file)
-        last = record.read_text().splitlines()[-MOST_RESTARTS - 1 :]
-        if last == [newest] * (MOST_RESTARTS + 1):
-            cause = f"{MOST_RESTARTS} restarts made no progress"
+        last = record.read_text().splitlines()[-MOST_STARTS:]
+        if last == [newest] * MOST_STARTS:
+            cause = f"{MOST_STARTS - 1} restarts made no progress"
             warn(f"{plan.program}: {cause}; not requeuing the job")
             return True
 
     # SLURM ends the requeued job with SIGTERM, which is blocked here and in scontrol, and sends
     # SIGKILL only after KillWait, so there is time to print the line below.
-    job = job_id(plan.environ)
     is_back = subprocess.run(["scontrol", "requeue", job]).returncode == 0
     if is_back:
         warn(f"requeued job {job}; it resumes when SLURM starts it again")

@@ -270,6 +270,17 @@ has_restarts() { # <number>
   echo "# $times stops, $(grep -c '^stopped    after step' job.out) of them saved" >&3
 }
 
+# bats test_tags=prove,long
+@test "scancel right after a notice ends the job: it saves, and does not come back" {
+  start_long --nodes=2 --gpus-per-node=1
+  on login scancel --batch --signal=USR1 "$JOB"
+  on login scancel "$JOB"
+  eventually has_ended "$JOB"
+  [[ $(field "$JOB" JobState) == JobState=CANCELLED && $(field "$JOB" Restarts) == Restarts=0 ]]
+  grep -q '^resume   ' job.out
+  run ! grep -q '^requeued job' job.out
+}
+
 # Submits the page's loop as the run broken; sets JOB when it trains.
 start_page_loop() { # <the program's arguments...>
   rm -f job.out

@@ -411,6 +411,18 @@ def test_a_requeue_that_slurm_refuses_is_not_announced(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
+def test_a_job_that_is_cancelled_after_a_notice_is_not_requeued(
+    state: str, plan: Plan, tools: Path
+) -> None:
+    queued = plan.directory / "queued"
+    make_tool(tools / "squeue", f"echo 11 {state}")
+    shown = f"JobId=11 JobState={state}"
+    make_tool(tools / "scontrol", f'[[ $1 == show ]] && echo {shown} || echo "$*" >"{queued}"')
+    is_back = step.requeue(replace(plan, environ=captured("requeued-batch-step", **os.environ)))
+    assert is_back == queued.exists() == (state == "RUNNING")
+
+
 @pytest.mark.parametrize(("limit", "is_short"), [("00:02:00", True), ("00:30:00", False)])
 def test_a_limit_that_is_shorter_than_the_notice_is_named(
     limit: str, is_short: bool, plan: Plan, tools: Path, capsys: pytest.CaptureFixture[str]
