@@ -47,7 +47,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, nproc):
         return REFUSED
 
-    # A signal that arrives now is left to the agent's supervisor; a container does not start.
+    # A signal that arrives now is left to the agent's supervisor, or ends a container's start.
     signal.pthread_sigmask(signal.SIG_UNBLOCK if plan.container else signal.SIG_BLOCK, STOP_SIGNALS)
     be_ready()
     added = {"LAUNCH_START": "local", "LAUNCH_TOKEN": os.urandom(16).hex()}

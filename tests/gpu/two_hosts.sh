@@ -86,12 +86,9 @@ finish() { # <exit code on the first host> <on the second>
 }
 
 # The second host's interface is down; the first one's has no carrier, as with a cable that is cut.
+# Its wait for the ranks ends with the launchers.
 cut_link() { # <seconds> <folder>
-  local tries
-  for ((tries = 0; tries < 4000; tries++)); do
-    [[ ! -e $2/0 || ! -e $2/1 || ! -e $2/2 || ! -e $2/3 ]] || break
-    sleep 0.01
-  done
+  until [[ -e $2/0 && -e $2/1 && -e $2/2 && -e $2/3 ]]; do sleep 0.05; done
   on_other ip link set "$LINK" down
   touch "$2/cut"
   (($1)) || return 0
@@ -102,6 +99,8 @@ cut_link() { # <seconds> <folder>
 launch_over_ssh() { # <script> <argument...>
   local folder code=0
   folder=$(mktemp -d)
+  # shellcheck disable=SC2064 # the folder's name now
+  trap "kill \"\${OTHERS[@]}\"; rm -r '$folder'" EXIT
   ssh-keygen -q -t ed25519 -N '' -f "$folder/key"
   cp "$folder/key.pub" "$folder/authorized_keys"
   mkdir -p /run/sshd "$folder/bin"
