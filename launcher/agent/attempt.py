@@ -239,15 +239,17 @@ class Attempt:
 
     def _stop(self, signum: int, source: Link | None) -> None:
         """Ask the ranks here and all other nodes to stop, except `source`, which asked for it."""
-        if signum not in self.facts.signals:  # schedulers send one signal to several processes
+        if signum not in self.facts.signals or signum in notices():
             self.facts.signals.append(signum)
             self._forward(signum, source)
 
     def _forward(self, signum: int, source: Link | None = None) -> None:
-        self.send_all(StopRequest(signum), but=source)
         if signum not in notices():  # after a notice, the ranks still have minutes
             self.kill.set_within(self.grace_s)
             self.ranks.send(signum)
+        elif not self.notice.take(signum):
+            return
+        self.send_all(StopRequest(signum), but=source)
         self.notice.deliver()
 
     # --- the other nodes ------------------------------------------------------------------------

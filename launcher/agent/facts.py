@@ -23,7 +23,8 @@ class Facts:
     signals: list[int] = field(default_factory=list)  # stop signals from outside
     host: str = ""
     node_rank: int = 0
-    noticed: set[int] = field(default_factory=set)  # ranks here that were sent a notice
+    # The ranks here that were sent a notice, each with the time at which the notice came.
+    noticed: set[tuple[int, float]] = field(default_factory=set)
     codes: dict[int, int] = field(default_factory=dict)  # exit codes here, by rank
     stopped: set[int] = field(default_factory=set)  # ranks here that the agent had to stop
     failures: list[Failure] = field(default_factory=list)  # here, or reported by other nodes
@@ -32,9 +33,10 @@ class Facts:
 
     @property
     def asked(self) -> list[int]:
-        """The stop signals sent to ranks here, by this agent or by SLURM itself."""
+        """The stop signals sent to ranks here, by this agent or by SLURM itself; notices last."""
         is_known = self.noticed or any(128 + one in self.codes.values() for one in notices())
-        return [signum for signum in self.signals if signum not in notices() or is_known]
+        known = [signum for signum in self.signals if signum not in notices() or is_known]
+        return sorted(known, key=notices().__contains__)
 
     @property
     def is_ending(self) -> bool:
