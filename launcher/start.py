@@ -35,7 +35,7 @@ from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan
 from launcher.plan.script import check_script, show_help
 from launcher.plan.settings import read_value
-from launcher.processes import outlive_others
+from launcher.processes import outlive_others, shell_code
 from launcher.record import run_json, runs
 from launcher.text import Environ, OwnEnviron, PlanError, mend_streams, short_host_name, warn
 from launcher.wire import limits
@@ -104,19 +104,21 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     resume.forward_given(environ, pbs.note_job(environ))
     plan = make_plan(typed)
     check_script(plan)
-    if (code := show_help(plan)) is not None:
-        return code
+    if (shown := show_help(plan)) is not None:
+        return shown
 
-    is_first = plan.node_rank == 0
-    silence = pbs.find_silence(environ) if is_first else ""
-    short = pbs.find_short_delay(plan.grace_s, environ) if is_first and not typed.module else ""
-    for warning in filter(None, (find_idle(plan), silence, short)):
+    warnings = [find_idle(plan)]
+    if plan.node_rank == 0:
+        warnings.append(pbs.find_silence(environ))
+        if not typed.module:
+            warnings.append(pbs.find_short_delay(plan.grace_s, environ))
+    for warning in filter(None, warnings):
         warn(f"{typed.program}: warning: {warning}")
 
     be_ready = prepare(plan, typed.typed[0])
     fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
-    code = int(fanout.run(check_config(plan), be_ready))
-    run_json.note_end(plan.folder, code)
+    code: int = fanout.run(check_config(plan), be_ready)
+    run_json.note_end(plan.folder, shell_code(code))
     return code
 
 
