@@ -162,7 +162,8 @@ def prepare(plan: Plan, script: str) -> Callable[[], None]:
                 plan.folder,
                 plan.environ,
                 detached=plan.is_detached,
-                grace=float(plan.grace_s),
+                grace=plan.grace_s,
+                command=plan.command,
             )
         leave_terminal()
 

@@ -304,7 +304,7 @@ def _report_death(
     except (OSError, ValueError):  # the agent exited before the run began
         note = replace(agent.note, started=time.time())
 
-    folder = Path(note.folder) if note.folder else None
+    folder = Path(note.folder) if note.folder else agent.folder
     if folder is not None:
         run_json.note_end(folder, code, agent=agent.pid)
 
