@@ -135,7 +135,7 @@ def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:
     _, host = locked_by(folder)
     warn(f"waiting up to {wait_s:g} s for this job's earlier start, on {host}, to save and stop")
     run_json.update(folder, job=run_json.this_start(environ))
-    for _ in turns(wait_s, limits.LOCK_LOOK_S):
+    for _ in turns(wait_s, limits.LOOK_S):
         if not is_locked(folder):
             break
 
