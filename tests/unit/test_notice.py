@@ -142,7 +142,7 @@ def test_that_nobody_handles_it_is_said_once_and_not_at_once(
 COUNTS = """
 import os, signal
 def count(signum, _):
-    print(signal.Signals(signum).name, flush=True)
+    os.write(1, f"{signal.Signals(signum).name}\\n".encode())
 for one in signal.SIGUSR1, signal.SIGUSR2:
     signal.signal(one, count)
 """
