@@ -12,7 +12,7 @@ from typing import NoReturn
 from distributed.errors import STOPPED
 from launcher.text import warn
 
-INTERRUPTED = -signal.SIGINT  # as subprocess has it: ended by the signal
+INTERRUPTED = signal.SIGINT - 128  # exits with 130, but is not a script's own 130
 
 
 def code_for_shell(code: int, signals: Container[int | None]) -> int:

@@ -35,7 +35,7 @@ from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan
 from launcher.plan.script import check_script, show_help
 from launcher.plan.settings import read_value
-from launcher.processes import outlive_others, shell_code
+from launcher.processes import outlive_others
 from launcher.record import run_json, runs
 from launcher.text import Environ, OwnEnviron, PlanError, mend_streams, short_host_name, warn
 from launcher.wire import limits
@@ -118,7 +118,7 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     be_ready = prepare(plan, typed.typed[0])
     fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
     code: int = fanout.run(check_config(plan), be_ready)
-    run_json.note_end(plan.folder, shell_code(code))
+    run_json.note_end(plan.folder, code % 256)
     return code
 
 

@@ -244,12 +244,12 @@ class Attempt:
             self._forward(signum, source)
 
     def _forward(self, signum: int, source: Link | None = None) -> None:
+        if signum in notices() and not self.notice.take(signum):
+            return
+        self.send_all(StopRequest(signum), but=source)
         if signum not in notices():  # after a notice, the ranks still have minutes
             self.kill.set_within(self.grace_s)
             self.ranks.send(signum)
-        elif not self.notice.take(signum):
-            return
-        self.send_all(StopRequest(signum), but=source)
         self.notice.deliver()
 
     # --- the other nodes ------------------------------------------------------------------------

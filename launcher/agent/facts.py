@@ -33,10 +33,9 @@ class Facts:
 
     @property
     def asked(self) -> list[int]:
-        """The stop signals sent to ranks here, by this agent or by SLURM itself; notices last."""
+        """The stop signals sent to ranks here, by this agent or by SLURM itself."""
         is_known = self.noticed or any(128 + one in self.codes.values() for one in notices())
-        known = [signum for signum in self.signals if signum not in notices() or is_known]
-        return sorted(known, key=notices().__contains__)
+        return [signum for signum in self.signals if signum not in notices() or is_known]
 
     @property
     def is_ending(self) -> bool:

@@ -34,7 +34,7 @@ class Notice:
         self._came: dict[int, float] = {}  # when each notice came last
 
     def take(self, signum: int) -> bool:
-        """Note a notice. Returns False if it came a moment ago, too, by another way."""
+        """Note a notice. Returns False if it came a moment ago, too, by another route."""
         now = own_time.now()
         if now - self._came.get(signum, -math.inf) < limits.NOTICE_SAME_S:
             return False

@@ -379,7 +379,7 @@ nodes_of() { # <argument...>
   local code=0
   echo pass >x.py
   RUN_ID=early "$ROOT/scripts/launch.sh" x.py 2>err &
-  until [[ -e logs/early/run.json ]]; do sleep 0.02; done
+  timeout 60 bash -c "until [[ -e logs/early/run.json ]]; do sleep 0.02; done"
   kill -TERM $!
   wait $! || code=$?
   [[ $code == 143 ]]

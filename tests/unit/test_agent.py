@@ -141,7 +141,8 @@ def test_one_notice_after_the_other_reaches_the_rank_and_a_stop_is_named_first(
     run.wait_for("ready")
     run.process.send_signal(signal.SIGUSR1)
     run.wait_for("SIGUSR1")
-    run.process.send_signal(signal.SIGUSR2)  # handled before SIGTERM, in the order of their numbers
+    run.process.send_signal(signal.SIGUSR2)
+    run.wait_for("SIGUSR2")
     run.process.send_signal(signal.SIGTERM)
     err = run.finish()
     run.assert_gone()
