@@ -255,8 +255,7 @@ class Attempt:
     # --- the other nodes ------------------------------------------------------------------------
 
     def _on_peer(self, node: int, peer: Link) -> None:
-        received = peer.receive()
-        if received is None:
+        if (received := peer.receive()) is None:
             self._drop_peer(node)
         for message in received or ():
             _take_message(self, node, peer, message)
@@ -295,8 +294,7 @@ class Attempt:
 
     def _end_stuck(self, suspect: int) -> None:
         """Collect the stacks of the ranks here, which a stuck rank holds up, then kill them."""
-        failure = self.ranks.describe_stuck(suspect)
-        if failure is not None:
+        if failure := self.ranks.describe_stuck(suspect):
             self._fail(failure)
             self.savers.refuse()
             self.kill.set_within(0.0)  # a resumed rank must not save
