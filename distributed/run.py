@@ -1,7 +1,8 @@
 """The node agent, with torchrun's own arguments: `python -m distributed.run ... SCRIPT`."""
 
+import sys
+
 from launcher.agent.supervisor import main
-from launcher.interrupt import leave
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

@@ -177,8 +177,9 @@ def _part(environ: Environ) -> str:
 
 
 def _on_all_nodes(environ: Environ) -> str:
-    nodes = environ["SLURM_JOB_NUM_NODES"]
-    return f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1"
+    return "srun --nodes={0} --ntasks={0} --ntasks-per-node=1".format(
+        environ["SLURM_JOB_NUM_NODES"]
+    )
 
 
 def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> list[str]:
