@@ -1,8 +1,7 @@
 """The node agent, with torchrun's own arguments: `python -m distributed.run ... SCRIPT`."""
 
-import sys
-
 from launcher.agent.supervisor import main
+from launcher.interrupt import leave
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -213,8 +213,7 @@ def details_of(message: str) -> list[str]:
     """Return the lines after a message's first that say something, such as the missing keys."""
     _, *lines = _lines_of(message.partition(f"\n{_TRACEBACK}")[0])
     said = [line.strip() for line in lines if not _ADVICE.match(line.strip())]
-    shown = said[:_SHOWN_DETAILS]
-    return [f"{line[:_LONGEST]} ..." if len(line) > _LONGEST else line for line in shown]
+    return [f"{line[:_LONGEST]} ..." if len(line) > _LONGEST else line for line in said]
 
 
 def _lines_of(message: str) -> list[str]:

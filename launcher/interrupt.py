@@ -12,18 +12,18 @@ from typing import NoReturn
 from distributed.errors import STOPPED
 from launcher.text import warn
 
-INTERRUPTED = 128 + signal.SIGINT
+INTERRUPTED = signal.SIGINT - 128  # exits with 130, but is not a script's own 130
 
 
 def code_for_shell(code: int, signals: Container[int | None]) -> int:
-    """Return an exit code; that of a Ctrl-C if `signals` has stopped a run, which has saved."""
-    is_typed = code == STOPPED and signal.SIGINT in signals and is_in_foreground()
-    return INTERRUPTED if is_typed else code
+    """Return an exit code, or INTERRUPTED if `signals` has a Ctrl-C and nothing else went wrong."""
+    is_stop = code in (STOPPED, 128 + signal.SIGINT)
+    return INTERRUPTED if is_stop and signal.SIGINT in signals and is_in_foreground() else code
 
 
 def leave(code: int) -> NoReturn:
     """Exit, after a Ctrl-C by its signal."""
-    if code == INTERRUPTED and is_in_foreground():
+    if code == INTERRUPTED:
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -34,7 +34,7 @@ def leave(code: int) -> NoReturn:
 def leave_unstarted(signum: int, frame: object = None) -> NoReturn:
     """Exit after a stop before the run has started; what runs until then ends with this process."""
     warn(f"stopped  by {signal.Signals(signum).name}; nothing was started")
-    raise SystemExit(128 + signum)
+    raise SystemExit(code_for_shell(128 + signum, {signum}))
 
 
 def is_in_foreground() -> bool:

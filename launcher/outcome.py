@@ -117,10 +117,11 @@ def end_attempt(
         for each in by_time
     ]
 
-    code = stop_code(nodes, signals)  # if no rank has failed
-    ends = describe_ends(nodes, signals) if code else ""
-    if code and signals:
-        ends = f"by {signal.Signals(signals[0]).name}: {ends}"
+    stops = sorted(signals, key=notices().__contains__)  # a notice ends nothing by itself
+    code = stop_code(nodes, stops)  # if no rank has failed
+    ends = describe_ends(nodes, stops) if code else ""
+    if code and stops:
+        ends = f"by {signal.Signals(stops[0]).name}: {ends}"
     stop = Outcome(code, ends=ends, signum=next(iter(signals), 0))
 
     chosen = choose([*accounts, (Basis.STOP, stop)])

@@ -104,19 +104,21 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     resume.forward_given(environ, pbs.note_job(environ))
     plan = make_plan(typed)
     check_script(plan)
-    if (code := show_help(plan)) is not None:
-        return code
+    if (shown := show_help(plan)) is not None:
+        return shown
 
-    is_first = plan.node_rank == 0
-    silence = pbs.find_silence(environ) if is_first else ""
-    short = pbs.find_short_delay(plan.grace_s, environ) if is_first and not typed.module else ""
-    for warning in filter(None, (find_idle(plan), silence, short)):
+    warnings = [find_idle(plan)]
+    if plan.node_rank == 0:
+        warnings.append(pbs.find_silence(environ))
+        if not typed.module:
+            warnings.append(pbs.find_short_delay(plan.grace_s, environ))
+    for warning in filter(None, warnings):
         warn(f"{typed.program}: warning: {warning}")
 
     be_ready = prepare(plan, typed.typed[0])
     fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
-    code = int(fanout.run(check_config(plan), be_ready))
-    run_json.note_end(plan.folder, code)
+    code: int = fanout.run(check_config(plan), be_ready)
+    run_json.note_end(plan.folder, code % 256)
     return code
 
 
@@ -133,7 +135,7 @@ def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:
     _, host = locked_by(folder)
     warn(f"waiting up to {wait_s:g} s for this job's earlier start, on {host}, to save and stop")
     run_json.update(folder, job=run_json.this_start(environ))
-    for _ in turns(wait_s, limits.LOCK_LOOK_S):
+    for _ in turns(wait_s, limits.LOOK_S):
         if not is_locked(folder):
             break
 
@@ -160,7 +162,8 @@ def prepare(plan: Plan, script: str) -> Callable[[], None]:
                 plan.folder,
                 plan.environ,
                 detached=plan.is_detached,
-                grace=float(plan.grace_s),
+                grace=plan.grace_s,
+                command=plan.command,
             )
         leave_terminal()
 

@@ -239,11 +239,13 @@ class Attempt:
 
     def _stop(self, signum: int, source: Link | None) -> None:
         """Ask the ranks here and all other nodes to stop, except `source`, which asked for it."""
-        if signum not in self.facts.signals:  # schedulers send one signal to several processes
+        if signum not in self.facts.signals or signum in notices():
             self.facts.signals.append(signum)
             self._forward(signum, source)
 
     def _forward(self, signum: int, source: Link | None = None) -> None:
+        if signum in notices() and not self.notice.take(signum):
+            return
         self.send_all(StopRequest(signum), but=source)
         if signum not in notices():  # after a notice, the ranks still have minutes
             self.kill.set_within(self.grace_s)
@@ -253,8 +255,7 @@ class Attempt:
     # --- the other nodes ------------------------------------------------------------------------
 
     def _on_peer(self, node: int, peer: Link) -> None:
-        received = peer.receive()
-        if received is None:
+        if (received := peer.receive()) is None:
             self._drop_peer(node)
         for message in received or ():
             _take_message(self, node, peer, message)
@@ -293,8 +294,7 @@ class Attempt:
 
     def _end_stuck(self, suspect: int) -> None:
         """Collect the stacks of the ranks here, which a stuck rank holds up, then kill them."""
-        failure = self.ranks.describe_stuck(suspect)
-        if failure is not None:
+        if failure := self.ranks.describe_stuck(suspect):
             self._fail(failure)
             self.savers.refuse()
             self.kill.set_within(0.0)  # a resumed rank must not save

@@ -103,7 +103,7 @@ def await_client(pid: int) -> None:
     """Wait for the podman client to exit; this process is not its child, but should end with it."""
     started = processes.start_ticks(pid)
     while started is not None and processes.start_ticks(pid) == started:
-        time.sleep(limits.CLIENT_LOOK_S)
+        time.sleep(limits.LOOK_S)
 
 
 def take_stdin(mark: str) -> Control:

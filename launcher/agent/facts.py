@@ -23,7 +23,8 @@ class Facts:
     signals: list[int] = field(default_factory=list)  # stop signals from outside
     host: str = ""
     node_rank: int = 0
-    noticed: set[int] = field(default_factory=set)  # ranks here that were sent a notice
+    # The ranks here that were sent a notice, each with the time at which the notice came.
+    noticed: set[tuple[int, float]] = field(default_factory=set)
     codes: dict[int, int] = field(default_factory=dict)  # exit codes here, by rank
     stopped: set[int] = field(default_factory=set)  # ranks here that the agent had to stop
     failures: list[Failure] = field(default_factory=list)  # here, or reported by other nodes

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Callable
 
-from distributed.stop_signals import notices
 from launcher import own_time, processes
 from launcher.agent.facts import Facts
 from launcher.agent.node_ranks import NodeRanks
+from launcher.own_time import Deadline
 from launcher.wire import limits
 
 UNHANDLED = (
@@ -29,23 +30,27 @@ class Notice:
         self._ranks = ranks
         self._facts = facts
         self._show = show
-        self._warn_at = 0.0  # 0 until the notice arrives
+        self._warning = Deadline()
+        self._came: dict[int, float] = {}  # when each notice came last
+
+    def take(self, signum: int) -> bool:
+        """Note a notice. Returns False if it came a moment ago, too, by another route."""
+        now = own_time.now()
+        if now - self._came.get(signum, -math.inf) < limits.NOTICE_SAME_S:
+            return False
+        self._came[signum] = now
+        self._warning.set_within(limits.NOTICE_WARN_S)
+        return True
 
     def deliver(self) -> None:
-        """Send the notice to ranks that handle it by now; warn after NOTICE_WARN_S if none does."""
-        came = next((one for one in notices() if one in self._facts.signals), None)
-        if came is None:
-            return
+        """Send each notice to ranks that handle it by now; warn if none does in NOTICE_WARN_S."""
+        for signum, came in list(self._came.items()):  # a signal handler may add one
+            for each in self._ranks.living():
+                # A newly forked rank still has the agent's handlers and session.
+                is_ready = os.getpgid(each.pid) == each.pid and processes.handles(each.pid, signum)
+                if is_ready and (each.rank, came) not in self._facts.noticed:
+                    processes.send([each.pid], signum)
+                    self._facts.noticed.add((each.rank, came))
 
-        for each in self._ranks.living():
-            # A newly forked rank still has the agent's handlers and session.
-            is_ready = os.getpgid(each.pid) == each.pid and processes.handles(each.pid, came)
-            if is_ready and each.rank not in self._facts.noticed:
-                processes.send([each.pid], came)
-                self._facts.noticed.add(each.rank)
-
-        self._warn_at = self._warn_at or own_time.now() + limits.NOTICE_WARN_S
-        if own_time.now() >= self._warn_at:
-            self._warn_at = math.inf
-            if not self._facts.noticed and self._ranks.node_rank == 0:
-                self._show(UNHANDLED.format(came.name))
+        if self._warning.expire() and not self._facts.noticed and self._ranks.node_rank == 0:
+            self._show(UNHANDLED.format(signal.Signals(min(self._came)).name))

@@ -139,9 +139,6 @@ class Query:
         self.show(text)
 
         if self.folder is not None:
-            with (
-                contextlib.suppress(OSError),
-                open_own(self.folder / SHOWN, "a") as log,
-            ):
+            with contextlib.suppress(OSError), open_own(self.folder / SHOWN, "a") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         return None

@@ -52,9 +52,9 @@ class Savers:
 
         Blocks until they have written their stacks, for up to SAVERS_LOOK_S.
         """
-        is_first = not self._is_judged
+        was_judged = self._is_judged
         self._is_judged = True
-        if not is_first or not self._all:
+        if was_judged or not self._all:
             return []
 
         now = self._stacks()

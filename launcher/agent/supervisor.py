@@ -152,7 +152,7 @@ def fork_agent(
     given = find_option(arguments, "--node-rank") or environ.get("SLURM_NODEID", "")
     node_rank = int(given) if given.isdecimal() else 0  # the best guess so far
     logs, run_id = find_option(arguments, "--log-dir"), environ.get("RUN_ID", "")
-    folder = Path(logs, run_id) if is_launcher and logs and run_id else None
+    folder = Path(logs, run_id) if is_launcher and logs and run_id and not node_rank else None
     note = AgentNote(run_id, node_rank, 0.0, 0)
     grace_s = read_grace(arguments, environ)
     agent = Agent(pid, ours, words, note, control, grace_s, pausing, folder)
@@ -304,7 +304,7 @@ def _report_death(
     except (OSError, ValueError):  # the agent exited before the run began
         note = replace(agent.note, started=time.time())
 
-    folder = Path(note.folder) if note.folder else None
+    folder = Path(note.folder) if note.folder else agent.folder
     if folder is not None:
         run_json.note_end(folder, code, agent=agent.pid)
 

@@ -141,7 +141,7 @@ class Connection(Child):
     def may_come(self) -> bool:
         """Whether the node may still say hello, or the reason why it did not is still unknown."""
         is_told = self._probe is not None and not self._probe.is_alive()
-        return self.answer(Hello) is None and (self.code in (None, SSH_FAILED) and not is_told)
+        return self.answer(Hello) is None and self.code in (None, SSH_FAILED) and not is_told
 
     @property
     def is_dropped(self) -> bool:
@@ -207,8 +207,7 @@ def find_fault(node: str, environ: Environ) -> str:
     """Return the fault of a node that ssh cannot reach: its name, the network, or its sshd."""
     command = ["ssh", *given_options(environ), "-T", "-G", "--", node]
     result = subprocess.run(command, capture_output=True, timeout=limits.PROBE_S)
-    lines = (line.partition(" ") for line in os.fsdecode(result.stdout).splitlines())
-    config = {name: value for name, _, value in lines}
+    config = dict(line.partition(" ")[::2] for line in os.fsdecode(result.stdout).splitlines())
 
     if result.returncode == 0 and not config.keys() & {"proxyjump", "proxycommand"}:
         try:

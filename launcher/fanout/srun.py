@@ -21,7 +21,7 @@ from launcher import handshake, importable, processes
 from launcher.fanout.step import Srun, requeue, run_step, start
 from launcher.fanout.swap import find_ill, leave_out
 from launcher.interrupt import leave_unstarted
-from launcher.plan.plan import Plan, print_plan, shell_line
+from launcher.plan.plan import LONGEST, Plan, print_plan, shell_line
 from launcher.plan.slurm import has_ended, preempt_mode
 from launcher.preflight import compare
 from launcher.preflight.check_node import read_reports
@@ -30,7 +30,6 @@ from launcher.typed_json import encode, in_pieces
 from launcher.wire import limits
 from launcher.wire.messages import Report
 
-LONGEST = 100_000  # characters of an argument; Linux allows 128 KiB
 KILL_ALL = "--kill-on-bad-exit=1"
 _CANNOT_START = (REFUSED, *range(125, 128))  # the exit codes of a broken Python, and of env
 

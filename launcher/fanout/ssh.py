@@ -77,7 +77,7 @@ class Fanout:
         self.require_tools()
         self.loop = Loop(self.plan.environ, most_children=len(self.plan.nodes) + 1)
         self.terminals = Terminals()
-        self.out, self.err = self.terminals.out, self.terminals.err
+        self.err = self.terminals.err
         try:
             self.own.ask(self.plan, self.say)
             reports = self.check_nodes()
@@ -291,7 +291,7 @@ class Fanout:
         if left := sum(ended.left for node in self.connections if (ended := node.answer(Exit))):
             self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
         where = "on the reachable nodes" if unreachable else f"on {count(len(plan.nodes), 'node')}"
-        self.out.drain(limits.DRAIN_S)
+        self.terminals.out.drain(limits.DRAIN_S)
         err = self.err.text
         print_row("ended", f"code {outcome.code}; nothing is left running {where}", err)
         print_outcome(outcome, err, plan.folder)

@@ -254,7 +254,7 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
 
 
 def forward_signal(signum: int, plan: Plan, srun: Srun) -> None:
-    """Send SIGTERM or a notice to every task of the step; sending either again has no effect.
+    """Send SIGTERM or a notice to every task of the step; a second SIGTERM has no effect.
 
     SLURM signals all processes of a task, and a notice would kill ranks that do not handle it. So
     the agents, which know these ranks, get it through a file.

@@ -118,7 +118,7 @@ def _find_hosts(typed: Typed) -> Typed:
     nodes = typed.hosts
     via = typed.via or "ssh"
     if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
-        raise PlanError(f"--via is {via!r}; use ssh or pdsh, with --hosts")
+        raise PlanError(f"--via {via}: give ssh or pdsh, and the nodes with --hosts")
     if nodes is None:
         return replace(typed, fanout="local")
 

@@ -22,7 +22,7 @@ from launcher.wire.messages import Report, Request
 
 ROOT = Path(__file__).parents[2]  # as launch.sh names it
 AGENT, START = "scripts/lib/agent.py", "scripts/lib/start.py"
-LONGEST_COMMAND = 100_000  # bytes of the resume line; Linux allows 128 KiB in one variable
+LONGEST = 100_000  # bytes of an argument or a variable; Linux allows 128 KiB
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Batch:
         shares = ranks * self.accumulation
         each = self.samples or max(1, round(self.samples_in_all / shares))  # as in train.py
         accumulated = f" x {self.accumulation} accumulated" if self.accumulation > 1 else ""
-        return f"{each * shares} samples a step = {count(ranks, 'rank')} x {each}{accumulated}"
+        split = f"{count(ranks, 'rank')} x {each}{accumulated}"
+        return f"{count(each * shares, 'sample')} a step = {split}"
 
     def can_split(self, ranks: int, fewer: int) -> bool:
         """Return whether a run on `ranks` ranks can continue on fewer, as train.py decides it."""
@@ -143,7 +144,7 @@ class Plan(World, Choices, ConfigFacts):
 
     def run_variables(self) -> dict[str, str]:
         """Return the environment variables that describe the run to an agent and its ranks."""
-        command = self.command if len(os.fsencode(self.command)) < LONGEST_COMMAND else ""
+        command = self.command if len(os.fsencode(self.command)) < LONGEST else ""
         named = {"RUN_ID": self.run_id, "LAUNCH_COMMAND": command, "ENGINE": self.engine}
         named |= {
             "LAUNCH_TASK_FILE": self.task_file,

@@ -177,9 +177,8 @@ def _part(environ: Environ) -> str:
 
 
 def _on_all_nodes(environ: Environ) -> str:
-    return "srun --nodes={0} --ntasks={0} --ntasks-per-node=1".format(
-        environ["SLURM_JOB_NUM_NODES"]
-    )
+    nodes = environ["SLURM_JOB_NUM_NODES"]
+    return f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1"
 
 
 def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> list[str]:

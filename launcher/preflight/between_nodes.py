@@ -80,7 +80,7 @@ def visit_master(
         differences = [*_compare(test)]
         unreached = [*meeting.try_members(test.members, me.node_rank, wait.left_s)]
         master.send(PairResult(unreached))
-        master.wait_for_end(wait.deadline + 1)  # until all others have tried this node's port
+        master.wait(wait.deadline + 1)  # until all others have tried this node's port
         return [*differences, *unreached], done
 
 

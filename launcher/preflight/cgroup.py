@@ -19,12 +19,8 @@ FEW_PROCESSES = 4096  # with a higher limit for each user, nobody's processes ar
 
 def count_cpus() -> int:
     """Return the number of CPUs that this process may use, by its affinity and its quotas."""
-    quotas = []
-    for group in _groups():
-        words = _read(group / "cpu.max")  # cgroups v2; "max" means no quota
-        words = words or _read(group / "cpu.cfs_quota_us") + _read(group / "cpu.cfs_period_us")
-        if len(words) == 2 and words[0].isdecimal():
-            quotas.append(int(words[0]) // int(words[1]))
+    limits = [*_limits("cpu.max"), *_limits("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    quotas = [quota // period for quota, period in limits]
     cpus = os.cpu_count() or 1
     with contextlib.suppress(OSError):  # a sandbox refuses it
         cpus = len(os.sched_getaffinity(0))
@@ -53,11 +49,7 @@ def check_processes(nproc: int, num_workers: int) -> Iterator[Fault]:
 
 def count_processes_left() -> int | None:
     """Return how many more processes and threads can start here; None if there is no limit."""
-    lefts = []
-    for group in _groups():
-        words = _read(group / "pids.max") + _read(group / "pids.current")
-        if len(words) == 2 and words[0].isdecimal():
-            lefts.append(int(words[0]) - int(words[1]))
+    lefts = [most - now for most, now in _limits("pids.max", "pids.current")]
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if 0 <= most < FEW_PROCESSES and os.geteuid() != 0:  # root has no limit
         lefts.append(most - _count_own_threads())
@@ -71,6 +63,14 @@ def _count_own_threads() -> int:
             if process.stat().st_uid == os.getuid():
                 number += len(os.listdir(process / "task"))
     return number
+
+
+def _limits(*names: str) -> Iterator[tuple[int, int]]:
+    """Yield the two numbers in these files of each cgroup that has a limit, not "max" or -1."""
+    for group in _groups():
+        words = [word for name in names for word in _read(group / name)]
+        if len(words) == 2 and words[0].isdecimal():
+            yield int(words[0]), int(words[1])
 
 
 def _groups() -> Iterator[Path]:

@@ -76,10 +76,7 @@ def _check(machine: Machine) -> Iterator[Fault]:
 
 
 def _meet(
-    request: Request,
-    port: int,
-    listener: socket.socket | None,
-    environ: Environ,
+    request: Request, port: int, listener: socket.socket | None, environ: Environ
 ) -> tuple[Sequence[Fault], Sequence[str]]:
     """Return the faults found at the master's port, and the names of the checks made there."""
     can_meet = request.node_rank != 0 or listener is not None

@@ -78,7 +78,7 @@ def print_findings(preflight: Preflight, program: str, *, is_strict: bool, out: 
     lines = []
     for finding in by_weight:
         fault = finding.fault
-        names = [*hosts[finding.fault]]
+        names = [*hosts[fault]]
         if len(names) <= MANY:
             names = [finding.host]
         elif finding.host != names[0]:

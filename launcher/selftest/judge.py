@@ -67,37 +67,32 @@ def find_slow_links(
     best = dict(measure(rounds))
     nodes = slow_nodes(best)
     pairs = slow_pairs(best)
+    fastest = best_links(best)
+    suspects = pairs | {fastest[node]: usual for node, usual in nodes.items()}
 
-    suspects: dict[int | Pair, Pair] = {pair: pair for pair in pairs}
-    for node in nodes:
-        links = [pair for pair in best if node in pair]
-        suspects[node] = max(links, key=lambda pair: _slower_way(pair, best))
-
-    looks = Counter[int | Pair]()
+    looks = Counter[Pair]()
     for _ in range(LINK_LOOKS):
-        chosen = sorted(suspects, key=lambda one: (looks[one], _slower_way(suspects[one], best)))
+        chosen = sorted(suspects, key=lambda pair: (looks[pair], slower_way(pair, best)))
         del chosen[MOST_AGAIN:]
         if not chosen:
             break
 
         looks.update(chosen)
-        latest = measure([[pair] for pair in dict.fromkeys(suspects[one] for one in chosen)])
+        latest = measure([[pair] for pair in chosen])
         best |= {pair: max(speed, best[pair]) for pair, speed in latest.items()}
-        for one in chosen:
-            usual = nodes[one] if isinstance(one, int) else pairs[one]
-            if _slower_way(suspects[one], best) > usual / SLOW_LINK:
-                del suspects[one]
+        for pair in chosen:
+            if slower_way(pair, best) > suspects[pair] / SLOW_LINK:
+                del suspects[pair]
 
-    slow_ones = {node: usual for node, usual in nodes.items() if node in suspects}
+    slow_ones = {node: usual for node, usual in nodes.items() if fastest[node] in suspects}
     return best, slow_ones, {pair: usual for pair, usual in pairs.items() if pair in suspects}
 
 
-def best_links(links: Links) -> dict[int, float]:
-    """Return the bandwidth of each node's best link, counting the slower direction of each link."""
-    best: dict[int, float] = {}
-    for pair in links:
-        for node in pair:
-            best[node] = max(best.get(node, 0.0), _slower_way(pair, links))
+def best_links(links: Links) -> dict[int, Pair]:
+    """Return each node's best link: the one that is fastest in its slower direction."""
+    best: dict[int, Pair] = {}
+    for pair in sorted(links, key=lambda pair: slower_way(pair, links)):
+        best |= dict.fromkeys(pair, pair)
     return best
 
 
@@ -106,8 +101,8 @@ def slow_nodes(links: Links) -> dict[int, float]:
 
     Two nodes have only one link, so neither can be singled out.
     """
-    best = best_links(links)
-    return find_slow(best, SLOW_LINK) if len(best) > 2 else {}
+    speeds = {node: slower_way(pair, links) for node, pair in best_links(links).items()}
+    return find_slow(speeds, SLOW_LINK) if len(speeds) > 2 else {}
 
 
 def slow_pairs(links: Links) -> dict[Pair, float]:
@@ -128,5 +123,6 @@ def slow_pairs(links: Links) -> dict[Pair, float]:
     }
 
 
-def _slower_way(pair: Pair, links: Links) -> float:
+def slower_way(pair: Pair, links: Links) -> float:
+    """Return the bandwidth of a link in the slower of the two directions."""
     return min(links[pair], links[pair[::-1]])

@@ -62,11 +62,7 @@ def rounds(nodes: int) -> list[list[Pair]]:
 
 
 def measure(
-    nodes: Sequence[Node],
-    plan: Iterable[Sequence[Pair]],
-    me: int,
-    barrier: Barrier,
-    seconds: float,
+    nodes: Sequence[Node], plan: Iterable[Sequence[Pair]], me: int, barrier: Barrier, seconds: float
 ) -> Iterator[Link]:
     """Yield the links from this node, round by round; one rank of each node calls this.
 

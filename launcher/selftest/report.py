@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from launcher.selftest.bandwidth import Measured, rate
-from launcher.selftest.judge import Links, Pair, best_links
+from launcher.selftest.judge import Links, Pair, best_links, slower_way
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Findings:
     def _links(self) -> Iterator[tuple[str, str]]:
         best = best_links(self.links)
         for node, usual in self.slow_nodes.items():
-            cause = f"{self.hosts[node]} has a slow link: {rate(best[node])} at best"
+            speed = rate(slower_way(best[node], self.links))
+            cause = f"{self.hosts[node]} has a slow link: {speed} at best"
             yield f"{cause}; other nodes have {rate(usual)} [slow-link]", self.hosts[node]
         slow = {self.members[rank].host for rank in self.slow_ranks}
         for (source, target), usual in self.slow_pairs.items():

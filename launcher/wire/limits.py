@@ -18,6 +18,7 @@ def for_nodes(limit_s: float, nodes: int) -> float:
 
 GRACE_S = 30  # for the ranks to save when they are stopped, unless GRACE is set
 POLL_S = 0.01  # between two checks of something that sends no event
+LOOK_S = 0.2  # the same, if nobody waits for it: podman's client, another process's lock
 
 # Signs of life between a launcher and the agents, and among the agents.
 BEAT_S = 2.0  # between two of them
@@ -29,7 +30,6 @@ QUIET_S = 10.0  # a warning names a node that has been silent for this long
 GAP_S = 5.0  # an end that follows a longer gap is attributed to the gap
 HELD_UP_S = 120.0  # the longest wait of an agent for a file system, in which it still sends them
 STILL_S = 5.0  # between two readings of a clock; longer than any iteration of a loop
-CLIENT_LOOK_S = 0.2  # between two checks for podman's client
 
 # The preflight.
 JOIN_S = 300.0  # the default of distributed.join_timeout
@@ -82,6 +82,7 @@ STACKS_WRITE_S = 2.0  # for the ranks of a node to write their stacks
 STACKS_ANSWER_S = 5.0  # for the other nodes' stacks
 STACKS_SHOW_S = 12.0  # for `--stacks` to receive the stacks of all ranks
 ASKED_LOOK_S = 1.0  # between two checks for a request for stacks, or for a notice
+NOTICE_SAME_S = 5.0  # one notice reaches an agent directly, and by its launcher and other agents
 NOTICE_WARN_S = 10.0  # for a script that is still starting to set its handler
 
 # A stop. GRACE is the number of seconds that the ranks have to save; each of these limits is added
@@ -113,7 +114,6 @@ TERMINAL_STUCK_S = 0.5  # the agent stops waiting for a terminal that accepts no
 REDRAW_S = 5.0  # between two log entries of a line that redraws itself
 PROGRESS_S = 60.0  # between two lines on a node that was started by hand and shows no rank
 STEP_RECORD_S = 5.0  # between two updates of a run's step in run.json
-LOCK_LOOK_S = 0.2  # between two checks of whether a run's folder is locked
 RECORD_LOCK_S = 2.0  # the longest wait for another writer of run.json
 
 # Snapshots in memory.

@@ -106,11 +106,6 @@ class Link:
         self._buffer = rest  # kept for later
         return message
 
-    def wait_for_end(self, deadline: float) -> None:
-        """Wait until the node is gone, or until `deadline` (of own_time) has passed."""
-        while (left_s := deadline - own_time.now()) > 0 and self._fill(min(left_s, limits.BEAT_S)):
-            self._buffer = b""
-
     def _fill(self, limit_s: float) -> bool:
         """Read what arrives in time. Returns False if the node is gone or sends too much data."""
         if not wait_for_input([self.socket.fileno()], limit_s):

@@ -369,9 +369,25 @@ nodes_of() { # <argument...>
   run launch --hosts node1,node2 --nnodes 2 x.py
   assert_refused 2 "--hosts and --nnodes both name the nodes" ""
   run launch --via pdsh x.py
-  assert_refused 2 "--via is 'pdsh'; use ssh or pdsh, with --hosts" ""
+  assert_refused 2 "--via pdsh: give ssh or pdsh, and the nodes with --hosts" ""
   run launch --hosts node1 --via rsh x.py
-  assert_refused 2 "--via is 'rsh'; use ssh or pdsh, with --hosts" ""
+  assert_refused 2 "--via rsh: give ssh or pdsh, and the nodes with --hosts" ""
+}
+
+# bats test_tags=slow
+@test "a run that is stopped before its ranks start is kept, and explained" {
+  local code=0
+  echo pass >x.py
+  RUN_ID=early "$ROOT/scripts/launch.sh" x.py 2>err &
+  timeout 60 bash -c "until [[ -e logs/early/run.json ]]; do sleep 0.02; done"
+  kill -TERM $!
+  wait $! || code=$?
+  [[ $code == 143 ]]
+  [[ $(tail -1 err) == "stopped  by SIGTERM (code 143); nothing is left running" ]]
+  [[ $(<logs/early/failure.txt) == "$(tail -1 err)" ]]
+  grep -F '"command": "' logs/early/run.json | grep -F 'scripts/launch.sh x.py"'
+  run "$ROOT/scripts/explain.sh" early
+  [[ $status == 0 && $output == "$(tail -1 err)" ]]
 }
 
 # bats test_tags=slow

@@ -119,6 +119,37 @@ def test_a_notice_that_the_script_does_not_handle_ends_nothing(start: Start) -> 
     assert "FAILED" not in err
 
 
+HANDLES_EACH = """
+import os, signal, time
+def tell(signum, _):
+    os.write(1, f"{signal.Signals(signum).name}\\n".encode())
+    if signum == signal.SIGTERM:
+        os._exit(3)
+for one in signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM:
+    signal.signal(one, tell)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_one_notice_after_the_other_reaches_the_rank_and_a_stop_is_named_first(
+    tmp_path: Path, runs: list[Run]
+) -> None:
+    run = Run([str(written(tmp_path / "x.py", HANDLES_EACH))])
+    runs.append(run)
+    run.wait_for("ready")
+    run.process.send_signal(signal.SIGUSR1)
+    run.wait_for("SIGUSR1")
+    run.process.send_signal(signal.SIGUSR2)
+    run.wait_for("SIGUSR2")
+    run.process.send_signal(signal.SIGTERM)
+    err = run.finish()
+    run.assert_gone()
+    assert run.output.split() == ["ready", "SIGUSR1", "SIGUSR2", "SIGTERM"]
+    assert "stopped  by SIGTERM: rank 0 exited with code 3 (code 3)" in err
+
+
 HANDLES_ALL = """
 import os, signal, sys, time
 came = []

@@ -158,6 +158,10 @@ def test_a_batch_in_words(batch: Batch, told: str) -> None:
     assert batch.describe(2) == told
 
 
+def test_a_batch_of_one_sample() -> None:
+    assert Batch(1, 0, 1).describe(1) == "1 sample a step = 1 rank x 1"
+
+
 @pytest.mark.parametrize(
     ("batch", "least", "told"),
     [  # of 4 nodes with 2 ranks each

@@ -38,16 +38,22 @@ class Group:
 
     def __init__(self) -> None:
         self.all = {name: start(*script) for name, script in SCRIPTS.items()}
+        self.facts = Facts()
+        ranks = cast(NodeRanks, SimpleNamespace(living=self.living, node_rank=0))
+        self.notice = Notice(ranks, self.facts, pytest.fail)  # it must print nothing
+        self.notice.take(signal.SIGUSR1)
 
-    def look(self, facts: Facts) -> set[str]:
-        """Pass the notice to live processes if it is due; returns those that got it."""
-        living = [
+    def living(self) -> list[SimpleNamespace]:
+        return [
             SimpleNamespace(rank=rank, pid=process.pid)
             for rank, process in enumerate(self.all.values())
             if process.poll() is None
         ]
-        Notice(ranks_of(living), facts, pytest.fail).deliver()  # it must print nothing
-        return {name for rank, name in enumerate(self.all) if rank in facts.noticed}
+
+    def look(self) -> set[str]:
+        """Pass the notice to live processes if it is due; returns those that got it."""
+        self.notice.deliver()
+        return {name for rank, name in enumerate(self.all) if rank in dict(self.facts.noticed)}
 
     def go_on(self, name: str) -> None:
         stdin = self.all[name].stdin
@@ -80,15 +86,14 @@ def group() -> Iterator[Group]:
 
 
 def test_a_notice_reaches_who_handles_it_and_nobody_dies_of_it(group: Group) -> None:
-    facts = Facts(signals=[signal.SIGUSR1])
-    assert group.look(facts) == {"handler", "sigwait"}
+    assert group.look() == {"handler", "sigwait"}
     group.go_on("sigwait")
     assert [group.all[name].wait() for name in ("handler", "sigwait")] == [75, 75]
     group.go_on("late")
     late = group.all["late"].stdout
     assert late is not None
     late.readline()
-    assert group.look(facts) == {"handler", "sigwait", "late"}
+    assert group.look() == {"handler", "sigwait", "late"}
     assert group.all["late"].wait() == 75
     group.go_on("none")
     assert group.all["none"].wait() == 0  # the signal did not kill it
@@ -96,8 +101,10 @@ def test_a_notice_reaches_who_handles_it_and_nobody_dies_of_it(group: Group) -> 
 
 def test_a_rank_that_has_the_handlers_of_its_agent_is_left_alone() -> None:
     process = start(HANDLES, "pass", start_new_session=False)
-    facts = Facts(signals=[signal.SIGUSR1])
-    Notice(ranks_of([SimpleNamespace(rank=0, pid=process.pid)]), facts, print).deliver()
+    facts = Facts()
+    notice = Notice(ranks_of([SimpleNamespace(rank=0, pid=process.pid)]), facts, print)
+    assert notice.take(signal.SIGUSR1)
+    notice.deliver()
     process.communicate("\n")
     assert (process.returncode, facts.noticed) == (0, set())
     assert not handles(process.pid, signal.SIGUSR1)  # it has exited
@@ -108,27 +115,62 @@ def test_a_rank_that_has_the_handlers_of_its_agent_is_left_alone() -> None:
     [
         ([signal.SIGUSR1], set(), 0, True),
         ([signal.SIGUSR2], set(), 0, True),
-        ([signal.SIGUSR1], {1}, 0, False),
+        ([signal.SIGUSR1], {(1, 0.0)}, 0, False),
         ([signal.SIGUSR1], set(), 1, False),  # node rank 0 reports it
-        ([signal.SIGTERM], set(), 0, False),
+        ([], set(), 0, False),
     ],
 )
 def test_that_nobody_handles_it_is_said_once_and_not_at_once(
     signals: list[int],
-    noticed: set[int],
+    noticed: set[tuple[int, float]],
     node_rank: int,
     is_said: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, said = [1000.0], list[str]()
     monkeypatch.setattr(own_time, "now", lambda: clock[0])
-    told = Notice(ranks_of([], node_rank), Facts(signals=signals, noticed=noticed), said.append)
+    told = Notice(ranks_of([], node_rank), Facts(noticed=noticed), said.append)
+    assert all(map(told.take, signals))
     told.deliver()
     assert said == []
     for _ in range(3):
         clock[0] += limits.NOTICE_WARN_S
         told.deliver()
-    assert said == [UNHANDLED.format(signal.Signals(signals[0]).name)] * is_said
+    assert said == [UNHANDLED.format(signal.Signals(one).name) for one in signals] * is_said
+
+
+COUNTS = """
+import os, signal
+def count(signum, _):
+    os.write(1, f"{signal.Signals(signum).name}\\n".encode())
+for one in signal.SIGUSR1, signal.SIGUSR2:
+    signal.signal(one, count)
+"""
+
+
+def test_a_notice_reaches_a_rank_each_time_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(own_time, "now", lambda: clock[0])
+    process = start(f"exec({COUNTS!r})", "pass")
+    notice = Notice(ranks_of([SimpleNamespace(rank=0, pid=process.pid)]), Facts(), print)
+    stdout = process.stdout
+    assert stdout is not None
+
+    def comes(signum: int, seconds: float) -> bool:
+        clock[0] += seconds
+        is_new = notice.take(signum)
+        notice.deliver()
+        return is_new
+
+    assert comes(signal.SIGUSR1, 0.0)
+    assert stdout.readline() == "SIGUSR1\n"
+    assert not comes(signal.SIGUSR1, limits.NOTICE_SAME_S - 1), "by another way"
+    assert comes(signal.SIGUSR2, 0.0)
+    assert stdout.readline() == "SIGUSR2\n"
+    assert comes(signal.SIGUSR1, 2.0)
+    assert stdout.readline() == "SIGUSR1\n"
+    out, _ = process.communicate("\n")
+    assert (process.returncode, out) == (0, ""), "nothing was sent twice"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])

@@ -245,8 +245,12 @@ TOLD = Outcome(9, failed(5), 1, 2)
             outcome(143, ends="by SIGTERM: rank 0 ended by SIGTERM", signum=15),
         ),
         (
-            Facts(codes={0: 143}, signals=[10, 15], noticed={0}),
-            outcome(143, ends="by SIGUSR1: rank 0 ended by SIGTERM", signum=10),
+            Facts(codes={0: 143}, signals=[10, 15], noticed={(0, 0.0)}),
+            outcome(143, ends="by SIGTERM: rank 0 ended by SIGTERM", signum=10),
+        ),
+        (  # it went on after the notice, and was killed after the stop
+            Facts(codes={0: 137}, signals=[10, 15], noticed={(0, 0.0)}, stopped={0}),
+            outcome(143, ends="by SIGTERM: rank 0 killed after GRACE", signum=10),
         ),
         (
             Facts(codes={0: 143, 1: 1}, failures=[failed(1)], stopped={0}),

@@ -215,6 +215,19 @@ time.sleep(60)
 
 
 @pytest.mark.slow
+def test_a_script_that_exits_with_the_code_of_a_ctrl_c_ends_no_loop(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("raise SystemExit(130)\n")
+    shell = Shell(tmp_path)
+    try:
+        launch = f"PYTHON={shlex.quote(sys.executable)} {ROOT}/scripts/launch.sh x.py"
+        shell.type(f"for i in a b; do {launch}; echo co''de: $?; done; echo o''ver\n")
+        shell.wait_for(r"over")
+        assert shell.shown.count("code: 130") == 2
+    finally:
+        shell.close()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "said"),
     [

@@ -281,11 +281,7 @@ def _newest_state(line: bytes) -> bytes:
     return b""
 
 
-def open_stream(
-    rank: int,
-    log: NodeLog,
-    terminal: Terminal | None,
-) -> tuple[int, Stream]:
+def open_stream(rank: int, log: NodeLog, terminal: Terminal | None) -> tuple[int, Stream]:
     """Open one stream of a rank. Returns the rank's descriptor, and the agent's reading end.
 
     If `terminal` is a real one, the rank gets a pseudo-terminal of the same size, otherwise a pipe.

@@ -87,7 +87,8 @@ class Snapshots:
         if parts is not None:
             _run(self._files(parts), parts.step, deadline, folder=parts.folder, is_handed_over=True)
             first_node.send(HandedOver())
-        first_node.wait_for_end(deadline)
+        while first_node.wait(deadline) is not None:
+            pass
 
     def save_parts(self, parts: Parts, peers: Mapping[int, Link], limit_s: float) -> int:
         """Save a snapshot, with the parts that other nodes hand over. Returns its step, or -1."""
