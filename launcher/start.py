@@ -37,13 +37,12 @@ from launcher.plan.script import check_script, show_help
 from launcher.plan.settings import read_value
 from launcher.processes import outlive_others
 from launcher.record import run_json, runs
-from launcher.text import Environ, OwnEnviron, PlanError, mend_streams, short_host_name, warn
+from launcher.text import Environ, OwnEnviron, PlanError, short_host_name, warn
 from launcher.wire import limits
 
 
 def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
     """Run the command that was typed. Returns the exit code."""
-    mend_streams()
     outlive_others()
     leave_outer_run(environ)
     size = len(Call._fields)

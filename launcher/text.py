@@ -28,28 +28,36 @@ class PlanError(ValueError):
     """The arguments, environment or scheduler do not describe a valid run: `cause; cure`."""
 
 
-class _Stream(io.FileIO):
+class Stream(io.FileIO):
     """stdout or stderr that never raises: a full disk or a closed pipe must not end the run."""
+
+    lost = ""  # why output could not be written, except to a closed pipe, as after `| head`
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EPIPE:
+                self.lost = str(error.strerror)
             return len(data)
 
 
-def mend_streams() -> None:
-    """Make stdin, stdout and stderr usable even if the caller closed them or the disk is full."""
+def mend_streams() -> Stream:
+    """Make stdin, stdout and stderr usable even if the caller closed them or the disk is full.
+
+    Returns stdout, without its buffer.
+    """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
-    for number, name in ((1, "stdout"), (2, "stderr")):
+    for number, name in ((2, "stderr"), (1, "stdout")):
         old = getattr(sys, name)  # None: it was closed
         encoding, errors = (old.encoding, old.errors) if old else ("utf-8", "replace")
         errors = errors.replace("strict", "backslashreplace")  # names may not be UTF-8
-        raw = _Stream(number, "wb", closefd=False)
+        raw = Stream(number, "wb", closefd=False)
         new = io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=True)
         setattr(sys, name, new)
+    return raw
 
 
 def open_own(path: Path, mode: str, **options: Any) -> IO[Any]:

@@ -5,8 +5,6 @@ python scripts/lib/start.py launcher.cli.tools SCRIPT WORDS      (run_tool in sc
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -21,19 +19,12 @@ def main(arguments: Sequence[str], environ: Environ) -> int:
     """Run the command that was typed. Returns the exit code."""
     program = Path(arguments[0]).name
     words = arguments[1:]
-    try:
-        if "explain" in program:
-            code = int(import_module("launcher.explain.__main__").main(words, environ, program))
-        elif why := refuse(words):
-            warn(f"{program}: {why}; see {program} --help")
-            code = BAD_INPUT
-        else:
-            code = int(import_module("launcher.cli.checkpoint").main(words))  # needs torch
-        sys.stdout.flush()
-    except OSError as error:  # a full disk
-        warn(f"{program}: cannot write the output ({error.strerror})")
-        os._exit(1)
-    return code
+    if "explain" in program:
+        return int(import_module("launcher.explain.__main__").main(words, environ, program))
+    if why := refuse(words):
+        warn(f"{program}: {why}; see {program} --help")
+        return BAD_INPUT
+    return int(import_module("launcher.cli.checkpoint").main(words))  # needs torch
 
 
 def refuse(words: Sequence[str]) -> str:

@@ -51,8 +51,6 @@ def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -
     try:
         return explain([*map(_without_pipe, names)], log_dir)
     except OSError as error:
-        if error.filename is None:  # the error concerns the output
-            raise
         runs = find_all(log_dir)
         if starting := [run for run in runs if run.id == str(error.filename)]:
             print(describe(starting))  # the run has no log yet

@@ -85,16 +85,20 @@ run_tool() { # <argument...>
 
 # Answers options that need no Python. Above entries, help.txt names the commands that show them.
 answer() { # <first word> <command, or '' if the header of the script is the whole help>
+  local print codes
   case $1 in
-    -h | --help)
-      print_help "$@" | cat 2>/dev/null && exit
-      local codes=("${PIPESTATUS[@]}")
-      ((codes[1] != 1)) || die 1 "cannot write the help; free some disk space [disk-full]"
-      exit $((codes[1] == 141 ? 0 : codes[0])) # 141: the reader has closed the pipe
-      ;;
-    --version) echo "$PROGRAM $(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$ROOT/distributed/__init__.py")" && exit ;;
+    -h | --help) print=print_help ;;
+    --version) print=print_version ;;
     *) return ;;
   esac
+  "$print" "$@" | cat 2>/dev/null && exit
+  codes=("${PIPESTATUS[@]}")
+  ((codes[1] != 1)) || die 1 "cannot write the output; free some disk space [disk-full]"
+  exit $((codes[1] == 141 ? 0 : codes[0])) # 141: the reader has closed the pipe
+}
+
+print_version() {
+  echo "$PROGRAM $(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$ROOT/distributed/__init__.py")"
 }
 
 print_help() { # <-h|--help> <command>

@@ -18,11 +18,19 @@ for name in ("distributed", "launcher"):  # not through sys.path: a user's files
 
 if __name__ == "__main__":
     is_named = sys.argv[1].startswith("launcher.")  # a module other than launcher.start
-    if sys.argv[1] == "launcher.cli.tools":
+    is_tool = sys.argv[1] == "launcher.cli.tools"
+    if is_tool:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a message
+    # The other modules are programs of our own, which mend their streams themselves.
+    stdout = None if is_named and not is_tool else import_module("launcher.text").mend_streams()
     try:
         module = import_module(sys.argv[1] if is_named else "launcher.start")
-        import_module("launcher.interrupt").leave(module.main(sys.argv[1 + is_named :], os.environ))
+        code = module.main(sys.argv[1 + is_named :], os.environ)
+        if stdout is not None and stdout.lost:
+            program = os.path.basename(sys.argv[2])
+            print(f"{program}: cannot write the output ({stdout.lost})", file=sys.stderr)
+            code = code or 1
+        import_module("launcher.interrupt").leave(code)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -191,8 +191,11 @@ $(golden_command "$ROOT/scripts/launch.sh --nproc-per-node 2 --master-port 23456
   assert_refused 3 "'$PWD' is a folder without __main__.py; correct its path" env-missing
   run launch ""
   assert_refused 2 "SCRIPT is empty; usage: scripts/launch.sh"
-  run bash -c '"$0" --help >/dev/full' "$ROOT/scripts/launch.sh"
-  assert_refused 1 "launch.sh: cannot write the help; free some disk space" disk-full
+  local words
+  for words in --help --version; do
+    run bash -c '"$0" "$1" >/dev/full' "$ROOT/scripts/launch.sh" "$words"
+    assert_refused 1 "launch.sh: cannot write the output; free some disk space" disk-full
+  done
   run bash -c '"$0" --help 2>err | head -c 1; cat err' "$ROOT/scripts/launch.sh"
   [[ $output == R ]] # a reader that exits early is not a full disk
   PYTHONHOME=/nowhere run launch own.py

@@ -1,10 +1,15 @@
 """Ordinary machines, Pythons and shells: closed and full streams, no HOME, plain locales."""
 
+import json
+import os
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 from agents import ROOT, execute, rarely
+
+from launcher.record.run_json import LauncherProcess
 
 LAUNCH = str(ROOT / "scripts/ssh/launch_singlenode.sh")
 SHELLS = [
@@ -74,3 +79,23 @@ def test_a_run_works_whatever_the_shell_gives_it(tmp_path: Path, how: str) -> No
     done = execute(tmp_path, "bash", "-c", command, TRAIN_SCRIPT=str(script))
     assert (tmp_path / "ran").exists()
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--status", "--status one", "--stop one --dry-run", "--dry-run own.py", "--version"],
+)
+def test_a_result_that_cannot_be_written_is_an_error(tmp_path: Path, words: str) -> None:
+    (tmp_path / "own.py").touch()
+    folder = tmp_path / "logs/one"
+    folder.mkdir(parents=True)
+    launcher = LauncherProcess.of(os.getpid())
+    (folder / "run.json").write_text(json.dumps({"launcher": vars(launcher), "state": "running"}))
+    command = f"{ROOT / 'scripts/launch.sh'} {words}"
+
+    full = execute(tmp_path, "bash", "-c", f"{command} >/dev/full", code=1)
+    (line,) = re.findall(r"^(?!run |hosts |ranks |preflight |logs ).*\n", full.stderr, re.M)
+    assert line.startswith("launch.sh: cannot write the output")
+
+    closed = execute(tmp_path, "bash", "-c", f"set -o pipefail; {command} | sleep 0")
+    assert "launch.sh: " not in closed.stderr
