@@ -141,7 +141,7 @@ load_modules() {
     [[ ! -r $file ]] || source "$file"
   done
   if ! declare -F module >/dev/null; then
-    ! ignore_foreign MODULES "and this machine has no module command" || { set -eu && return; }
+    ! ignore_foreign MODULES "and this machine has no module command" || { unset MODULES && set -eu && return; }
     refuse env-missing "MODULES is set but this machine has no module command; unset MODULES"
   fi
   read -ra names <<<"$MODULES"

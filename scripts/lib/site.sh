@@ -5,7 +5,7 @@
 # and sets the site's row of the plan.
 read_site() {
   local file=${SITE-$ROOT/config/site.env} line name value number=0 names=()
-  [[ -z ${SITE:-} || -r $SITE ]] || ! ignore_foreign SITE "which is not a file" || file=$ROOT/config/site.env
+  [[ -z ${SITE:-} || -r $SITE ]] || ! ignore_foreign SITE "which is not a file" || { unset SITE && file=$ROOT/config/site.env; }
   [[ -n $file && (-e $file || $file == "${SITE:-}") ]] || return 0
   [[ -r $file ]] || die 2 "SITE names ${file@Q}, which cannot be read; correct its path [config-invalid]"
   while read -r line || [[ -n $line ]]; do

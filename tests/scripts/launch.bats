@@ -292,6 +292,7 @@ make_repository() {
   for name in BACKEND LAUNCHER SITE VENV MODULES PYTHON FRESH; do
     [[ $(grep -c "^launch.sh: warning: $name is .*; ignored$" <<<"$stderr") == 1 ]]
   done
+  [[ $output == *"'LAUNCH_COMMAND=LOG_LEVEL=INFO $ROOT/scripts/launch.sh x.py'"* ]] # what resumes the run
   unset MODULES VENV
   MODULES=none SITE='' run --separate-stderr launch --dry-run x.py
   [[ $status == 0 && $stderr != *MODULES* ]]
