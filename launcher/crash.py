@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from launcher.explain.rules import find_rule
-from launcher.failure import CRASHED, FRAME, RaisedError, explain, is_foreign, signal_name
+from launcher.failure import CRASHED, RaisedError, explain, is_foreign, match_frame, signal_name
 
 _WHAT = re.compile(r"^ +what\(\): +(?P<text>\S.*)")  # of the C++ exception that nothing caught
 _FATAL = "Fatal Python error"
@@ -50,13 +50,13 @@ def _find_last(lines: Sequence[str], is_it: Callable[[str], object]) -> int:
 def _python_stack(lines: Sequence[str]) -> list[str]:
     """Return the frames of the main thread, which faulthandler writes last, innermost first."""
     begins = [at for at, line in enumerate(lines) if "most recent call first" in line]
-    return [line for line in lines[begins[-1] :] if FRAME.match(line)] if begins else []
+    return [line for line in lines[begins[-1] :] if match_frame(line)] if begins else []
 
 
 def _explain_mismatch(stack: Sequence[str]) -> str:
     """Return a cause that names the function that the script called last."""
     called = ""
-    for frame in filter(None, map(FRAME.match, stack)):
+    for frame in filter(None, map(match_frame, stack)):
         if not is_foreign(frame["file"]):
             break
         if frame["name"] not in _WRAPPERS:

@@ -18,7 +18,9 @@ from launcher.text import install_command
 
 _ROOT = Path(__file__).parents[1]
 # A frame, as a traceback, also of a group of errors, or faulthandler prints it.
-FRAME = re.compile(r'^(?: +\| )? {2}File "(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$')
+_FRAME = re.compile(r'^(?: +\| )? {2}File "(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$')
+# A printable character of a file's name, as faulthandler writes it.
+_ESCAPED = re.compile(r"\\(?:x[a-f]|u(?!d[89a-f])[0-9a-f]{3}|U000[0-9a-f]{4})[0-9a-f]")
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")  # possibly on another machine
 _FOREIGN = (
     *(f"{_ROOT}/{folder}/" for folder in ("launcher", "distributed", "scripts")),
@@ -245,11 +247,16 @@ def _folder_of(module: str) -> str:
     return ""
 
 
+def match_frame(line: str) -> re.Match[str] | None:
+    """Return the file, the line and the name of a frame; None if the line shows none."""
+    return _FRAME.match(_ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), line))
+
+
 def user_frames(stack: str) -> list[str]:
     """Return the last frames of the user's own code, innermost first: `file:line in name`."""
     frames = [
         f"{short_path(frame['file'])}:{frame['line']} in {frame['name']}"
-        for frame in filter(None, map(FRAME.match, stack.splitlines()))
+        for frame in filter(None, map(match_frame, stack.splitlines()))
         if not is_foreign(frame["file"])
     ]
     return frames[::-1][:_SHOWN_FRAMES]

@@ -24,7 +24,6 @@ def code_for_shell(code: int, signals: Container[int | None]) -> int:
 def leave(code: int) -> NoReturn:
     """Exit, after a Ctrl-C by its signal."""
     if code == INTERRUPTED:
-        sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         os.kill(os.getpid(), signal.SIGINT)

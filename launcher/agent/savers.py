@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from distributed.heartbeat import STACK_SIGNAL
 from distributed.stop_signals import handled_signals
@@ -77,7 +76,10 @@ class Savers:
         sizes = {each.stack_file: stuck.size_of(each.stack_file) for each in asked}
         processes.send_to_main_threads([each.pid for each in asked], STACK_SIGNAL)
         stuck.wait_for_stacks(sizes, limits.SAVERS_LOOK_S)
-        return {each.rank: _main_thread(each.stack_file) for each in asked}
+        # Without the line that begins it.
+        return {
+            each.rank: stuck.read_threads(each.stack_file)[-1].partition("\n")[2] for each in asked
+        }
 
 
 def _may_save(pid: int) -> bool:
@@ -90,12 +92,3 @@ def _may_save(pid: int) -> bool:
 
 def _writes_stacks(pid: int) -> bool:
     return processes.has_signal(pid, "SigCgt", STACK_SIGNAL) and not processes.is_stopped(pid)
-
-
-def _main_thread(file: Path) -> str:
-    """Return the stack that the main thread wrote last, without the line that begins it."""
-    try:
-        last = file.read_text(errors="replace").rpartition("hread 0x")[2]
-    except OSError:
-        return ""
-    return last.partition("\n")[2]

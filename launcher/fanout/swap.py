@@ -25,7 +25,7 @@ def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
     if not plan.num_spares:
         return set()
 
-    record = run_json.read(plan.log_dir / plan.run_id) or run_json.Record()
+    record = run_json.read(plan.folder) or run_json.Record()
     losses = Counter(host for restart in record.restarts for host in restart.lost)
     bad = {host.partition(".")[0] for host, times in losses.items() if times >= TWICE}
     return {

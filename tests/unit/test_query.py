@@ -473,6 +473,25 @@ def test_a_stack_of_python_alone_is_shown_with_what_another_thread_does(tmp_path
     assert more[-1] == f"another thread: {script}:6 in work"
 
 
+def test_a_stack_shows_the_names_of_files_as_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "Grüße 模型 😀"
+    folder.mkdir()
+    script, stack = folder / "wörk.py", folder / "rank_0.stack"
+    script.write_text("import faulthandler\nfaulthandler.dump_traceback()\n")
+    with stack.open("w") as file:
+        subprocess.run([sys.executable, script], stderr=file)
+    assert "\\xfc" in stack.read_text()  # faulthandler escapes them
+    assert stuck.read_stack(stack) == [f"{script}:2 in <module>"]
+
+
+@pytest.mark.parametrize("name", [r"a\xfg", r"a\x1b", r"a\udcfc", r"a\U0011ffff", r"a\n"])
+def test_a_stack_keeps_what_is_no_printable_character(tmp_path: Path, name: str) -> None:
+    stack = tmp_path / "rank_0.stack"
+    frame = f'  File "/{name}", line 2 in f\n'
+    stack.write_text(f"Current thread 0x01 (most recent call first):\n{frame}")
+    assert stuck.read_stack(stack) == [f"/{name}:2 in f"]
+
+
 def test_ranks_with_the_same_stack_share_a_line() -> None:
     by_rank = {0: ["a.py:1 in f", "a.py:9 in g"], 1: [], 2: ["a.py:1 in f", "a.py:9 in g"]}
     assert name_groups(stuck.group_stacks(by_rank)) == [

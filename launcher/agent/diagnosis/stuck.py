@@ -5,6 +5,7 @@ Ranks write their Python stacks to files when they receive a signal (distributed
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import re
@@ -63,18 +64,21 @@ def wait_for_stacks(files: Mapping[Path, int], limit_s: float) -> None:
             return
 
 
+def read_threads(file: Path) -> list[str]:
+    """Return each thread's stack as faulthandler last wrote it; the main thread's comes last."""
+    text = ""
+    with contextlib.suppress(OSError):
+        text = file.read_text(errors="replace")
+    return text.split("hread 0x")
+
+
 def read_stack(file: Path) -> list[str]:
     """Return the main thread's stack as faulthandler last wrote it, innermost call first.
 
     The stack has the user's own frames, after the innermost call if that is in a library. If there
     are no such frames, as at Python's exit, it has Python's own, and one frame of another thread.
     """
-    try:
-        threads = ["", *file.read_text(errors="replace").split("hread 0x")]
-    except OSError:
-        return []
-
-    other, main_thread = threads[-2:]  # the main thread comes last
+    other, main_thread = ["", *read_threads(file)][-2:]
     frames = main_thread.splitlines()[1:]
     called = _IN_LIBRARY.match(frames[0]) if frames else None
     inner = [f"{called['file']}:{called['line']} in {called['name']}"] if called else []
