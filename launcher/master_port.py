@@ -43,8 +43,8 @@ def open_port(port: int, address: str = "") -> socket.socket:
     """
     addresses = set()
     with contextlib.suppress(OSError):
-        for family, *_, where in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
-            addresses.add((family, str(where[0])))
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        addresses = {(family, str(where[0])) for family, *_, where in found}
 
     if len(addresses) == 1:
         ((family, only),) = addresses

@@ -26,11 +26,12 @@ def read_like_torchrun(values: dict[str, Any], environ: Environ) -> None:
         raise PlanError("--hosts and --rdzv-endpoint both name the nodes; omit one")
 
     cpus = os.sysconf("SC_NPROCESSORS_ONLN")
-    if values.get("nproc") == "cpu":
+    nproc = values.get("nproc")
+    if nproc == "cpu":
         values["nproc"] = str(cpus)
-    elif values.get("nproc") == "auto":
+    elif nproc == "auto":
         values["cpu_nproc"] = cpus
-    elif values.get("nproc") == "gpu":
+    elif nproc == "gpu":
         values |= {"nproc": "auto", "cpu_nproc": 0}
 
 

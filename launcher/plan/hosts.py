@@ -129,8 +129,8 @@ def read_batch_script(file: Path, nproc: int | None) -> World:
     nodes, tasks, gpus = (_last(pattern, lines) for pattern in (_NODES, _TASKS, _GPUS))
     ranks = tasks if tasks > 1 else nproc or gpus
     hosts = "chosen by the scheduler when the job starts"
-    asked = (nodes and ranks) or None
-    return World(num_nodes=nodes or 1, master_addr="", nproc=asked, hosts=hosts)
+    nproc = (nodes and ranks) or None
+    return World(num_nodes=nodes or 1, master_addr="", nproc=nproc, hosts=hosts)
 
 
 def _last(pattern: re.Pattern[str], lines: Sequence[str]) -> int:

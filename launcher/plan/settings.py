@@ -107,13 +107,14 @@ def read_value(name: str, given: str) -> str:
 
 def read_nproc(what: str, text: str | None) -> int | None:
     """Return a number of ranks per node; None for "auto", or if none was given."""
-    if text in (None, "auto"):
+    if text is None or text == "auto":
         return None
-    return read_number(what, str(text), *VARIABLES["NPROC_PER_NODE"].bounds)
+    others = ", or auto (launch.sh --nproc-per-node: also gpu or cpu)"
+    return read_number(what, text, *VARIABLES["NPROC_PER_NODE"].bounds, others)
 
 
-def read_number(what: str, text: str, low: int, high: int) -> int:
+def read_number(what: str, text: str, low: int, high: int, others: str = "") -> int:
     """Return a whole number from low to high. Raises PlanError for any other text."""
     if re.fullmatch(r"0|[1-9][0-9]{0,8}", text) and low <= int(text) <= high:
         return int(text)
-    raise PlanError(f"{what} is {text!r}; give a whole number from {low} to {high}")
+    raise PlanError(f"{what} is {text!r}; give a whole number from {low} to {high}{others}")

@@ -301,6 +301,12 @@ def test_world_of_a_slurm_job(
     ("typed", "environ", "cause"),
     [
         ({}, {"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE is 'two'; give a whole"),
+        ({"nproc": "two"}, {}, "is 'two'; give a whole number from 1 to 4096, or auto (launch.sh "),
+        (
+            {**SSH, "node": ("node1:two",)},
+            {},
+            "for 'node1:two' is 'two'; give a whole number from 1 to 4096, or auto",
+        ),
         ({"port": "65536"}, {}, "the port is '65536'"),
         ({}, {"MASTER_PORT": "-1"}, "MASTER_PORT is '-1'"),
         ({}, {"MASTER_PORT": "0"}, "MASTER_PORT is '0'; give a whole number from 1 to 65535"),
