@@ -62,7 +62,9 @@ def find_slow_links(
     """Return the links, the slow nodes and the slow pairs, each with the usual bandwidth.
 
     `measure` measures some pairs, round by round. What seems slow (of a node, its best link) is
-    measured again alone. As with ranks, the best measurement counts.
+    measured again alone, the slowest first. If half of those are fast then, it was the company of
+    other pairs that made them seem slow, and all that seemed less slow are cleared with them.
+    As with ranks, the best measurement counts.
     """
     best = dict(measure(rounds))
     nodes = slow_nodes(best)
@@ -70,19 +72,23 @@ def find_slow_links(
     fastest = best_links(best)
     suspects = pairs | {fastest[node]: usual for node, usual in nodes.items()}
 
+    def share(pair: Pair) -> float:
+        return slower_way(pair, best) / suspects[pair]
+
     looks = Counter[Pair]()
     for _ in range(LINK_LOOKS):
-        chosen = sorted(suspects, key=lambda pair: (looks[pair], slower_way(pair, best)))
-        del chosen[MOST_AGAIN:]
+        chosen = sorted(suspects, key=lambda pair: (looks[pair], share(pair)))[:MOST_AGAIN]
         if not chosen:
             break
 
         looks.update(chosen)
         latest = measure([[pair] for pair in chosen])
         best |= {pair: max(speed, best[pair]) for pair, speed in latest.items()}
-        for pair in chosen:
-            if slower_way(pair, best) > suspects[pair] / SLOW_LINK:
-                del suspects[pair]
+        cleared = {pair for pair in chosen if share(pair) > 1 / SLOW_LINK}
+        if 2 * len(cleared) >= len(chosen):
+            cleared |= suspects.keys() - looks.keys()
+        for pair in cleared:
+            del suspects[pair]
 
     slow_ones = {node: usual for node, usual in nodes.items() if fastest[node] in suspects}
     return best, slow_ones, {pair: usual for pair, usual in pairs.items() if pair in suspects}

@@ -162,6 +162,21 @@ def test_every_one_of_many_slow_nodes_is_named() -> None:
     assert all(len(look) <= judge.MOST_AGAIN for look in looks)
 
 
+@pytest.mark.parametrize("still_slow", [0, 1, 3])
+def test_if_half_of_the_slowest_are_fast_by_themselves_the_rest_of_a_crowd_is_not_named(
+    still_slow: int,
+) -> None:
+    lonely = slowed(0, 16, 0.3)  # not even its best link is fast, though it is faster than others
+    cables = {(node, node + 8): 0.01 * node for node in range(1, still_slow + 1)}
+    crowd = {(a, b): 0.1 for a in range(1, 8) for b in range(8, 16)} | lonely
+    first = all_links(16, crowd | cables)
+    assert judge.slow_nodes(first) and len(judge.slow_pairs(first)) > 36
+    looks, slow, pairs = find(16, first, all_links(16, cables))
+    assert (slow, {*pairs}) == ([], {*cables})
+    later = judge.LINK_LOOKS - 1 if still_slow else 0
+    assert [len(look) for look in looks] == [judge.MOST_AGAIN, *[still_slow] * later]
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 9])
 def test_a_slow_rank_is_named(ranks: int) -> None:
     for slow in range(ranks):
