@@ -46,14 +46,14 @@ def measure_selftest(number: int) -> Iterator[tuple[str, Cost]]:
         """Read what the nodes have measured, as launcher/selftest/main.py does."""
         texts = (text for one in now for pair in one for text in told[pair])
         read = [typed_json.parse(Link, text) for text in texts]
-        return {(link.source, link.target): link.bandwidth for link in read}
+        return {link.pair: link.bandwidth for link in read}
 
     yield "read all links, find slow ones", _timed(lambda: judge.find_slow_links(measure, rounds))
 
 
 def _both_links(pair: Pair) -> Iterator[Link]:
-    for source, target in (pair, pair[::-1]):
-        yield Link(source, target, SLOW if 1 in pair else USUAL, 1e-5)
+    for way in (pair, pair[::-1]):
+        yield Link(way, SLOW if 1 in pair else USUAL, 1e-5)
 
 
 def _timed(act: Callable[[], object]) -> Cost:

@@ -70,25 +70,24 @@ def find_slow_links(
     nodes = slow_nodes(best)
     pairs = slow_pairs(best)
     fastest = best_links(best)
-    suspects = pairs | {fastest[node]: usual for node, usual in nodes.items()}
+    usual = pairs | {fastest[node]: others for node, others in nodes.items()}
 
-    def share(pair: Pair) -> float:
-        return slower_way(pair, best) / suspects[pair]
+    def times_slower(pair: Pair) -> float:
+        return usual[pair] / slower_way(pair, best)
 
+    suspects = {*usual}
     looks = Counter[Pair]()
     for _ in range(LINK_LOOKS):
-        chosen = sorted(suspects, key=lambda pair: (looks[pair], share(pair)))[:MOST_AGAIN]
+        chosen = sorted(suspects, key=lambda pair: (looks[pair], -times_slower(pair)))[:MOST_AGAIN]
         if not chosen:
             break
 
         looks.update(chosen)
         latest = measure([[pair] for pair in chosen])
         best |= {pair: max(speed, best[pair]) for pair, speed in latest.items()}
-        cleared = {pair for pair in chosen if share(pair) > 1 / SLOW_LINK}
-        if 2 * len(cleared) >= len(chosen):
-            cleared |= suspects.keys() - looks.keys()
-        for pair in cleared:
-            del suspects[pair]
+        suspects = {pair for pair in suspects if times_slower(pair) >= SLOW_LINK}
+        if 2 * len(suspects & {*chosen}) <= len(chosen):
+            suspects &= looks.keys()
 
     slow_ones = {node: usual for node, usual in nodes.items() if fastest[node] in suspects}
     return best, slow_ones, {pair: usual for pair, usual in pairs.items() if pair in suspects}

@@ -40,8 +40,7 @@ class Node:
 class Link:
     """One direction between two nodes."""
 
-    source: int  # the node's number, from 0
-    target: int
+    pair: Pair  # from the first to the second
     bandwidth: float  # bytes/s
     latency: float  # s, of an empty message
 
@@ -79,11 +78,12 @@ def _measure_pair(
     nodes: Sequence[Node], pair: Pair, me: int, barrier: Barrier, seconds: float
 ) -> Iterator[Link]:
     """Measure both directions, one after the other. Yields the link from this node."""
-    for source, target in (pair, pair[::-1]):
+    for way in (pair, pair[::-1]):
+        source, target = way
         peer = nodes[target if me == source else source]
         try:
             if me == source:
-                yield Link(source, target, *_send(peer.rank, seconds / 2))
+                yield Link(way, *_send(peer.rank, seconds / 2))
             else:
                 _receive(peer.rank)
         except RuntimeError as error:
@@ -99,8 +99,8 @@ def _send(peer: int, seconds: float) -> tuple[float, float]:
     """
     word = torch.zeros(1, dtype=torch.int64, device=device())
     deadline = time.monotonic() + seconds
-    pings = [_timed(peer, word.fill_(_PING), None)]
-    while len(pings) < _PINGS and time.monotonic() < deadline - _SENDING * seconds:
+    pings = list[float]()
+    while not pings or (len(pings) < _PINGS and time.monotonic() < deadline - _SENDING * seconds):
         pings.append(_timed(peer, word.fill_(_PING), None))
 
     latency = min(pings) / 2

@@ -99,12 +99,12 @@ def measure_all(test: Test) -> int:
     nodes = [Node(first.host, rank) for rank, first in enumerate(members) if not first.local_rank]
     test.findings.hosts = [node.host for node in nodes]
 
-    if not is_basic and len(nodes) > 1:
-        started = time.monotonic()
-        measure_links(test, nodes)
-        test.findings.links_s = time.monotonic() - started
-
     if not is_basic:
+        if len(nodes) > 1:
+            started = time.monotonic()
+            measure_links(test, nodes)
+            test.findings.links_s = time.monotonic() - started
+
         kinds = [member.kind for member in members]
         speeds, slow = judge.find_slow_ranks(partial(compute_together, test), kinds)
         test.findings.slow_ranks = slow
@@ -152,8 +152,8 @@ def measure_links(test: Test, nodes: Sequence[Node]) -> None:
         test.barrier.wait_for_all("the links", limit_s)
         rows = gather_json([typed_json.encode(link) for link in mine])
         measured = [typed_json.parse(Link, text) for row in rows for text in row]
-        test.findings.latencies |= {(link.source, link.target): link.latency for link in measured}
-        return {(link.source, link.target): link.bandwidth for link in measured}
+        test.findings.latencies |= {link.pair: link.latency for link in measured}
+        return {link.pair: link.bandwidth for link in measured}
 
     judged = judge.find_slow_links(measure, links.rounds(len(nodes)))
     test.findings.links, test.findings.slow_nodes, test.findings.slow_pairs = judged
