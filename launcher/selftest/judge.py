@@ -17,14 +17,14 @@ Links = Mapping[Pair, float]  # bytes/s from the first to the second
 
 
 def find_slow_ranks(
-    compute: Callable[[], Sequence[float]], kinds: Sequence[str]
+    compute: Callable[[], list[float]], kinds: Sequence[str]
 ) -> tuple[list[float], dict[int, float]]:
     """Return each rank's speed, and how many times slower each slow rank is.
 
     `compute` measures the speeds of all ranks, `kinds` has their devices. Interference makes a rank
     slower, never faster, so the best of all measurements counts.
     """
-    best = [*compute()]
+    best = compute()
     for _ in range(RANK_LOOKS):
         if not slow_ranks(best, kinds, SUSPECT):
             break
@@ -49,8 +49,8 @@ def find_slow(speeds: Mapping[int, float], times: float) -> dict[int, float]:
     middle = (len(speeds) - 2) // 2, (len(speeds) - 1) // 2  # of the others, in this order
     slow = {}
     for place, one in enumerate(by_speed if len(speeds) > 1 else ()):
-        others = [by_speed[at if at < place else at + 1] for at in middle]
-        usual = statistics.mean(speeds[other] for other in others)
+        others = [speeds[by_speed[at if at < place else at + 1]] for at in middle]
+        usual = statistics.mean(others)
         if usual >= times * speeds[one]:
             slow[one] = usual
     return dict(sorted(slow.items()))

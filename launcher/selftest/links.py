@@ -50,7 +50,7 @@ def rounds(nodes: int) -> list[list[Pair]]:
 
     This is the circle method: one node stays, and the others move on by one place each round.
     """
-    players = [*range(nodes), *([-1] if nodes % 2 else [])]  # -1: its partner rests
+    players = [*range(nodes), *[-1] * (nodes % 2)]  # -1: its partner rests
     all_rounds = []
     for _ in range(min(len(players) - 1, MOST_ROUNDS)):
         half = len(players) // 2

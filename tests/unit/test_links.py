@@ -196,7 +196,7 @@ SLOWED_AT_FIRST = ([96.0, 95.0, 48.0, 96.0], [60.0, 50.0, 62.0, 70.0], [93.0, 70
     ("looks", "found"),
     [(DISTURBED, []), (DISTURBED_FOR_LONG, []), (SLOWED, [2]), (SLOWED_AT_FIRST, [2])],
 )
-def test_the_best_of_all_looks_counts(looks: Sequence[Sequence[float]], found: list[int]) -> None:
+def test_the_best_of_all_looks_counts(looks: Sequence[list[float]], found: list[int]) -> None:
     left = itertools.cycle(looks)
     best, slow = judge.find_slow_ranks(lambda: next(left), ["cpu"] * 4)
     assert [*slow] == found
