@@ -34,6 +34,7 @@ from launcher.wire.messages import Cut, Exit, Ready, Request, Start, Sweep
 
 def main(arguments: list[str], environ: OwnEnviron) -> int:
     """Serve the launcher, or pdsh. Returns the exit code."""
+    processes.outlive_others()
     if arguments[:1] == ["--pdsh"]:
         return hold_agent(arguments[1])
 

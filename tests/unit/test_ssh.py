@@ -436,6 +436,20 @@ def test_a_signal_before_the_first_ssh_ends_the_launch_with_a_line(
     assert err == f"stopped  by {signum.name}; nothing was started\n"
 
 
+def test_a_far_side_outlives_signals_that_stop_no_run(nodes: Nodes) -> None:
+    nodes.agent(
+        "open(os.environ['FAKE_NODES'] + '/far', 'w').write(str(os.getppid()))\n"
+        "while not os.path.exists(os.environ['FAKE_NODES'] + '/go'): time.sleep(0.02)"
+    )
+    launcher = nodes.start("-", "1", "n0")
+    far_side = nodes.process("far")
+    for signum in processes.OTHERS:
+        os.kill(far_side, signum)
+    (nodes.nodes / "go").touch()
+    _, err = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 0, err
+
+
 def test_a_process_that_stays_is_killed_and_counted(nodes: Nodes) -> None:
     nodes.agent(
         "if not os.fork():\n"
