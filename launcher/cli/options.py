@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 from launcher.cli.torchrun import read_like_torchrun
 from launcher.plan.settings import TABLE
-from launcher.text import Environ, PlanError
+from launcher.text import Environ, PlanError, warn
 
 Values = dict[str, Any]  # by the names of Typed's fields
+_WHICH_NODES = ("nnodes", "node_rank", "master", "rdzv_endpoint")
 
 
 class Option(NamedTuple):
@@ -56,8 +57,11 @@ def options_of(command: str) -> dict[str, Option]:
 def _complete_launch(values: Values, environ: Environ) -> None:
     """For options that were not typed, read PET_NNODES and similar variables, as torchrun does."""
     for name, option in options_of("launch").items():
-        value = environ.get(f"PET_{name[2:].replace('-', '_').upper()}")
-        if value and option.field != "passed":
+        variable = f"PET_{name[2:].replace('-', '_').upper()}"
+        value = environ.get(variable)
+        if value and values.get("hosts") and option.field in _WHICH_NODES:
+            warn(f"{values['program']}: warning: {variable} is ignored; --hosts names the nodes")
+        elif value and option.field != "passed":
             values.setdefault(option.field, value if option.has_value else value != "0")
     read_like_torchrun(values, environ)
 

@@ -197,6 +197,19 @@ def test_the_master_of_torchruns_arguments(
     assert tuple(map(found.get, ("nnodes", "node_rank", "master", "port"))) == expected
 
 
+def test_variables_of_torchrun_do_not_contradict_hosts_that_were_typed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    given = {"PET_NNODES": "7", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a"}
+    environ = {**given, "PET_RDZV_ENDPOINT": "a:4", "PET_NPROC_PER_NODE": "2"}
+    found = read("launch", "--hosts=n1,n2", "x.py", environ=environ)
+    assert found == {"hosts": "n1,n2", "nproc": "2", "rest": ("x.py",)}
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 4
+    assert all(name in "".join(told) for name in given)
+    assert all(line.endswith(" is ignored; --hosts names the nodes") for line in told)
+
+
 def test_what_only_launch_takes_from_the_environment() -> None:
     environ = {"NPROC_PER_NODE": "3", "PET_MAX_RESTARTS": "2", "PET_RDZV_ID": "r", "PET_ROLE": "w"}
     found = read("launch", "x.py", environ=environ)
