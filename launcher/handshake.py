@@ -74,7 +74,7 @@ def read_access(environ: Environ) -> Access:
     for name in hostlist.expand(environ["HOSTS"]):
         try:
             addresses |= {str(address[0]) for *_, address in socket.getaddrinfo(name, None)}
-        except OSError:
+        except (OSError, UnicodeError):
             raise PlanError(f"HOSTS names {name!r}, which is unknown; correct it") from None
     return Access(addresses=frozenset(addresses))
 

@@ -17,7 +17,8 @@ from launcher.text import PlanError
 LEAST_PORT = 1000  # nobody wants so many processes on a node
 _IPV6 = re.compile(r"([^:]*@)?\[([^]]*:[^]]*)\](?::(.+))?")  # [fd00::1]:4
 _MASTER = re.compile(r"(?:\[(.*)\]|([^:]*))(?::(\d+))?")
-_ADDRESS = re.compile(r"[^\s,;/:]*|[^\s,;/]*:[^\s,;/]*:[^\s,;/]*")  # or IPv6
+# Labels of 1 to 63 characters, or IPv6.
+_ADDRESS = re.compile(r"(?:[^\s,;/:.\ud800-\udfff]{1,63}(?:\.|$))*|[^\s,;/]*:[^\s,;/]*:[^\s,;/]*")
 _SGE = re.compile(r"(\S+) (\d+) \S+ \S+")  # $PE_HOSTFILE: host, slots, queue, processors
 _SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d+)?")
 _NODES = re.compile(r"(?:--nodes=|-N ?|select=|nodes=)(\d+)")

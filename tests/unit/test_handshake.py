@@ -171,6 +171,7 @@ def test_the_secret_comes_from_the_environment_or_a_private_file(tmp_path: Path)
         ({"RUN_SECRET": "keys/0123456789abcdef"}, "a secret itself must not contain /"),
         ({"RUN_SECRET": "OPEN"}, "other users can read the file in RUN_SECRET; "),
         ({"HOSTS": "nonesuch.invalid"}, "HOSTS names 'nonesuch.invalid', which is unknown"),
+        ({"HOSTS": "node..1"}, "HOSTS names 'node..1', which is unknown"),
         ({"HOSTS": "n[1-"}, "unmatched '['"),
     ],
 )

@@ -77,7 +77,12 @@ def test_a_master_in_another_form_is_used(given: str, address: str, port: int) -
     assert plan_of({"MASTER_ADDR": given}).port is None  # one node needs no master
 
 
-@pytest.mark.parametrize("given", ["10.0.0.1 172.17.0.1 ", "10.0.0.1,10.0.0.2", "a:x", "a/b"])
+IMPOSSIBLE = ["node..1", ".a", "a" * 64, "\udcff", f"a.{'b' * 64}.c"]
+
+
+@pytest.mark.parametrize(
+    "given", ["10.0.0.1 172.17.0.1 ", "10.0.0.1,10.0.0.2", "a:x", "a/b", *IMPOSSIBLE]
+)
 def test_a_master_that_can_be_none_is_refused_at_once(given: str) -> None:
     for typed in (BY_HAND, SSH):
         with pytest.raises(PlanError, match=r"the master is '.*'; give one address or name"):
