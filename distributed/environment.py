@@ -313,7 +313,7 @@ def check_run_id(run_id: str) -> str:
 
 def port_from_id(run_id: str) -> int:
     """Return a port in 10000..32767, below Linux's ephemeral ports; the same on every machine."""
-    return 10_000 + zlib.crc32(run_id.encode()) % 22_768
+    return 10_000 + zlib.crc32(os.fsencode(run_id)) % 22_768
 
 
 @cache

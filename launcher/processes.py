@@ -327,7 +327,7 @@ def ranks_of(run_id: str) -> dict[str, int]:
 
 def _marked(*variables: str) -> list[int]:
     """Return this user's processes that were started with one of these variables (`NAME=value`)."""
-    marks = {variable.encode() for variable in variables}
+    marks = {*map(os.fsencode, variables)}
     others = {*_all_pids()} - {os.getpid()}
     return [pid for pid in others if marks & {*read_proc(pid, "environ").split(b"\0")}]
 

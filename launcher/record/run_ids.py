@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,4 +72,5 @@ def _reserve(folder: Path, start: int) -> bool:
     The reservation lasts until this process exits or becomes the agent; then the run's record
     decides. The next start of a job ignores reservations by a start that was cut off.
     """
-    return processes.claim(hashlib.sha256(f"{folder.absolute()} {start}".encode()).hexdigest())
+    name = os.fsencode(f"{folder.absolute()} {start}")
+    return processes.claim(hashlib.sha256(name).hexdigest())

@@ -4,6 +4,7 @@
 
 set +o posix # if sh is bash
 unset CDPATH # with it, cd prints a path, and may find another folder
+unset -f cd  # an exported function may print, too
 
 # Prints a path as the user names it. If that name contains a link, other nodes may have only that
 # name: for example, /home may be a link to /export/home on this machine.

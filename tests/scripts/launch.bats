@@ -341,6 +341,16 @@ python_of() { # <variable>... <command>
   [[ $status == 0 && $output == "'$PWD/mine/bin'" ]]
 }
 
+@test "a function cd that prints, and a folder whose name is not UTF-8" {
+  mkdir J$'\xfc'
+  cd J$'\xfc'
+  touch x.py
+  cd() { builtin cd "$@" && ls; }
+  export -f cd
+  run --separate-stderr launch --dry-run x.py
+  [[ $status == 0 && $output == "# node 0 "* && $output == *" x.py" ]]
+}
+
 # bats test_tags=slow
 @test "a Turkish locale: variables and settings are compared as in the C locale" {
   mkdir locale && localedef -i tr_TR -f UTF-8 "$PWD/locale/tr_TR.UTF-8" || skip "this machine has no Turkish locale"

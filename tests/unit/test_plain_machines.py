@@ -36,6 +36,8 @@ RARER = [
     "MALLOC_CHECK_=3 MALLOC_PERTURB_=7 MALLOC_ARENA_MAX=1 {}",
     "echo 'set -u; false' >env.sh; BASH_ENV=$PWD/env.sh {}",
     "CDPATH=/:/tmp {}",
+    'cd() {{ builtin cd "$@" && ls; }}; export -f cd; {}',
+    "mkdir J$'\\xfc' && cd J* && {} && mv ran ..",
     "POSIXLY_CORRECT=1 {}",
     "set -o noclobber -o noglob; export SHELLOPTS; {}",
     "shopt -s nullglob failglob dotglob; export BASHOPTS; {}",

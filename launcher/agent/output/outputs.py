@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -77,7 +78,7 @@ class Outputs:
 
     def say(self, text: str) -> None:
         """Print one of the agent's own messages below the ranks' output."""
-        self._terminals[1].write(f"node agent: {text}\n".encode())
+        self._terminals[1].write(os.fsencode(f"node agent: {text}\n"))
 
     def show_step(self, step: int) -> None:
         """Print the step every PROGRESS_S seconds, on a node that shows no rank."""
