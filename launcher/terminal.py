@@ -87,14 +87,17 @@ class Terminal(io.RawIOBase):
         if not data:
             return
 
-        if self._writer.ident is None:
-            self._writer.start()
         with self._changed:
             if self._size == 0:
                 self._taken_at = time.monotonic()
             self._queue.append(data)
             self._size += len(data)
             self._changed.notify_all()
+        if self._writer.ident is None:
+            try:
+                self._writer.start()
+            except RuntimeError:  # no more threads can start here
+                self._write_next()
 
     def _has_room(self) -> bool:
         """Whether more can be queued; waits briefly for a slow reader to catch up."""
@@ -138,18 +141,21 @@ class Terminal(io.RawIOBase):
     def _write_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._queue))
-                data = self._queue.popleft()
-            while data:
-                written = self._write(data[:_WRITE])
-                data = data[written:]
-                if not written:
-                    select.select([], [self.fd], [])
-                    continue
-                with self._changed:
-                    self._taken_at = time.monotonic()
-                    self._size -= written
-                    self._changed.notify_all()
+                self._changed.wait_for(lambda: self._queue)
+            self._write_next()
+
+    def _write_next(self) -> None:
+        data = self._queue.popleft()
+        while data:
+            written = self._write(data[:_WRITE])
+            data = data[written:]
+            if not written:
+                select.select([], [self.fd], [])
+                continue
+            with self._changed:
+                self._taken_at = time.monotonic()
+                self._size -= written
+                self._changed.notify_all()
 
 
 def open_again(fd: int) -> Terminal:

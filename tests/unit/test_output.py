@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from agents import PATIENCE_S, ROOT, execute, rarely
@@ -191,6 +192,20 @@ def test_output_that_a_full_disk_loses_is_told_once(capfd: pytest.CaptureFixture
     os.close(full)
     err = capfd.readouterr().err
     assert err.count("No space left on device") == 1 and err.endswith("[log-lost]\n")
+
+
+def test_a_terminal_that_gets_no_thread_writes_by_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "shown"
+    fd = os.open(file, os.O_WRONLY | os.O_CREAT)
+    screen = Terminal(fd)
+    monkeypatch.setattr(screen._writer, "start", Mock(side_effect=RuntimeError("no thread")))
+    screen.show(b"one\n", None)
+    screen.show(b"two\n", None)
+    screen.drain(0.0)
+    os.close(fd)
+    assert file.read_bytes() == b"one\ntwo\n"
 
 
 # --- several streams ------------------------------------------------------------------------------
