@@ -165,15 +165,16 @@ class Pulse:
         self._everyone = everyone
         self._is_over = False
         self._news = threading.Event()
-        self.send_beat(NodeBeat(None))
         self._thread = threading.Thread(target=self._send, daemon=True)
-        self._thread.start()
+        self.send_beat(NodeBeat(None))
 
     def send_beat(self, newest: NodeBeat) -> None:
         """Send this heartbeat at once, and again every BEAT_S."""
         self._newest = newest
         self._noted = time.monotonic()
         self._news.set()
+        if self._everyone() and not self._thread.ident:  # one node needs no thread
+            self._thread.start()
 
     def _send(self) -> None:
         while not self._is_over:
@@ -186,4 +187,5 @@ class Pulse:
     def end(self) -> None:
         self._is_over = True
         self._news.set()
-        self._thread.join()
+        if self._thread.ident:
+            self._thread.join()

@@ -214,6 +214,18 @@ def test_an_agent_that_is_held_up_for_too_long_is_silent(monkeypatch: pytest.Mon
     assert theirs.recv(1) == b""
 
 
+def test_a_single_node_needs_no_thread_for_heartbeats_until_a_spare_comes() -> None:
+    before, everyone = threading.active_count(), list[Link]()
+    Pulse(lambda: everyone).end()
+    pulse = Pulse(lambda: everyone)
+    assert threading.active_count() == before
+    link, theirs = connect()
+    everyone.append(link)
+    pulse.send_beat(NodeBeat(None))
+    assert Link(theirs).wait(time.monotonic() + FAR_S) == NodeBeat(None)
+    pulse.end()
+
+
 # --- a node's stdout: output, with messages in between --------------------------------------------
 
 
