@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from launcher.explain.rules import find_rule
 from launcher.failure import CRASHED, RaisedError, explain, is_foreign, match_frame, signal_name
 
-_WHAT = re.compile(r"^ +what\(\): +(?P<text>\S.*)")  # of the C++ exception that nothing caught
+# Of the C++ exception that nothing caught, or why there is none: as if no thread could start.
+_WHAT = re.compile(r"^(?: +what\(\): +|(?=terminate called without))(?P<text>\S.*)")
 _FATAL = "Fatal Python error"
 _MISMATCH = "collective-mismatch"
 # Functions of torch that stand between a collective's name and the script.

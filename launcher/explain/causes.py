@@ -36,6 +36,13 @@ CAUSES = (
         """,
     ),
     cause(
+        "low-nproc",
+        r"""
+        can't start new thread
+        ^(?!.*(\block\b|recv|send|socket|connect)).*Resource temporarily unavailable
+        """,
+    ),
+    cause(
         "out-of-memory",
         r"""
         (CUDA|HIP|XPU|NPU|MPS)( backend)? out of memory|OutOfMemoryError

@@ -28,7 +28,7 @@ HINT = re.compile(
     rb"|fault|exceed|esolve| found|No such|No module|No space|xitcode|xit code|xit status"
     rb"|return code|nable to|NVRM|Abort|invalid|rank |driver|closed|oom|slurm|srun|nan|NaN|No route"
     rb"|lost|only|not defined|world size|denied|nrecognized|mismatch|compiled|slots|firewall"
-    rb"|shut down|subset of|EXIT CODE|KILLED|terminated|bad_alloc| dead"
+    rb"|shut down|subset of|EXIT CODE|KILLED|terminated|bad_alloc| dead|unavailable|new thread"
 )
 _DIGITS = b"0123456789"
 # What launchers and torch put before a line: [rank3]: (torch), [default3]: (its launcher), stderr:

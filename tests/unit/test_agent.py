@@ -487,6 +487,7 @@ def test_the_kernels_kill_of_an_agent_is_told_from_a_foreign_one(
     [
         ("torch.distributed.DistStoreError: Failed to init uv loop", "low-nofile"),
         ("OSError: [Errno 24] Too many open files: '/dev/null'", "low-nofile"),
+        ("RuntimeError: can't start new thread", "low-nproc"),
         ("OSError: [Errno 28] No space left on device", "disk-full"),
         ("KeyError: 'x'", "agent-killed"),
         ("ConnectionResetError: [Errno 104] Connection reset by peer", "agent-killed"),

@@ -600,6 +600,21 @@ def test_a_crash_is_no_consequence_of_the_error_that_it_causes(name: str) -> Non
     assert (told.fault, told.code, told.is_consequence) == ("rank-crashed", code, False)
 
 
+@pytest.mark.parametrize(
+    ("said", "fault", "cause"),
+    [
+        ("  what():  Resource temporarily unavailable", "low-nproc", "Resource temporarily"),
+        ("terminate called without an active exception", "rank-crashed", "terminate called"),
+    ],
+)
+def test_a_crash_without_threads_says_what_native_code_said(
+    said: str, fault: str, cause: str
+) -> None:
+    raised = read_crash([said, *MISMATCH[2:]], 134, 9.0)
+    assert raised is not None and raised.fault == fault
+    assert raised.message.startswith(f"SIGABRT: {cause}")
+
+
 KEYS = """RuntimeError: Error(s) in loading state_dict for Sequential:
 \tUnexpected key(s) in state_dict: "2.weight".
 \tsize mismatch for 0.weight: copying a param with shape [2, 2].
