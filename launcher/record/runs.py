@@ -33,6 +33,10 @@ KILLED = "killed"  # the state of a run whose launcher, on this machine, recorde
 ALL, MOST = "--all", 20  # runs that --status lists without --all
 
 
+class CannotDo(Exception):
+    """A run is not in the state that --stop or --stacks needs: `cause; cure`."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One run in a log directory."""
@@ -182,9 +186,9 @@ def main(task: str, words: Sequence[str], log_dir: Path, program: str, *, is_dry
             raise ValueError(f"--{task} needs one run id; --status lists all runs")
         run = find(log_dir, words[0])
         if task == "stacks":
-            return show_stacks(run, program)
+            return show_stacks(run)
         return stop(run, program, is_dry_run=is_dry_run)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CannotDo) as error:
         warn(f"{program}: {error}")
         return BAD_INPUT if isinstance(error, ValueError) else REFUSED
 
@@ -211,10 +215,10 @@ def print_status(log_dir: Path, words: Sequence[str], program: str) -> int:
     return 0
 
 
-def show_stacks(run: Run, program: str) -> int:
-    """Print the stacks of all ranks of a run; the run continues."""
+def show_stacks(run: Run) -> int:
+    """Print the stacks of all ranks of a run; the run continues. Raises CannotDo."""
     if run.record.is_over or run.state == KILLED:
-        return _refuse(program, f"run {run.id} is not running: {run.state}; it has no stacks")
+        raise CannotDo(f"run {run.id} is not running: {run.state}; it has no stacks")
 
     shown = run.folder / SHOWN
     size = shown.stat().st_size if shown.exists() else 0
@@ -229,22 +233,24 @@ def show_stacks(run: Run, program: str) -> int:
                 return 0
 
     (run.folder / ASKED).unlink(missing_ok=True)
-    return _refuse(
-        program,
+    raise CannotDo(
         f"the node agent of run {run.id} did not answer within {limit_s:g} s; "
-        "check that it is running, and that this is its LOG_DIR",
+        "check that it is running, and that this is its LOG_DIR"
     )
 
 
-def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
-    """Ask a run's launcher to stop it, and wait until it has ended; the ranks may save first."""
+def stop(run: Run, program: str, *, is_dry_run: bool) -> int:
+    """Ask a run's launcher to stop it, and wait until it has ended; the ranks may save first.
+
+    Raises CannotDo.
+    """
     launcher = run.record.launcher
     limit_s = run.record.grace + limits.STOP_COMMAND_S
     if run.record.is_over or launcher is None or run.state == KILLED:
         cause = ", ".join(filter(None, (run.state, printable(run.cause))))
-        return _refuse(program, f"run {run.id} is not running: {cause}; there is nothing to stop")
+        raise CannotDo(f"run {run.id} is not running: {cause}; there is nothing to stop")
     if not launcher.is_here:
-        return _refuse(program, f"run {run.id} is {run.state}; stop it on {launcher.host}")
+        raise CannotDo(f"run {run.id} is {run.state}; stop it on {launcher.host}")
     if is_dry_run:
         print(f"kill -TERM {launcher.process}")
         return 0
@@ -259,10 +265,5 @@ def stop(run: Run, program: str, *, is_dry_run: bool = False) -> int:
 
     if launcher.is_alive:
         cure = f"kill -KILL {launcher.process} ends it without saving"
-        return _refuse(program, f"run {run.id} has not ended yet; {cure}")
+        raise CannotDo(f"run {run.id} has not ended yet; {cure}")
     return print_status(run.folder.parent, [run.id], program)
-
-
-def _refuse(program: str, text: str) -> int:
-    warn(f"{program}: {text}")
-    return REFUSED
