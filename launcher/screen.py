@@ -97,9 +97,9 @@ class View:
         return (prefix if is_new else b"") + data + last
 
 
-def are_one_file(one: int, other: int) -> bool:
-    """Whether two descriptors refer to the same file, as after 2>&1."""
+def has_one_screen() -> bool:
+    """Whether stdout and stderr are the same file, as after 2>&1."""
     try:
-        return os.path.sameopenfile(one, other)
+        return os.path.sameopenfile(1, 2)
     except OSError:  # one is closed
         return False

@@ -37,7 +37,7 @@ from launcher.plan.own import find_own, read_begun
 from launcher.plan.plan import Plan, print_commands, print_plan
 from launcher.preflight import compare
 from launcher.preflight.compare import Finding
-from launcher.screen import View, are_one_file
+from launcher.screen import View, has_one_screen
 from launcher.terminal import Terminal
 from launcher.text import LONGEST_ROW, count, print_row
 from launcher.wire import limits
@@ -308,7 +308,7 @@ class Terminals:
 
     def __init__(self) -> None:
         self.out = Terminal(1)
-        self.err = self.out if are_one_file(1, 2) else Terminal(2)
+        self.err = self.out if has_one_screen() else Terminal(2)
         self.is_waiting = False  # an unfinished line is not shown yet
         self._views: list[View] = []
 

@@ -14,7 +14,7 @@ from launcher.agent.output.stream import NodeLog, RankView, Stream, open_stream,
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.record.run_folder import RunFolder
 from launcher.record.run_json import writing_to
-from launcher.screen import are_one_file
+from launcher.screen import has_one_screen
 from launcher.terminal import open_again
 from launcher.text import open_own
 from launcher.wire import limits
@@ -29,7 +29,7 @@ class Outputs:
     def __init__(self, args: Arguments) -> None:
         self._args = args
         out = open_again(1)
-        self._terminals = out, out if are_one_file(1, 2) else open_again(2)
+        self._terminals = out, out if has_one_screen() else open_again(2)
         self._log = NodeLog(None)
         self._files: Path | None = None  # the folder for streams with their own files
         self._step_due = 0.0  # when show_step() next prints
