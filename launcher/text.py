@@ -162,11 +162,11 @@ def install_command(packages: str) -> str:
     return f"{words} {packages}"
 
 
-def environment_cure(packages: str) -> str:
-    """Return what to do if this Python lacks packages; pip and make init install no Makefile."""
+def torch_cure() -> str:
+    """Return what to do if this Python lacks torch; pip and make init install no Makefile."""
     root = Path(__file__).resolve().parents[1]
     has_own = sys.prefix != sys.base_prefix or os.path.isdir(f"{sys.prefix}/conda-meta")
-    command = install_command(packages)
+    command = install_command("torch")
     if not has_own and (root / "Makefile").exists():
         command = f"make -C {root} setup"
     return f"set PYTHON to a Python that has it, or run {command}"

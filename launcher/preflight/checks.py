@@ -22,7 +22,7 @@ from distributed.network import interface_to
 from launcher.master_port import find_holder, is_here, is_loopback, is_loopback_up
 from launcher.preflight import cgroup, infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow, newest_cuda
-from launcher.text import Environ, count, environment_cure, unwritable_fault
+from launcher.text import Environ, count, torch_cure, unwritable_fault
 from launcher.wire.messages import Fault, Request
 
 OLDEST_TORCH = (2, 4)
@@ -67,7 +67,7 @@ def check_program(machine: Machine) -> Iterator[Fault]:
     """This Python has a torch that can be used, and the training script exists."""
     torch = must_match.versions()["torch"]
     if not torch:
-        yield Fault("env-missing", f"{sys.executable} has no torch", environment_cure("torch"))
+        yield Fault("env-missing", f"{sys.executable} has no torch", torch_cure())
     elif tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
         cause = f"{sys.executable} has torch {torch}, too old for the launchers"
         yield Fault("env-missing", cause, "install {}.{} or newer".format(*OLDEST_TORCH))

@@ -208,7 +208,7 @@ def test_a_python_without_torch_gets_a_command_that_is_there(
 ) -> None:
     def told(prefix: str) -> str:
         monkeypatch.setattr(sys, "prefix", prefix)
-        return text.environment_cure("torch")
+        return text.torch_cure()
 
     monkeypatch.setattr(text, "__file__", f"{tmp_path}/launcher/text.py")
     monkeypatch.setattr(sys, "executable", "/p/bin/python")
