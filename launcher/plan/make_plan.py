@@ -160,8 +160,8 @@ def choose_fanout(typed: Typed) -> str:
     if len({*pbs.read_lines(environ)}) > 1:
         return "ssh"
 
-    slurm.refuse_many_nodes(environ, typed.program)
-    slurm.warn_of_part(environ, typed.program)
+    slurm.refuse_many_nodes(typed)
+    slurm.warn_of_part(typed)
     if is_login_node(environ):
         warn(
             f"{typed.program}: warning: this looks like a login node; "
@@ -217,15 +217,14 @@ def _read_named(typed: Typed, nproc: int | None) -> World:
 
 def _read_own_node(typed: Typed) -> World:
     """Return the world as this node sees it, if each node is started by srun or by hand."""
-    given = {"NUM_NODES": typed.nnodes, "NODE_RANK": typed.node_rank, "MASTER_ADDR": typed.master}
     environ = typed.environ
     slurm.refuse_many_tasks(environ)
     if typed.has_health_check or (typed.like_torchrun and typed.nnodes != "1"):
-        if step := slurm.read_step(environ, given):  # srun has started this on each node
-            slurm.warn_of_part(environ, typed.program, needs_srun=True)
+        if step := slurm.read_step(typed):  # srun has started this on each node
+            slurm.warn_of_part(typed, needs_srun=True)
             return step
         if typed.has_health_check:
-            slurm.refuse_many_nodes(environ, typed.program)
+            slurm.refuse_many_nodes(typed)
 
     nnodes = "1" if typed.nnodes is None else typed.nnodes
     num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)

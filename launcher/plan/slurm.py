@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from distributed import environment, hostlist
 from distributed.errors import STOPPED
@@ -14,6 +14,7 @@ from distributed.job import ask_scheduler, in_slurm_step, job_id
 from launcher.master_port import is_loopback
 from launcher.plan.plan import World
 from launcher.plan.settings import read_nproc, read_number
+from launcher.plan.typed import Typed
 from launcher.slurm_node import find_address, slurm_node
 from launcher.text import Environ, PlanError, warn
 
@@ -99,25 +100,28 @@ def tasks_per_node(environ: Environ) -> int | None:
     return tasks if tasks > 1 else None
 
 
-def read_step(environ: Environ, typed: Mapping[str, str | None]) -> World | None:
+def read_step(typed: Typed) -> World | None:
     """Return the nodes of a step with one task per node, and this node's rank; None outside a step.
 
-    `typed` has the arguments NUM_NODES, NODE_RANK and MASTER_ADDR; each may be None. Raises
-    PlanError if one contradicts the step, and LauncherError if the step has several tasks per
-    node.
+    Raises PlanError if an argument contradicts the step, and LauncherError if the step has several
+    tasks per node.
     """
-    step = slurm_node(environ, master=typed["MASTER_ADDR"] or "")
+    environ = typed.environ
+    step = slurm_node(environ, master=typed.master or "")
     if step is None:
         return None
 
-    if typed["NUM_NODES"] == environ.get("SLURM_JOB_NUM_NODES") and (part := _part(environ)):
+    if typed.nnodes == environ.get("SLURM_JOB_NUM_NODES") and (part := _part(environ)):
         raise PlanError(
             f"{part}; start it with {_on_all_nodes(environ)}, without node numbers [wrong-world]"
         )
-    for name, variable in (("NUM_NODES", "SLURM_STEP_NUM_NODES"), ("NODE_RANK", "SLURM_NODEID")):
-        if typed[name] not in (None, environ[variable]):
+    for name, given, variable in (
+        ("NUM_NODES", typed.nnodes, "SLURM_STEP_NUM_NODES"),
+        ("NODE_RANK", typed.node_rank, "SLURM_NODEID"),
+    ):
+        if given not in (None, environ[variable]):
             raise PlanError(
-                f"the argument {name} is {typed[name]!r} but srun's {variable} is "
+                f"the argument {name} is {given!r} but srun's {variable} is "
                 f"{environ[variable]}; omit the argument (the batch shell may have expanded "
                 "it) [wrong-world]"
             )
@@ -133,8 +137,9 @@ def refuse_many_tasks(environ: Environ) -> None:
         slurm_node(environ)
 
 
-def refuse_many_nodes(environ: Environ, program: str) -> None:
+def refuse_many_nodes(typed: Typed) -> None:
     """Raise PlanError if the step (or the job, outside a step) has nodes that would stay unused."""
+    environ = typed.environ
     is_step = in_slurm_step(environ)
     nodes = environ.get("SLURM_STEP_NUM_NODES" if is_step else "SLURM_JOB_NUM_NODES")
     if not environ.get("SLURM_JOB_ID") or nodes in (None, "1"):
@@ -143,26 +148,26 @@ def refuse_many_nodes(environ: Environ, program: str) -> None:
     srun = f"use srun --nodes={nodes} --ntasks={nodes}"
     if is_step:
         raise PlanError(
-            f"this allocation has {nodes} nodes, but {program} uses only one; "
+            f"this allocation has {nodes} nodes, but {typed.program} uses only one; "
             f"{srun} --overlap scripts/cluster_train.sh CONFIG"
         )
     raise PlanError(
-        f"the job has {nodes} nodes, but srun did not start {program} on them; "
+        f"the job has {nodes} nodes, but srun did not start {typed.program} on them; "
         f"{srun} scripts/cluster_train.sh CONFIG [batch-step]"
     )
 
 
-def warn_of_part(environ: Environ, program: str, *, needs_srun: bool = False) -> None:
+def warn_of_part(typed: Typed, *, needs_srun: bool = False) -> None:
     """Warn if a program that should use all nodes of a job starts in a step with fewer nodes.
 
     With `needs_srun`, srun starts the program on each node.
     """
-    if part := _part(environ):
-        cure = f"run {program} in the batch script or salloc's shell, without srun"
+    if part := _part(typed.environ):
+        cure = f"run {typed.program} in the batch script or salloc's shell, without srun"
         if needs_srun:
-            cure = f"start it with {_on_all_nodes(environ)}"
+            cure = f"start it with {_on_all_nodes(typed.environ)}"
         warn(
-            f"{program}: warning: {part}, and the run uses no others; "
+            f"{typed.program}: warning: {part}, and the run uses no others; "
             f"to use all, {cure} [partial-launch]"
         )
 

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from captured import captured
@@ -78,42 +79,43 @@ def test_a_job_that_cannot_be_used(environ: dict[str, str], asked: int | None, c
     assert ";" in str(raised.value) and "\n" not in str(raised.value)
 
 
-NOT_TYPED = {"NUM_NODES": None, "NODE_RANK": None, "MASTER_ADDR": None}
-
-
 @pytest.mark.parametrize(
-    ("name", "typed", "expected"),
+    ("name", "given", "expected"),
     [
         ("one-per-node-step", {}, World(2, "node1", node_rank=1)),
-        ("one-per-node-step", {"NODE_RANK": "1", "NUM_NODES": "2"}, World(2, "node1", 1)),
-        ("one-per-node-step", {"MASTER_ADDR": "10.0.0.9"}, World(2, "10.0.0.9", 1)),
+        ("one-per-node-step", {"node_rank": "1", "nnodes": "2"}, World(2, "node1", 1)),
+        ("one-per-node-step", {"master": "10.0.0.9"}, World(2, "10.0.0.9", 1)),
         ("sub-step", {}, World(1, "node2", node_rank=0)),
-        ("one-per-node-step", {"NODE_RANK": "0"}, "NODE_RANK is '0' but srun's SLURM_NODEID is 1"),
-        ("one-per-node-step", {"NUM_NODES": "3"}, "'3' but srun's SLURM_STEP_NUM_NODES is 2"),
+        ("one-per-node-step", {"node_rank": "0"}, "NODE_RANK is '0' but srun's SLURM_NODEID is 1"),
+        ("one-per-node-step", {"nnodes": "3"}, "'3' but srun's SLURM_STEP_NUM_NODES is 2"),
         ("srun-step", {}, "srun started 4 tasks on 2 nodes; give it --ntasks=2"),
         (
             "sub-step",  # srun --nodes=1 in a job of two
-            {"NUM_NODES": "2", "NODE_RANK": "0"},
+            {"nnodes": "2", "node_rank": "0"},
             "this step has 1 of the job's 2 nodes; start it with srun --nodes=2 --ntasks=2"
             " --ntasks-per-node=1, without node numbers [wrong-world]",
         ),
     ],
 )
-def test_place_in_a_step(name: str, typed: dict[str, str | None], expected: World | str) -> None:
-    assert in_slurm_step(captured(name))
+def test_place_in_a_step(name: str, given: dict[str, Any], expected: World | str) -> None:
+    typed = Typed(fanout="local", environ=captured(name), **given)
+    assert in_slurm_step(typed.environ)
     if isinstance(expected, World):
-        assert slurm.read_step(captured(name), {**NOT_TYPED, **typed}) == expected
+        assert slurm.read_step(typed) == expected
         return
     with pytest.raises((PlanError, LauncherError)) as raised:
-        slurm.read_step(captured(name), {**NOT_TYPED, **typed})
+        slurm.read_step(typed)
     assert expected in str(raised.value)
 
 
 def test_a_part_of_the_job_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def warn_of_part(environ: dict[str, str]) -> None:
+        slurm.warn_of_part(Typed(fanout="auto", program="run_ddp.sh", environ=environ))
+
     for environ in (captured("sub-step", SLURM_JOB_NUM_NODES="1"), captured("requeued-batch-step")):
-        slurm.warn_of_part(environ, "run_ddp.sh")
+        warn_of_part(environ)
     assert capsys.readouterr().err == ""
-    slurm.warn_of_part(captured("sub-step", SLURM_JOB_NUM_NODES="2"), "run_ddp.sh")
+    warn_of_part(captured("sub-step", SLURM_JOB_NUM_NODES="2"))
     told = "run_ddp.sh: warning: this step has 1 of the job's 2 nodes, and"
     assert capsys.readouterr().err.startswith(told)
 
