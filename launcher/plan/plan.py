@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import subprocess
@@ -145,8 +146,10 @@ class Plan(World, Choices, ConfigFacts):
     def run_variables(self) -> dict[str, str]:
         """Return the environment variables that describe the run to an agent and its ranks."""
         command = self.command if len(os.fsencode(self.command)) < LONGEST else ""
-        named = {"RUN_ID": self.run_id, "LAUNCH_COMMAND": command, "ENGINE": self.engine}
-        named |= {
+        named = {
+            "RUN_ID": self.run_id,
+            "LAUNCH_COMMAND": command,
+            "ENGINE": self.engine,
             "LAUNCH_TASK_FILE": self.task_file,
             "SKIP_PREFLIGHT": "" if self.has_checks else "1",
         }
@@ -260,50 +263,51 @@ def print_plan(
     out: TextIO | None = None,  # None: stderr
 ) -> None:
     """Print the plan."""
+    row = functools.partial(print_row, out=out)
     config = f"    {shlex.quote(plan.config)}" if plan.config not in ("", "-") else ""
-    print_row("run", f"{plan.run_id or '(named by node rank 0)'}{config}", out)
+    row("run", f"{plan.run_id or '(named by node rank 0)'}{config}")
     if plan.site:
-        print_row("site", plan.site, out)
+        row("site", plan.site)
     if plan.container:
-        print_row("container", str(plan.container), out)
-    print_row("hosts", _hosts(plan, node), out)
+        row("container", str(plan.container))
+    row("hosts", _hosts(plan, node))
     if plan.min_nodes:
-        print_row("spares", _spares(plan), out)
+        row("spares", _spares(plan))
     if counts:
-        _print_ranks(plan, node, counts, out)
+        _print_ranks(plan, node, counts, row)
     if plan.join_timeout_s != limits.JOIN_S:
-        print_row("wait", f"at most {plan.join_timeout_s:g} s for all nodes to join", out)
+        row("wait", f"at most {plan.join_timeout_s:g} s for all nodes to join")
     if plan.forwarded:
-        print_row("variables", f"sent to the nodes: {' '.join(plan.forwarded)}", out)
+        row("variables", f"sent to the nodes: {' '.join(plan.forwarded)}")
     if plan.unsent:
         names = " ".join(plan.unsent)
-        print_row("variables", f"not sent: {names}   (FORWARD_ENV='{names}' sends them)", out)
-    print_row("preflight", _preflight(plan, preflight), out)
+        row("variables", f"not sent: {names}   (FORWARD_ENV='{names}' sends them)")
+    row("preflight", _preflight(plan, preflight))
     if plan.engine and not plan.is_ours:
         return  # there is no log
     follow = "" if plan.engine else f"   (tail -f {shlex.quote(str(plan.log_dir))}/node_*.log)"
-    print_row("logs", f"{plan.log_dir}/{plan.run_id or '<run id>'}/{follow}", out)
+    row("logs", f"{plan.log_dir}/{plan.run_id or '<run id>'}/{follow}")
 
 
 def _print_ranks(
-    plan: Plan, node: Report | None, counts: Sequence[int], out: TextIO | None
+    plan: Plan, node: Report | None, counts: Sequence[int], row: Callable[[str, str], None]
 ) -> None:
     """Print the number of ranks, and each rank's share of its node's CPUs and of the batch."""
     backend = plan.backend.replace("auto", "nccl" if node and node.gpus else "gloo")
     each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
-    print_row("ranks", f"{sum(counts)} = {count(plan.num_nodes, 'node')} x {each}, {backend}", out)
+    row("ranks", f"{sum(counts)} = {count(plan.num_nodes, 'node')} x {each}, {backend}")
     for first in plan.nodes[:1]:
         if first.is_by_lines and node and node.gpus not in (0, first.nproc):
             lines = f"{first.name} has {count(node.gpus, 'GPU')}, but {first.nproc} lines"
-            print_row("warning", f"{lines} in the node file; NPROC_PER_NODE overrides them", out)
+            row("warning", f"{lines} in the node file; NPROC_PER_NODE overrides them")
     if node and node.cpus and not plan.is_dry_run:
-        print_row("cpus", f"{node.cpus / counts[0]:g} per rank of {node.host}", out)
+        row("cpus", f"{node.cpus / counts[0]:g} per rank of {node.host}")
     if plan.batch:
-        print_row("batch", plan.batch.describe(sum(counts)), out)
+        row("batch", plan.batch.describe(sum(counts)))
         for left in range(plan.min_nodes or plan.num_nodes, plan.num_nodes):
             if not plan.batch.can_split(sum(counts), sum(counts[:left])):
                 text = f"{left} of {plan.num_nodes} nodes cannot share this batch equally"
-                print_row("warning", f"{text}: without a spare, the run would end", out)
+                row("warning", f"{text}: without a spare, the run would end")
 
 
 def _spares(plan: Plan) -> str:
