@@ -32,8 +32,8 @@ class Container:
     image: str
     directory: Path  # the working directory of a command
     binds: Sequence[Path]  # folders to mount inside
-    arguments: Sequence[str] = ()  # more options for the runtime
-    has_gpus: bool = True
+    arguments: Sequence[str]  # more options for the runtime
+    has_gpus: bool
 
     def wrap(self, command: Sequence[str]) -> list[str]:
         """Return the words that run a command inside; with pyxis, srun_options() does that."""

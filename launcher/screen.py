@@ -20,7 +20,7 @@ class View:
     at once. An unfinished line is shown after PARTIAL_S if no other is open, and then as it grows.
     """
 
-    def __init__(self, screen: Terminal, *, is_alone: bool, prefix: bytes = b"") -> None:
+    def __init__(self, screen: Terminal, *, is_alone: bool, prefix: bytes) -> None:
         """Begin each line, and each state of a line that redraws itself, with the prefix."""
         self._screen = screen
         self._is_alone = is_alone

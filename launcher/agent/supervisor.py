@@ -64,10 +64,10 @@ class Agent:
     notes: socket.socket  # on which it sends its AgentNote
     words: int  # the file for its last output
     note: AgentNote  # what is known before the agent sends its own
-    control: Control | None = None
-    grace_s: float = limits.GRACE_S
-    pausing: Set[signal.Signals] = frozenset()  # Ctrl-Z on a terminal, which suspends the run
-    folder: Path | None = None  # of the run, if this process is its launcher
+    control: Control | None
+    grace_s: float
+    pausing: Set[signal.Signals]  # Ctrl-Z on a terminal, which suspends the run
+    folder: Path | None  # of the run, if this process is its launcher
     passed_on: list[int] = field(default_factory=list)  # the signals sent to the agent
 
     def send(self, signum: int) -> None:

@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -98,19 +98,19 @@ class Plan(World, Choices, ConfigFacts):
     log_dir: Path
     run_id: str  # empty: node rank 0 names the run
     words: Sequence[str]  # the training script and its arguments, as the node agent takes them
-    is_ours: bool = False  # the training script is this project's train.py
-    config: str = ""  # empty: none
-    port: int | None = None  # None: derived from the run id and the folder
-    engine: str = ""  # what starts the ranks instead of the node agent
-    max_restarts: int = 0
-    grace_s: int = limits.GRACE_S
-    silence_s: float = limits.SILENCE_S  # after this long without a heartbeat, a node is lost
-    variables: Environ = field(default_factory=dict)  # for every node
-    container: Container | None = None  # in which the preflight, the agents and the ranks run
+    is_ours: bool  # the training script is this project's train.py
+    config: str  # empty: none
+    port: int | None  # None: derived from the run id and the folder
+    engine: str  # what starts the ranks instead of the node agent
+    max_restarts: int
+    grace_s: int
+    silence_s: float  # after this long without a heartbeat, a node is lost
+    variables: Environ  # for every node
+    container: Container | None  # in which the preflight, the agents and the ranks run
     forwarded: Sequence[str] = ()  # names of the variables sent to nodes over ssh
     unsent: Sequence[str] = ()  # names of others that the training script names
-    has_checks: bool = True
-    preflight_s: int = 9  # for every node to connect over ssh and be checked
+    has_checks: bool
+    preflight_s: int  # for every node to connect over ssh and be checked
 
     @property
     def folder(self) -> Path:

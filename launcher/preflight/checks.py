@@ -47,9 +47,9 @@ class Machine(Request):
     gpus: tuple[Gpu, ...]
     gpu_error: str  # why the GPUs could not be examined
     environ: Environ
-    cpus: int = 0  # that this process may use
-    ports: tuple[infiniband.Port, ...] = ()
-    can_open_ports: bool = True  # whether this process can open InfiniBand ports
+    cpus: int  # that this process may use
+    ports: tuple[infiniband.Port, ...]
+    can_open_ports: bool  # whether this process can open InfiniBand ports
 
     @property
     def script(self) -> Path | None:

@@ -6,11 +6,27 @@ from pathlib import Path
 from typing import Any
 
 from launcher.plan.plan import Plan
+from launcher.wire import limits
 
 
 def make_tool(path: Path, script: str) -> None:
     path.write_text(f"#!/bin/bash\n{script}\n")
     path.chmod(0o755)
+
+
+USUAL: dict[str, Any] = {  # what a plan has if nothing else was asked for
+    "is_ours": False,
+    "config": "",
+    "port": None,
+    "engine": "",
+    "max_restarts": 0,
+    "grace_s": limits.GRACE_S,
+    "silence_s": limits.SILENCE_S,
+    "variables": {},
+    "container": None,
+    "has_checks": True,
+    "preflight_s": 9,
+}
 
 
 def job_plan(folder: Path, **changes: Any) -> Plan:
@@ -29,5 +45,6 @@ def job_plan(folder: Path, **changes: Any) -> Plan:
         environ=os.environ,
         num_nodes=3,
         checkpoint_dir=Path("checkpoints"),
+        **USUAL,
     )
     return replace(plan, **changes)

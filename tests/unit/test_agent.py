@@ -456,10 +456,14 @@ def test_the_fault_of_an_error_that_names_none(message: str, fault: str) -> None
 NOTE = AgentNote("", 0, 0.0, 0)  # of an agent that has recorded nothing
 
 
+def supervised(pid: int, notes: socket.socket) -> Agent:
+    return Agent(pid, notes, -1, NOTE, None, 30.0, frozenset(), None)
+
+
 def test_a_question_before_the_ranks_start_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, subprocess.Popen(["sleep", "600"]) as process:
-        agent = Agent(process.pid, ours, -1, NOTE)
+        agent = supervised(process.pid, ours)
         agent.ask()
         assert capsys.readouterr().err == "node agent: the ranks have not started yet\n"
         theirs.sendall(b"note")
@@ -475,7 +479,7 @@ def test_the_kernels_kill_of_an_agent_is_told_from_a_foreign_one(
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(encode(AgentNote("r", 1, time.time(), 2)).encode())
-        _report_death(Agent(-1, ours, -1, NOTE), 137, why, [], left=0)
+        _report_death(supervised(-1, ours), 137, why, [], left=0)
     err = capsys.readouterr().err
     fault = "out-of-memory" if is_out_of_memory else "agent-killed"
     assert err.lstrip("\n").startswith("FAILED   node agent 1 (") and f"[{fault}]" in err

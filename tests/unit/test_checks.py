@@ -56,6 +56,9 @@ def make_machine(**changes: object) -> Machine:
         gpus=(),
         gpu_error="",
         environ={},
+        cpus=0,
+        ports=(),
+        can_open_ports=True,
     )
     return dataclasses.replace(machine, **changes)  # type: ignore[arg-type]
 

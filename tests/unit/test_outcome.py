@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from agents import ROOT
+from job_tools import USUAL
 
 from launcher import failure
 from launcher.agent.facts import Facts
@@ -336,6 +337,7 @@ PLAN = Plan(
     log_dir=Path("logs"),
     run_id="r",
     words=["own.py"],
+    **USUAL,
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from launcher.failure import Failure
@@ -21,8 +21,8 @@ class Team:
     run_id: str
     members: list[Member]  # by node rank; the first is this agent's
     peers: dict[int, Link]  # connections to the others, by node rank
-    spares: dict[Member, Link] = field(default_factory=dict)
-    min_nodes: int = 0  # the fewest nodes to continue with; 0 means never replace a node
+    spares: dict[Member, Link]
+    min_nodes: int  # the fewest nodes to continue with; 0 means never replace a node
 
     def __post_init__(self) -> None:
         # The number of agents when the ranks last started.
