@@ -19,7 +19,7 @@ from operator import itemgetter
 from distributed.errors import BAD_INPUT, REFUSED, STOPPED
 from distributed.stop_signals import notices, stop_signals
 from launcher.failure import Failure
-from launcher.text import name_ranks
+from launcher.text import group_ranks, name_ranks
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,5 @@ def describe_ends(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> str:
             else:
                 ends[rank] = f"exited with code {code}"
 
-    groups: dict[str, list[int]] = {}
-    for rank, end in sorted(ends.items()):
-        groups.setdefault(end, []).append(rank)
+    groups = group_ranks(ends)
     return ", ".join(f"{name_ranks(ranks)} {end}" for end, ranks in groups.items())

@@ -138,6 +138,14 @@ def _in_runs(numbers: Sequence[str]) -> list[str]:
     return ["-".join(run) for run in runs]
 
 
+def group_ranks(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return each text with the sorted ranks that it is about; that of the lowest rank is first."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        groups.setdefault(text, []).append(rank)
+    return groups
+
+
 def name_groups(groups: Mapping[str, Sequence[int]]) -> list[str]:
     """Return one line for each text, with the ranks that it is about; that of the fewest is last.
 

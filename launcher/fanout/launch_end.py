@@ -22,7 +22,7 @@ class NodePart:
 
     host: str
     code: int | None  # the agent's; None: it has not ended
-    told: Outcome | None = None  # by the agent, or by its supervisor instead
+    told: Outcome | None  # by the agent, or by its supervisor instead
     lost: str = ""  # why the launcher gave up on the node
     is_reachable: bool = True  # when the launcher checked again
     is_silent: bool = False  # when the launcher gave up on it

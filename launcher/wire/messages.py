@@ -18,7 +18,6 @@ from distributed.environment import check_run_id
 from launcher.failure import Failure
 from launcher.outcome import NodeEnd, Outcome
 from launcher.typed_json import MessageError, decode, encode, parse_json
-from launcher.wire import limits
 from launcher.wire.states import Calls, RankState
 
 MOST_RANKS = 1 << 20
@@ -52,11 +51,11 @@ class Request:
     directory: Path  # the base of relative paths
     log_dir: Path
     checkpoint_dir: Path | None
-    has_checks: bool = True  # if False, only count the GPUs and choose the port
-    backend: str = "auto"
-    num_workers: int = 0  # data-loading processes of each rank
-    meeting_size: int = 0  # the number of nodes that meet at the port; 0 if they do not
-    within_s: float = limits.MEETING_S  # for all of them to arrive
+    has_checks: bool  # if False, only count the GPUs and choose the port
+    backend: str
+    num_workers: int  # data-loading processes of each rank
+    meeting_size: int  # the number of nodes that meet at the port; 0 if they do not
+    within_s: float  # for all of them to arrive
 
 
 @dataclass(frozen=True)

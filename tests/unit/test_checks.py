@@ -37,6 +37,14 @@ from launcher.record.run_json import writing_to
 from launcher.wire import limits
 from launcher.wire.messages import Fault, Request
 
+ASKED: dict[str, Any] = {  # of one node, which is checked
+    "has_checks": True,
+    "backend": "auto",
+    "num_workers": 0,
+    "meeting_size": 0,
+    "within_s": limits.MEETING_S,
+}
+
 
 def make_machine(**changes: object) -> Machine:
     """Return a healthy single node, with changes."""
@@ -59,6 +67,7 @@ def make_machine(**changes: object) -> Machine:
         cpus=0,
         ports=(),
         can_open_ports=True,
+        **ASKED,
     )
     return dataclasses.replace(machine, **changes)  # type: ignore[arg-type]
 
@@ -404,7 +413,9 @@ def test_cuda_visible_devices(tools: Path, visible: str, left: list[str]) -> Non
 def a_request(**changes: object) -> Request:
     """Return a preflight request for node rank 0, with changes."""
     here = Path()
-    request = Request("a-run", 1, 0, None, 1, "127.0.0.1", None, ["x.py"], here, here, None)
+    request = Request(
+        "a-run", 1, 0, None, 1, "127.0.0.1", None, ["x.py"], here, here, None, **ASKED
+    )
     return dataclasses.replace(request, **changes)  # type: ignore[arg-type]
 
 

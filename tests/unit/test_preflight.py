@@ -35,7 +35,7 @@ from launcher.preflight.check_node import MARK, check_node, read_reports
 from launcher.preflight.compare import Finding, judge
 from launcher.preflight.must_match import ARGUMENTS, describe_program
 from launcher.typed_json import encode
-from launcher.wire import meeting
+from launcher.wire import limits, meeting
 from launcher.wire.launcher_link import send_message
 from launcher.wire.meeting import Wait
 from launcher.wire.messages import (
@@ -54,7 +54,14 @@ OWN = ["127.0.0.1"]
 
 def make_request(folder: Path, **changes: Any) -> Request:
     words, logs = [str(ROOT / "train.py")], Path("logs")
-    request = Request("x", 1, 0, None, 2, "127.0.0.1", None, words, folder, logs, None)
+    request = Request(
+        *("x", 1, 0, None, 2, "127.0.0.1", None, words, folder, logs, None),
+        has_checks=True,
+        backend="auto",
+        num_workers=0,
+        meeting_size=0,
+        within_s=limits.MEETING_S,
+    )
     return replace(request, **changes)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launcher import typed_json
 from launcher.own_time import turns
-from launcher.text import name_ranks
+from launcher.text import group_ranks, name_ranks
 from launcher.typed_json import MessageError
 from launcher.wire.states import Calls, Collective
 
@@ -68,9 +68,7 @@ def _compare(group: str, told: Mapping[int, Calls]) -> str:
 def _group(
     calls: Mapping[int, Collective | None], describe: Callable[[Collective | None], str]
 ) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, call in sorted(calls.items()):
-        ranks.setdefault(describe(call), []).append(rank)
+    ranks = group_ranks({rank: describe(call) for rank, call in calls.items()})
     return "; ".join(f"{name_ranks(numbers)} {text}" for text, numbers in ranks.items())
 
 

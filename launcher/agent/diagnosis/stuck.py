@@ -16,6 +16,7 @@ from pathlib import Path
 
 from launcher.failure import user_frames
 from launcher.own_time import turns
+from launcher.text import group_ranks
 from launcher.wire import limits
 from launcher.wire.states import RankState
 
@@ -91,10 +92,9 @@ def read_stack(file: Path) -> list[str]:
 
 def group_stacks(stacks: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
     """Return each stack as one line, with the ranks that have it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, frames in sorted(stacks.items()):
-        ranks.setdefault(" < ".join(frames) or "no Python stack", []).append(rank)
-    return ranks
+    return group_ranks(
+        {rank: " < ".join(frames) or "no Python stack" for rank, frames in stacks.items()}
+    )
 
 
 def find_odd(straggler: RankState, stacks: Mapping[int, Sequence[str]]) -> int | None:

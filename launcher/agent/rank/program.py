@@ -62,8 +62,8 @@ class Program:
 
     name: str
     arguments: tuple[str, ...]
-    is_module: bool = False
-    is_command: bool = False
+    is_module: bool
+    is_command: bool
     is_fresh: bool = False  # each rank imports torch itself
 
     @property
