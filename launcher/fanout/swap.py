@@ -58,7 +58,7 @@ def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
         spares.remove(spare)
         nodes[place] = spare
 
-    master = nodes[0].name.rpartition("@")[2] if 0 in ill else plan.master_addr
+    master = nodes[0].host if 0 in ill else plan.master_addr
     return replace(
         plan, nodes=[*nodes, *spares], num_spares=len(spares), master_addr=master
     ), changes
@@ -90,13 +90,13 @@ def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
 
     Raises Refused if the other nodes cannot reach it.
     """
-    first = plan.nodes[0].name
+    first = plan.nodes[0]
     address = hellos[0].address if hellos[0] else ""
-    if plan.master_addr not in (first, first.rpartition("@")[2]):  # MASTER_ADDR, or a single node
+    if plan.master_addr not in (first.name, first.host):  # MASTER_ADDR, or a single node
         return plan
 
     for node, hello in zip(plan.nodes, hellos, strict=True):
         if is_loopback(address) and hello and hello.address != address:
-            cause = f"{first}, the master, is {address}, which {node.name} cannot reach"
+            cause = f"{first.name}, the master, is {address}, which {node.name} cannot reach"
             raise Refused("loopback-address", f"{cause}; give the master's name on the network")
     return replace(plan, master_addr=address or plan.master_addr)

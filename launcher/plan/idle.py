@@ -43,6 +43,6 @@ def _job(environ: Environ) -> tuple[int, int]:
         sizes = (environ.get("SLURM_JOB_NUM_NODES", ""), given)
         nodes, gpus = (int(size) if size.isdecimal() else 0 for size in sizes)
         return nodes, gpus
-    nodes = len({*pbs.read_lines(environ)})
+    nodes = pbs.count_nodes(environ)
     cards = pbs.read_lines(environ, "PBS_GPUFILE")
     return nodes, len(cards) // max(nodes, 1)  # Torque's file has a line for each GPU

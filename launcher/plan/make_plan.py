@@ -153,11 +153,12 @@ def choose_fanout(typed: Typed) -> str:
     if typed.fanout in ("local", "auto") and (typed.node or typed.hostfile):
         return "ssh"
     if typed.fanout != "auto":
-        return "local" if typed.nodefile and pbs.has_one_node(environ) else typed.fanout
+        is_only_node = typed.nodefile and pbs.count_nodes(environ) == 1
+        return "local" if is_only_node else typed.fanout  # some sites forbid ssh to it
 
     if environ.get("SLURM_JOB_ID") and not in_slurm_step(environ):
         return "srun"
-    if len({*pbs.read_lines(environ)}) > 1:
+    if pbs.count_nodes(environ) > 1:
         return "ssh"
 
     slurm.refuse_many_nodes(typed)
@@ -211,7 +212,7 @@ def _read_named(typed: Typed, nproc: int | None) -> World:
         raise PlanError("no nodes; name them after NPROC, or in a file with -f")
     if len(nodes) == 1:
         return World(nproc=nodes[0].nproc, nodes=nodes)
-    master = typed.environ.get("MASTER_ADDR") or nodes[0].name.rpartition("@")[2]
+    master = typed.environ.get("MASTER_ADDR") or nodes[0].host
     return World(len(nodes), master, nproc=nproc, nodes=nodes)
 
 

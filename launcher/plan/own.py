@@ -129,7 +129,7 @@ def ask_nodes(names: Collection[str], plan: Plan) -> dict[str, dict[str, str]]:
 
     here = {str(number): host for number, host in enumerate(hosts)}
     by_host[here.get(environ.get("PBS_NODENUM", "0"), short_host_name())] = environ
-    there = {node.name: by_host.get(node.name.rpartition("@")[2]) for node in plan.nodes}
+    there = {node.name: by_host.get(node.host) for node in plan.nodes}
     return {
         node: {name: values[name] for name in names if name in values}
         for node, values in there.items()

@@ -37,7 +37,8 @@ def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
         raise PlanError(f"this is not a PBS job; {REQUEST}")
 
     lines = read_lines(environ)
-    there, asked = len({*lines}), environ.get("PBS_NUM_NODES") or "some"  # set by Torque
+    names = dict.fromkeys(lines)
+    there, asked = len(names), environ.get("PBS_NUM_NODES") or "some"  # set by Torque
     # Torque counts what was requested; a scheduler may put several of these nodes on one host.
     packed = int(environ.get("PBS_NUM_PPN") or 1) * int(asked) if asked.isdecimal() else 0
     if not lines or (packed and str(there) != asked and len(lines) != packed):
@@ -46,10 +47,10 @@ def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
         )
 
     if nproc:
-        return tuple(NodePlan(name, nproc) for name in dict.fromkeys(lines))
+        return tuple(NodePlan(name, nproc) for name in names)
     ranks, is_chosen = count_ranks(lines, read_chunks(ask_qstat(environ["PBS_JOBID"])))
     is_by_lines = bool(ranks) and not is_chosen
-    return tuple(NodePlan(name, ranks.get(name), is_by_lines) for name in dict.fromkeys(lines))
+    return tuple(NodePlan(name, ranks.get(name), is_by_lines) for name in names)
 
 
 def asked_ranks(environ: Environ) -> int | None:
@@ -66,9 +67,9 @@ def read_lines(environ: Environ, name: str = "PBS_NODEFILE") -> list[str]:
     return file.read_text(errors="surrogateescape").split() if file.is_file() else []
 
 
-def has_one_node(environ: Environ) -> bool:
-    """Return whether this is the only node of its job; some sites forbid ssh to it."""
-    return len({*read_lines(environ)}) == 1
+def count_nodes(environ: Environ) -> int:
+    """Return the number of nodes of this job; 0 outside a PBS job."""
+    return len({*read_lines(environ)})
 
 
 def count_ranks(

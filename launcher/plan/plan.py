@@ -34,6 +34,11 @@ class NodePlan:
     nproc: int | None = None  # None: one per GPU
     is_by_lines: bool = False  # nobody chose `nproc`: it counts the node's lines in a node file
 
+    @property
+    def host(self) -> str:
+        """The name without the user's."""
+        return self.name.rpartition("@")[2]
+
 
 @dataclass(frozen=True)
 class World:
