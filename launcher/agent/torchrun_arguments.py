@@ -270,4 +270,4 @@ def _beyond_static(args: argparse.Namespace, low: int, high: int) -> str | None:
     for name in _TORCHS_ALONE:
         value = vars(args).get(name) or "null"  # older torch lacks the newest arguments
         asked[f"--{name.replace('_', '-')}"] = value != "null"
-    return next((name for name, is_asked in asked.items() if is_asked), None)
+    return next(filter(asked.get, asked), None)

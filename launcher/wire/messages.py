@@ -126,7 +126,7 @@ class PairTest:
     """From node rank 0: try to reach all other members."""
 
     members: Sequence[Member]
-    file: str = ""  # on a file system that all should share; empty means none
+    file: str  # on a file system that all should share; empty means none
     time: float = field(default_factory=time.time)  # on node rank 0, in seconds since the epoch
 
 
@@ -213,12 +213,12 @@ class Assignment:
     first_rank: int
     world_size: int
     hosts: Sequence[str]  # by node rank
+    attempt: int
+    address: str  # of torch's store; empty means as in the agent's arguments
+    port: int
+    members: Sequence[Member]  # by node rank, if the run can replace nodes
+    spares: Sequence[Member]
     node_rank: int = -1  # -1 means that it waits as a spare
-    attempt: int = 0
-    address: str = ""  # of torch's store; empty means as in the agent's arguments
-    port: int = 0
-    members: Sequence[Member] = ()  # by node rank, if the run can replace nodes
-    spares: Sequence[Member] = ()
 
     def __post_init__(self) -> None:
         check_run_id(self.run_id)
@@ -239,7 +239,7 @@ class Parts:
 
     step: int
     folder: str  # in the checkpoint folder; named like the leftovers of a killed save
-    lost: Sequence[int] = ()  # ranks whose own parts are lost, but copied on another node
+    lost: Sequence[int]  # ranks whose own parts are lost, but copied on another node
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"step-\d+\.tmp-[0-9a-f]+", self.folder):

@@ -499,7 +499,8 @@ STOLEN = [
     b'{"NodeBeat":{"straggler":{"rank":99,"progress":[1,2],"is_stuck":true,"is_stopped":false}}}',
     b'{"Verdict":{"code":0}}\n{"EndRanks":{"stuck":1}}',
     b'{"StopRequest":{"signum":9}}\n{"StopRequest":{"signum":64}}',
-    b'{"Assignment":{"run_id":"../../x","first_rank":0,"world_size":2,"hosts":[]}}',
+    b'{"Assignment":{"run_id":"../../x","first_rank":0,"world_size":2,"hosts":[],'
+    b'"attempt":0,"address":"","port":0,"members":[],"spares":[]}}',
     b'{"Failure":{"fault":1,"cause":null}}',
     b'{"Failure":{"fault":"x","cause":"c","code":9,"host":"h","node_rank":0,"time":1e400}}',
     b'{"NodeBeat":{"straggler":{"rank":1e999,"progress":[]}}}',

@@ -40,7 +40,7 @@ from launcher.wire.states import RankState
 
 FAR_S = 60.0  # only ends a test that hangs
 FAILURE = Failure("rank-error", "ü\n", 1, "node2", 1, 5.5, 3, 1, ["a.py:1 in f"], stacks={"a": [1]})
-NEXT = Assignment("r1", 0, 8, ["node1"], 0, 1, members=[], spares=[])
+NEXT = Assignment("r1", 0, 8, ["node1"], 1, "", 0, members=[], spares=[], node_rank=0)
 EXAMPLES = [  # with every type that a field can have
     NodeBeat(RankState(3, (120, 2), True, False, 61.5)),
     NodeEnd([2], 4, [1, 137, 75], 120, {"115": [4], "120": [4]}, {"120": [2]}),
@@ -179,7 +179,7 @@ def test_a_line_without_end_is_no_agents() -> None:
 def test_a_message_may_name_the_members_of_a_very_large_run() -> None:
     hosts = [f"cluster-gpu-{node:05}.example.org" for node in range(50_000)]
     members = [Member(node, host, 8, "10.100.100.100", 45678) for node, host in enumerate(hosts)]
-    sent = Assignment("run", 7, 400_000, hosts, members=members, spares=[])
+    sent = Assignment("run", 7, 400_000, hosts, 0, "", 0, members=members, spares=[])
     peer, theirs = connect()
     sending = threading.Thread(target=Link(theirs).send, args=[sent])
     sending.start()

@@ -40,7 +40,7 @@ class Screen:
         self.log = NodeLog(folder / "node_0.log")
         theirs, self.rank = os.pipe()
         os.set_blocking(theirs, False)
-        view = RankView(self.terminal, is_alone=True, is_debug=is_debug)
+        view = RankView(self.terminal, is_alone=True, label=b"", is_debug=is_debug)
         self.stream = Stream(0, theirs, self.log, view, is_tty, _logged=time.monotonic())
 
     def write(self, data: bytes) -> None:
@@ -307,7 +307,10 @@ def test_a_bar_that_clears_its_line_keeps_its_prefix(clear: bytes) -> None:
 
 def test_lines_of_ranks_with_labels_stay_apart() -> None:
     sheet = Sheet()
-    one, two = (RankView(sheet, is_alone=False, label=b"[rank%d] " % rank) for rank in range(2))
+    one, two = (
+        RankView(sheet, is_alone=False, label=b"[rank%d] " % rank, is_debug=False)
+        for rank in range(2)
+    )
     one.add(b"loading\nName? ")
     two.add(b"loading\n[rank1]: ready\n\r10%\r20%")  # torch's own label is dropped
     assert sheet.shown == b"[rank0] loading\n[rank1] loading\n[rank1] ready\n"
@@ -329,7 +332,7 @@ def test_the_label_is_torchruns_template_if_one_is_given() -> None:
     assert parse(options, {name: template})[0].label_of(5, 1) == b"[worker5/1${other}]: "
     assert parse(["x.py"], {name: template})[0].label_of(5, 1) == b""
     sheet = Sheet()
-    view = RankView(sheet, is_alone=False, label=b"[rank0]: ")
+    view = RankView(sheet, is_alone=False, label=b"[rank0]: ", is_debug=False)
     view.add(b"creating\n[rank0]: Traceback\n")
     assert sheet.shown == b"[rank0]: creating\n[rank0]: Traceback\n"
 

@@ -336,7 +336,7 @@ def test_other_ports_of_a_master_behind_a_service_are_tried_at_its_own_address()
 
 def test_another_port_that_is_closed() -> None:
     port = free_port()
-    (fault,) = visit(PairTest([replace(FIRST, failover_port=port)]))
+    (fault,) = visit(PairTest([replace(FIRST, failover_port=port)], ""))
     assert (fault.name, fault.cause) == (
         "port-blocked",
         f"cannot reach n0 (127.0.0.1:{port}) (Connection refused)",

@@ -81,9 +81,7 @@ class NodeLog:
 class RankView(View):
     """A rank's stream on the terminal, with torch's noise dropped and tracebacks held back."""
 
-    def __init__(
-        self, screen: Terminal, *, is_alone: bool, label: bytes = b"", is_debug: bool = False
-    ) -> None:
+    def __init__(self, screen: Terminal, *, is_alone: bool, label: bytes, is_debug: bool) -> None:
         """Begin each line with a label, such as `[rank3] `, in place of torch's own `[rank3]: `.
 
         With `is_debug`, also show torch's noise.
