@@ -301,6 +301,7 @@ PY
 import os, sys
 from pathlib import Path
 from dataclasses import replace
+from job_tools import USUAL
 from launcher.fanout import pdsh, ssh
 from launcher.plan.plan import NodePlan, Plan
 
@@ -319,14 +320,14 @@ here = Path.cwd()
 node_plans = [NodePlan(node, 1) for node in nodes]
 plan = Plan(program="all.py", fanout=fanout, command="", root=Path(root), python=sys.executable,
             directory=here, log_dir=here / "logs", run_id="all", words=["all.py"],
-            nodes=node_plans, num_nodes=len(nodes), master_addr="node1", preflight_s=600,
-            environ=os.environ)
+            nodes=node_plans, num_nodes=len(nodes), master_addr="node1", environ=os.environ,
+            **{**USUAL, "preflight_s": 600})
 sys.exit(All(plan).run(lambda: None))
 PY
   export CLUSTER_DIR=$BATS_TEST_TMPDIR/cluster
   "$CLUSTER" up 64
   # shellcheck disable=SC2016 # expanded by the agents
-  export PYTHONPATH=$ROOT AGENT='echo >>"$0"; until mapfile there <"$0" && ((${#there[@]} == $1)); do sleep 0.3; done'
+  export PYTHONPATH=$ROOT:$ROOT/tests/unit AGENT='echo >>"$0"; until mapfile there <"$0" && ((${#there[@]} == $1)); do sleep 0.3; done'
   # shellcheck disable=SC2016 # expanded by the inner bash
   run timeout 1200 "$CLUSTER" run login bash -c '"$PYTHON" all.py "$PWD/root" pdsh node{1..40}; "$PYTHON" all.py "$PWD/root" ssh node{1..64}'
   "$CLUSTER" down
