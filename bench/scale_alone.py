@@ -44,7 +44,8 @@ def measure_selftest(number: int) -> Iterator[tuple[str, Cost]]:
 
     def measure(now: Sequence[Sequence[Pair]]) -> dict[Pair, float]:
         """Read what the nodes have measured, as launcher/selftest/main.py does."""
-        texts = (text for one in now for pair in one for text in told[pair])
+        pairs = ((min(pair), max(pair)) for one in now for pair in one)  # as in rounds
+        texts = (text for pair in pairs for text in told[pair])
         read = [typed_json.parse(Link, text) for text in texts]
         return {link.pair: link.bandwidth for link in read}
 

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import scale_agent
+import scale_alone
 import scale_picture
 import scale_ssh
 from agents import rarely
@@ -87,3 +88,8 @@ def test_the_picture_is_that_of_the_recorded_tables() -> None:
     assert scale_picture.about() in picture
     for program, events in scale_picture.curves().items():
         assert all(f">{text}<" in picture for text in (program, *events))
+
+
+def test_the_self_test_is_measured_with_one_slow_node() -> None:
+    measured = dict(scale_alone.measure_selftest(8))
+    assert [*measured] == ["pairs in rounds", "read all links, find slow ones"]
