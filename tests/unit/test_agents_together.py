@@ -215,6 +215,12 @@ def check_in(
         return [*pool.map(meet, agents)]
 
 
+def test_a_node_alone_uses_another_port_if_its_own_was_taken_after_the_preflight(port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        assert check_in(port, replace(HERE, num_nodes=1)) == ["0"]
+        assert check_in(port, HERE)[0].endswith("[port-in-use]")  # others look for it there
+
+
 def test_a_node_that_has_waited_long_is_not_said_to_have_another_clock(
     port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -494,7 +494,8 @@ def test_a_run_that_is_refused_has_ended(start: Start) -> None:
     code += "run_json.note_start(Path('logs/r1'), {})\n"
     code += "os.execv(sys.argv[1], sys.argv[1:])"
     with socket.create_server(("127.0.0.1", 0)) as server:
-        options = ["--master-port", str(server.getsockname()[1]), "--log-dir", "logs"]
+        where = ["--nnodes", "2", "--master-port", str(server.getsockname()[1])]
+        options = [*where, "--log-dir", "logs"]
         command = [sys.executable, "-c", code, *AGENT, *options, "--rdzv-id", "r1", "steps.py"]
         launched = {"LAUNCH_START": "local", "LAUNCH_TOKEN": random.randbytes(8).hex()}
         variables = {"PYTHONPATH": str(ROOT), **launched, "RUN_ID": "r1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -76,7 +77,7 @@ def meet(
     if me.node_rank != 0:
         return join(address, port, me, access.secret, wait)
 
-    listener = listen(address, port)
+    listener = listen(address, port, is_alone=me.num_nodes == 1)
     with contextlib.closing(Acceptor(listener, access, say)) as acceptor:
         here = gather(acceptor, me, wait, tells_late=is_by_hand)
     members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
@@ -98,11 +99,16 @@ def meet(
     return Meeting(team.assign()[me.node_rank], peers, listener, team)
 
 
-def listen(address: str, port: int) -> socket.socket:
-    """Listen on the master port. Raises Refused if it is taken."""
+def listen(address: str, port: int, *, is_alone: bool = False) -> socket.socket:
+    """Listen on the master port. Raises Refused if it is taken.
+
+    A node that is alone takes another: the preflight's port may have been taken since then.
+    """
     try:
         return open_port(port, address)
     except OSError as error:
+        if is_alone and error.errno == errno.EADDRINUSE:
+            return open_port(0, address)
         raise Refused(
             "port-in-use",
             f"port {port} on {address}: {error.strerror}; "
