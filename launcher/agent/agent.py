@@ -45,7 +45,7 @@ from launcher.record.run_json import LauncherProcess, LiveRecord
 from launcher.text import OwnEnviron
 from launcher.wire import limits
 from launcher.wire.messages import Assignment, Membership, Verdict
-from launcher.wire.node_link import tell_silences
+from launcher.wire.node_link import Link, tell_silences
 
 with contextlib.suppress(Exception):  # a rank that needs it shows the error
     load_dynamo()  # once here, not in each rank
@@ -90,7 +90,7 @@ class NodeAgent:
     ) -> None:
         """Raise Refused if the run's folder is not writable, or belongs to a live process."""
         self.args, self.typed, self.supervisor = args, typed, supervisor
-        self.signals = note_signals()  # received from outside this run
+        self.signals: Sequence[int] = note_signals()  # received before the next attempt
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
         self.snapshots = Snapshots(args.nproc)
@@ -118,14 +118,15 @@ class NodeAgent:
             self.error_files = self.folder.failures
             self.outputs.keep_in(self.folder)
         self.store: TCPStore | None = None  # a new store per attempt: old keys would mislead ranks
-        args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # read by RunLock
+        # Read by a child that locks the checkpoints, to save a snapshot there.
+        args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)
         if own.node_rank == 0 and len(own.hosts) > 1:
             self.snapshots.outgoing.begin()
         if self.folder is not None and own.node_rank == 0 and self.restarts.record is None:
             launcher = None if self.supervisor.control else LauncherProcess.of(os.getppid())
             self.restarts.record = LiveRecord(
                 self.folder.path,
-                is_takeover=own.attempt > 0,
+                attempt=own.attempt,
                 launcher=launcher,
                 command=args.command,
                 versions=versions(),
@@ -155,6 +156,8 @@ class NodeAgent:
         while True:
             attempt = self._begin_attempt()
             verdict = attempt.watch(self.outputs)  # until all ranks have ended
+            self.meeting = self.meeting.keep(attempt.peers)
+            self.signals = attempt.facts.signals
             if self.own.node_rank == 0 and verdict.outcome.code and not self.may_go_on_elsewhere:
                 # The parts that all nodes will combine into a checkpoint if no attempt follows.
                 saved_step = self.heartbeats.reached()[0]
@@ -191,23 +194,24 @@ class NodeAgent:
             with without_noise(2, is_debug=args.is_debug):
                 self.store = serve_store(own.address, own.port, meeting.listener.detach())
         here = NodeRanks(ranks, self.heartbeats, own.node_rank, host)
+        # The peers were silent while they waited, and may first save the lost node's snapshot.
+        pause_s = args.grace_s if meeting.took_over else 0.0
         for peer in meeting.everyone():
-            # The peer was silent while it waited, and may first save the lost node's snapshot.
-            peer.heard = time.monotonic() + (args.grace_s if meeting.took_over else 0)
-            peer.silence_s = args.silence_s
+            peer.expect_news(args.silence_s, pause_s)
         folder = self.folder and self.folder.path
         return Attempt(
             here,
-            peers=meeting.peers,
-            everyone=meeting.everyone,
+            peers={**meeting.peers},
+            spares=meeting.spares,
             supervisor=self.supervisor.socket,
-            facts=Facts(self.signals, host, own.node_rank),
+            earlier=self.signals,
+            facts=Facts(host=host, node_rank=own.node_rank),
             grace_s=args.grace_s,
             verdict_s=limits.for_nodes(limits.VERDICT_S, len(own.hosts)),
             is_last=self.is_last,
-            query=Query(here, own.hosts, meeting.peers, self.outputs.say, folder),
+            query=Query(here, own.hosts, self.outputs.say, folder),
             snapshots=self.snapshots,
-            on_beat=lambda: look_around(self),
+            on_beat=lambda peers: look_around(self, peers),
         )
 
     def _variables(self, local_rank: int) -> dict[str, str]:
@@ -249,8 +253,8 @@ class NodeAgent:
     def _restart(self, team: Team, facts: Facts, first: Failure) -> Mapping[int, Assignment]:
         """On node rank 0, begin another attempt. Returns all assignments; none if the run ends."""
         busy = team.peers.keys() - facts.nodes.keys()  # nodes whose ranks are still running
-        for node_rank in busy if team.min_nodes else ():
-            team.peers.pop(node_rank).close()
+        if team.min_nodes:
+            team.part_with(busy)
         team.check_spares(self.on_lost_spare)
         why, held_step = team.why_not(are_all_quiet=not busy), self.snapshots.step()
         if not why and not team.lost:
@@ -327,15 +331,15 @@ class NodeAgent:
         report_outcome(outcome, control, is_line_open=self.outputs.is_line_open, folder=folder)
 
 
-def look_around(agent: NodeAgent) -> None:
+def look_around(agent: NodeAgent, peers: Mapping[int, Link]) -> None:
     """Do what an agent does every BEAT_S seconds during an attempt."""
-    meeting, say = agent.meeting, agent.outputs.say
-    if meeting.team is not None:
-        meeting.team.check_spares(agent.on_lost_spare)
+    team, say = agent.meeting.team, agent.outputs.say
+    if team is not None:
+        team.check_spares(agent.on_lost_spare)
     agent.network.poll_nccl_log(say)
     agent.restarts.record_progress(agent.outputs.say)
     if agent.own.node_rank in (0, 1) or shows_no_rank(agent):  # not every node of a large run
-        tell_silences(meeting.peers, agent.own.hosts, say)
+        tell_silences(peers, agent.own.hosts, say)
     if shows_no_rank(agent):
         agent.outputs.show_step(agent.heartbeats.step())
 

@@ -12,7 +12,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,16 +52,17 @@ class Attempt:
     """The ranks of this node, and the connections to the other nodes' agents."""
 
     ranks: NodeRanks
-    peers: dict[int, Link]
-    everyone: Callable[[], list[Link]]  # the peers and the spares
+    peers: dict[int, Link]  # without those lost so far
+    spares: Callable[[], Sequence[Link]]
     supervisor: socket.socket  # its other end closes when the supervisor dies
-    facts: Facts  # its signals include those received between attempts
+    earlier: Sequence[int]  # stop signals that were received before
+    facts: Facts
     grace_s: float  # for the ranks to save, after a request to stop
     verdict_s: float  # node rank 0's wait for other nodes after a failure; theirs is twice that
     is_last: bool  # no restart follows a failure
     query: Query
     snapshots: Snapshots
-    on_beat: Callable[[], None]  # what the agent does every BEAT_S
+    on_beat: Callable[[Mapping[int, Link]], None]  # what the agent does every BEAT_S
 
     def __post_init__(self) -> None:
         self.is_first_node = self.ranks.node_rank == 0  # whose agent decides for all
@@ -86,7 +87,7 @@ class Attempt:
         self._listen_to(wake, lambda: wake.recv(4096))
         self._listen_to_all()
         processes.outlive_parent()  # the loop notices the supervisor's death, and ends the ranks
-        beat, pulse = Deadline(), Pulse(self.everyone)
+        beat, pulse = Deadline(), Pulse(lambda: [*self.peers.values(), *self.spares()])
         beat.set_within(0.0)
         while not self._is_over():
             then, now = time.monotonic(), own_time.now()
@@ -127,8 +128,8 @@ class Attempt:
             signal.signal(signum, self._on_signal)
         if QUERY not in stop_signals():
             signal.signal(QUERY, lambda *_: self.query.ask())
-        for earlier in self.facts.signals:
-            self._forward(earlier)
+        for earlier in self.earlier:
+            self._stop(earlier, None)
         self._listen_to(self.supervisor, _end_with_supervisor)
         for node, peer in self.peers.items():
             self._listen_to(peer.socket, partial(self._on_peer, node, peer))
@@ -144,7 +145,7 @@ class Attempt:
             self._terminate_ranks()
         if self.kill.expire():
             self._kill_ranks()
-        suspect = self.query.on_time()
+        suspect = self.query.on_time(self.peers)
         if suspect is not None and not self.facts.failures:
             self.send_all(EndRanks(suspect))
             self._end_stuck(suspect)
@@ -276,7 +277,7 @@ class Attempt:
 
     def _beat(self, pulse: Pulse) -> None:
         """Send a heartbeat to the other nodes; check for silent nodes and a stuck rank."""
-        self.on_beat()
+        self.on_beat(self.peers)
         self.notice.deliver()
         if not (self.facts.is_ending or self.facts.signals):
             for each in self.ranks.find_hanging(self.grace_s):
@@ -315,7 +316,7 @@ def _take_message(attempt: Attempt, node: int, peer: Link, message: object) -> N
         case Failure():
             attempt._fail(message)
         case StackRequest() | NodeStacks():
-            attempt.query.receive(node, message)
+            attempt.query.receive(node, message, attempt.peers)
         case SnapshotData():
             attempt.snapshots.incoming.store_piece(message)
         case EndRanks() if message.stuck < 0:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,7 +36,6 @@ class Query:
 
     ranks: NodeRanks
     hosts: Sequence[str]  # by node rank
-    peers: Mapping[int, Link]
     show: Callable[[str], None]
     folder: Path | None  # of the run, if it has one
     _look: Deadline = field(default_factory=Deadline)  # when to check for the files, on node rank 0
@@ -66,15 +65,19 @@ class Query:
             self._known = suspect.progress
             self.ask()
 
-    def receive(self, node: int, message: StackRequest | NodeStacks) -> None:
+    def receive(
+        self, node: int, message: StackRequest | NodeStacks, peers: Mapping[int, Link]
+    ) -> None:
+        """Take an answer, or give one; node rank 0 asks all nodes."""
         if isinstance(message, NodeStacks):
-            self._add_answer(node, message)
+            self._add_answer(node, message, peers)
         elif self.ranks.node_rank == 0:
             self.ask()
         else:
-            self._send(self._here())
+            for peer in peers.values():
+                peer.send(self._here())
 
-    def on_time(self) -> int | None:
+    def on_time(self, peers: Mapping[int, Link]) -> int | None:
         """Do what is due. Returns the rank that holds up the run, if the run must end."""
         if self._look.expire():
             self._look.set_within(limits.ASKED_LOOK_S)
@@ -85,33 +88,30 @@ class Query:
                     signal.raise_signal(signum) if signum else self.ask()
 
         if self._start.expire() and not self._told:  # otherwise a request is in progress
-            self._send(StackRequest())
+            for peer in peers.values():
+                peer.send(StackRequest())
             if self.ranks.node_rank == 0:
-                self._end.set_within(limits.for_nodes(limits.STACKS_ANSWER_S, len(self.peers)))
-                self._add_answer(0, self._here())
-        return self._conclude() if self._end.expire() else None
+                self._end.set_within(limits.for_nodes(limits.STACKS_ANSWER_S, len(peers)))
+                self._add_answer(0, self._here(), peers)
+        return self._conclude(peers) if self._end.expire() else None
 
     def _here(self) -> NodeStacks:
         stacks = self.ranks.stacks()
         calls = self.ranks.collectives()
         return NodeStacks([RankStack(rank, at, calls.get(rank)) for rank, at in stacks.items()])
 
-    def _send(self, message: StackRequest | NodeStacks) -> None:
-        for peer in self.peers.values():
-            peer.send(message)
-
-    def _add_answer(self, node: int, told: NodeStacks) -> None:
+    def _add_answer(self, node: int, told: NodeStacks, peers: Mapping[int, Link]) -> None:
         if node == 0 or self._told:  # otherwise the answer is late: the request has ended
             self._told[node] = told
-        if 0 in self._told and self._told.keys() >= self.peers.keys():
+        if 0 in self._told and self._told.keys() >= peers.keys():
             self._end.set_within(0.0)
 
-    def _conclude(self) -> int | None:
+    def _conclude(self, peers: Collection[int]) -> int | None:
         """Show the nodes' answers, or return the stuck rank if the run must end because of it."""
         everyone = [rank for node in self._told.values() for rank in node.ranks]
         places = {each.rank: each.frames for each in everyone}
         calls = {each.rank: each.calls for each in everyone if each.calls is not None}
-        unheard = [self.hosts[node] for node in self.peers if node not in self._told]
+        unheard = [self.hosts[node] for node in peers if node not in self._told]
         silent = self._silent
         self._silent = None
         self._told.clear()

@@ -249,7 +249,7 @@ class LiveRecord:
         self,
         folder: Path,
         *,
-        is_takeover: bool,  # from a lost agent
+        attempt: int,  # above 0: this agent takes over from a lost one
         launcher: LauncherProcess | None,
         versions: Mapping[str, str],
         **fields: Any,
@@ -261,14 +261,14 @@ class LiveRecord:
         """
         self._folder = folder
         with writing_to(folder):
-            self._lock = RunLock(folder, f"run {folder.name}")
+            self._lock = RunLock(folder, f"run {folder.name}", attempt)
         self.earlier = read(folder) or Record()
         self._job = self.earlier.job
         self._progress = (-1, -1)
         self._written = time.monotonic()
         self._is_lost = False
 
-        if is_takeover:
+        if attempt:
             self.write_fields(hosts=fields["hosts"], world_size=fields["world_size"])
             return
         self.write_fields(

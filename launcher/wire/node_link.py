@@ -119,6 +119,11 @@ class Link:
         self._buffer += data
         return bool(data) and len(self._buffer) <= _MAX_BYTES
 
+    def expect_news(self, within_s: float, pause_s: float) -> None:
+        """Begin to listen for heartbeats; the other end may be silent for `pause_s` first."""
+        self.heard = time.monotonic() + pause_s
+        self.silence_s = within_s
+
     @property
     def is_silent(self) -> bool:
         """Whether nothing has arrived for so long that the other end is lost."""

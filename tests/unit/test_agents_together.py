@@ -372,8 +372,9 @@ def test_a_node_whose_ranks_exit_together_reports_its_end_once(
     attempt = Attempt(
         node,
         peers={0: first},
-        everyone=list,
+        spares=list,
         supervisor=Mock(),
+        earlier=(),
         facts=Facts(host="here", node_rank=1),
         grace_s=30.0,
         verdict_s=30.0,

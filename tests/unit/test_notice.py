@@ -184,9 +184,9 @@ def test_a_file_is_a_notice_to_node_rank_0(
     try:
         (tmp_path / NOTICED[signum]).touch()
         ranks = NodeRanks([], Heartbeats(1), node_rank, "here")
-        query = Query(ranks, ["here"], {}, print, tmp_path)
+        query = Query(ranks, ["here"], print, tmp_path)
         for _ in range(2):
-            query.on_time()
+            query.on_time({})
     finally:
         signal.signal(signum, previous)
     assert came == [signum] * comes

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,7 @@ def test_a_silence_is_told_once_and_ends_nothing() -> None:
 WAITS_FOR_THE_END_OF_ANOTHER = """
 import os, time
 from pathlib import Path
+from typing import Any
 
 file = Path("process")
 if os.environ["RANK"] == "1":
@@ -118,10 +120,11 @@ def test_what_another_node_tells_is_shown_harmlessly() -> None:
     told = messages.read('{"NodeStacks":{"ranks":[{"rank":7,"frames":["\\u001b[2Ja.py:1 in f"]}]}}')
     shown: list[str] = []
     ranks = NodeRanks([], Heartbeats(1), 0, "here")
-    query = Query(ranks, ["here", "there"], {1: None}, shown.append, None)  # type: ignore[dict-item]
+    query = Query(ranks, ["here", "there"], shown.append, None)
     query._told[0] = NodeStacks([])
-    query.receive(1, told)
-    assert query.on_time() is None
+    there: Any = {1: Peer()}
+    query.receive(1, told, there)
+    assert query.on_time(there) is None
     assert shown[0].splitlines()[1] == "  rank 7: \\x1b[2Ja.py:1 in f"
 
 
@@ -156,16 +159,17 @@ class Peer:
 
 def test_an_answer_that_comes_too_late_does_not_prevent_the_next_request() -> None:
     peer, shown = Peer(), list[str]()
+    there: Any = {1: peer}
     ranks = NodeRanks([], Heartbeats(1), 0, "here")
-    query = Query(ranks, ["here", "there"], {1: peer}, shown.append, None)  # type: ignore[dict-item]
+    query = Query(ranks, ["here", "there"], shown.append, None)
     for request in (1, 2):
         query.ask()
-        query.on_time()
+        query.on_time(there)
         assert len(peer.sent) == request
         query._end.set_within(0.0)  # the other node has not answered in time
-        query.on_time()
+        query.on_time(there)
         assert len(shown) == request and "there: no answer" in shown[-1]
-        query.receive(1, NodeStacks([]))
+        query.receive(1, NodeStacks([]), there)
 
 
 # --- which rank is stuck --------------------------------------------------------------------------

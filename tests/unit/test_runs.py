@@ -274,7 +274,7 @@ def test_a_link_to_a_file_that_a_run_shares_is_not_followed(
     else:
         victim.write_text("")
         assert not is_locked(tmp_path / "one") and locked_by(tmp_path / "one")[0] == 0
-        run_json.LiveRecord(tmp_path / "one", is_takeover=False, launcher=None, versions={})
+        run_json.LiveRecord(tmp_path / "one", attempt=0, launcher=None, versions={})
         assert is_locked(tmp_path / "one") or locked_by(tmp_path / "one")[0] == os.getpid()
         assert victim.read_text() == ""
 

@@ -888,7 +888,7 @@ def test_a_second_start_waits_until_the_first_has_stopped(
     start.end_earlier_start(folder, os.environ, 30)
     run_json.note_start(folder, os.environ)
     first = run_json.LiveRecord(
-        folder, is_takeover=False, launcher=None, versions={}, hosts=("n",), world_size=1
+        folder, attempt=0, launcher=None, versions={}, hosts=("n",), world_size=1
     )
     assert not first.is_taken_over()
 

@@ -160,7 +160,7 @@ def test_who_takes_whose_place(
 ) -> None:
     team = team_of(server, nprocs, spares, min_nodes)
     for node_rank in lost:
-        team.peers.pop(node_rank)
+        team.part_with([node_rank])
     assert team.why_not() == why
     if why:
         return

@@ -35,16 +35,33 @@ class Meeting:
     """The outcome of check-in, for one node's agent."""
 
     assignment: Assignment
-    peers: dict[int, Link]  # on node rank 0: all others, by node rank; elsewhere: node rank 0's
     listener: socket.socket | None = None  # on node rank 0: where the agents met
     team: Team | None = None  # on node rank 0
+    first: Link | None = None  # elsewhere: the link to node rank 0
     failover: socket.socket | None = None  # elsewhere: this agent's failover port
     took_over: Sequence[str] = ()  # replacements, if this agent just became node rank 0
 
-    def everyone(self) -> list[Link]:
-        """Return the connections to all other agents, including spares."""
-        spares = self.team.spares.values() if self.team is not None else ()
-        return [*self.peers.values(), *spares]
+    @property
+    def peers(self) -> Mapping[int, Link]:
+        """The links by node rank: on node rank 0 to all others, elsewhere to node rank 0."""
+        if self.team is not None:
+            return self.team.peers
+        return {} if self.first is None else {0: self.first}
+
+    def spares(self) -> Sequence[Link]:
+        """Return the links to the spares, on node rank 0."""
+        return () if self.team is None else [*self.team.spares.values()]
+
+    def everyone(self) -> Sequence[Link]:
+        """Return the links to all other agents, including spares."""
+        return [*self.peers.values(), *self.spares()]
+
+    def keep(self, peers: Mapping[int, Link]) -> Meeting:
+        """Return the meeting after an attempt, which hands back the links that it has not lost."""
+        if self.team is None:
+            return replace(self, first=peers.get(0))
+        self.team.peers = peers
+        return self
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
@@ -96,7 +113,7 @@ def meet(
     peers = {node_id: peer for node_id, (peer, _) in here.items()}
     spares = {member: peers.pop(member.node_id) for member in members[len(members) - num_spares :]}
     team = Team(me.run_id, members[: 1 + len(peers)], peers, spares, min_nodes)
-    return Meeting(team.assign()[me.node_rank], peers, listener, team)
+    return Meeting(team.assign()[me.node_rank], listener, team)
 
 
 def listen(address: str, port: int, *, is_alone: bool = False) -> socket.socket:
@@ -275,7 +292,7 @@ def check_in(
     if me.attempt or not (isinstance(answer, Assignment) and answer.members):
         failover.close()  # this agent already has one, or needs none
     if isinstance(answer, Assignment):
-        return Meeting(answer, {0: peer}, failover=failover)
+        return Meeting(answer, first=peer, failover=failover)
     peer.close()
     if isinstance(answer, Refusal):
         raise Refused(answer.fault, answer.message)

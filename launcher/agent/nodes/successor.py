@@ -51,7 +51,7 @@ def follow(before: Meeting, args: Arguments) -> Meeting | None:
                     wait,
                     connect_s=limits.LOSS_SPREAD_S,
                 )
-                return dataclasses.replace(before, assignment=new.assignment, peers=new.peers)
+                return dataclasses.replace(before, assignment=new.assignment, first=new.first)
     except Refused as refused:
         say(refused.message)
     return None
@@ -95,4 +95,4 @@ def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
     took_over += team.refill() if team.lost else []
     listener = checkin.listen(me.address, 0)
     own = team.assign(old.attempt + 1, me.address, listener.getsockname()[1])[me.node_id]
-    return Meeting(own, team.peers, listener, team, took_over=took_over)
+    return Meeting(own, listener, team, took_over=took_over)

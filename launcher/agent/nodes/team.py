@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,11 +16,11 @@ from launcher.wire.node_link import Link
 
 @dataclass
 class Team:
-    """Which agent has which node rank. Lost agents are removed from `peers` and `spares`."""
+    """Which agent has which node rank, and the links to those that are not lost."""
 
     run_id: str
-    members: list[Member]  # by node rank; the first is this agent's
-    peers: dict[int, Link]  # connections to the others, by node rank
+    members: Sequence[Member]  # by node rank; the first is this agent's
+    peers: Mapping[int, Link]  # connections to the others, by node rank
     spares: dict[Member, Link]
     min_nodes: int  # the fewest nodes to continue with; 0 means never replace a node
 
@@ -56,23 +56,29 @@ class Team:
             return f"not restarting: no spare is left for {hosts}"
         return ""
 
+    def part_with(self, nodes: Collection[int]) -> None:
+        """Close the links to nodes whose ranks do not exit."""
+        for node_rank in nodes:
+            self.peers[node_rank].close()
+        self.peers = {rank: peer for rank, peer in self.peers.items() if rank not in nodes}
+
     def refill(self) -> list[str]:
         """Replace lost nodes with spares, or continue without them. Returns a line per change."""
         took_over = []
+        members = [*self.members]
+        peers = {**self.peers}
         for rank, spare in [*self._find_spares()]:
-            took_over.append(f"{spare.host} replaces {self.members[rank].host}")
-            self.members[rank] = spare
-            self.peers[rank] = self.spares.pop(spare)
+            took_over.append(f"{spare.host} replaces {members[rank].host}")
+            members[rank] = spare
+            peers[rank] = self.spares.pop(spare)
 
-        if gaps := self.lost:
-            hosts = ", ".join(self.members[rank].host for rank in gaps)
-            kept = [rank for rank in range(len(self.members)) if rank not in gaps]
-            peers = {new: self.peers[old] for new, old in enumerate(kept) if old}
-            self.peers.clear()
-            self.peers.update(peers)
-            self.members[:] = [self.members[rank] for rank in kept]
+        kept = [rank for rank in range(len(members)) if rank in (0, *peers)]
+        if gaps := [member.host for rank, member in enumerate(members) if rank not in kept]:
+            hosts = ", ".join(gaps)
             took_over.append(f"continuing on {count(len(kept), 'node')}, without {hosts}")
 
+        self.members = [members[rank] for rank in kept]
+        self.peers = {new: peers[old] for new, old in enumerate(kept) if old}
         self.counted = len(self.members) + len(self.spares)
         return took_over
 
