@@ -124,7 +124,7 @@ class NodeAgent:
             self.snapshots.outgoing.begin()
         if self.folder is not None and own.node_rank == 0 and self.restarts.record is None:
             launcher = None if self.supervisor.control else LauncherProcess.of(os.getppid())
-            self.restarts.record = LiveRecord(
+            record = LiveRecord(
                 self.folder.path,
                 attempt=own.attempt,
                 launcher=launcher,
@@ -135,6 +135,7 @@ class NodeAgent:
                 world_size=own.world_size,
                 grace=args.grace_s,
             )
+            self.restarts.keep_in(record, has_begun=own.attempt > 0)
         if self.folder is not None and own.members and own.attempt:  # a lost node may still write
             self.error_files = self.folder.failures / f"attempt_{own.attempt}"
             with contextlib.suppress(OSError):  # a full disk
@@ -243,7 +244,6 @@ class NodeAgent:
             with followed.ready():
                 self._take_part(followed)
                 if followed.team is not None:
-                    self.restarts.has_begun = True
                     self._note_restart(losses[0], -1, [losses[0].host], followed.took_over)
                 # Save the snapshot here, because the old node rank 0 is gone.
                 saved = self.heartbeats.reached()[0]

@@ -35,6 +35,11 @@ class Restarts:
     all: list[Restart] = field(default_factory=list)  # since this agent became node rank 0
     before: tuple[int, int] = (-1, -1)  # what the ranks had reached when the attempt began
 
+    def keep_in(self, record: LiveRecord, *, has_begun: bool) -> None:
+        """Write restarts and progress to run.json; `has_begun` if its first step is known."""
+        self.record = record
+        self.has_begun = has_begun
+
     def begin_attempt(self) -> None:
         """Note the ranks' progress so far, and reset the heartbeats for the next ranks."""
         self.before = self.beats.reached()

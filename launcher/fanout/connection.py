@@ -129,6 +129,23 @@ class Connection(Child):
             self.gap = now, now - self.heard
         self.heard = now
 
+    # --- how the node's part of the run ends --------------------------------------------------
+
+    def forgive_silence(self) -> None:
+        """Count anew from here: until now, the launcher itself was suspended."""
+        self.heard = time.monotonic()
+        self.gap = 0.0, 0.0
+
+    def lose(self, why: str, *, is_silent: bool) -> None:
+        """Record that the node's part of the run has ended early."""
+        self.lost = why
+        self.is_silent = is_silent
+
+    def leave_behind(self) -> None:
+        """End a part without which the run continues."""
+        self.is_left = True
+        self.close_input()
+
     # --- why there is no connection -----------------------------------------------------------
 
     def look_for_fault(self) -> None:

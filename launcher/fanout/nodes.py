@@ -36,8 +36,8 @@ class Nodes:
         self._until = math.inf
         self._looks: dict[Connection, Connection] = {}  # the newest second connection to each
 
-    def find_left_behind(self) -> list[Connection]:
-        """Return the nodes that the run has left behind since the last call."""
+    def leave_behind(self) -> list[Connection]:
+        """Leave the nodes that the run has begun to continue without. Returns them."""
         known = filter(None, (node.answer(Membership) for node in self.connections))
         newest = max(known, key=lambda membership: membership.attempt, default=None)
         if newest is None or newest == self._membership:
@@ -46,7 +46,7 @@ class Nodes:
         there = enumerate(self.connections)
         left = [node for place, node in there if place not in newest.nodes and not node.is_left]
         for node in left:
-            node.is_left = True
+            node.leave_behind()
         return left
 
     @property
@@ -143,8 +143,7 @@ class Silence:
             self.still_s = slept_s
             self._recall_until = now + limits.RECALL_S
             for node in self.connections:
-                node.heard = time.monotonic()
-                node.gap = (0.0, 0.0)
+                node.forgive_silence()
         elif now > self._recall_until and not is_ending:
             self.still_s = 0.0  # the run has survived it
 
@@ -173,7 +172,6 @@ class Silence:
             lasts_s = now - node.heard
             ended, seconds = (now, lasts_s) if lasts_s > limits.GAP_S else node.gap
             if ended > now - limits.RECALL_S:
-                node.is_silent = True
-                node.lost = f"no heartbeat for {seconds:.0f} s (network down?)"
+                node.lose(f"no heartbeat for {seconds:.0f} s (network down?)", is_silent=True)
                 blamed.append(node)
         return blamed

@@ -210,9 +210,8 @@ class Fanout:
         for node in self.silence.find() if self.is_open else ():
             self.lose(node, f"no heartbeat for {self.plan.silence_s:g} s (network down?)")
             node.terminate()
-        for node in self.nodes.find_left_behind():
+        for node in self.nodes.leave_behind():
             self.say(f"continuing without {node.name}")
-            node.close_input()
         if self.nodes.is_overdue(self.saving_s):
             self.close_within(0)
 
@@ -223,7 +222,7 @@ class Fanout:
         """
         if node.lost:
             return
-        node.lost, node.is_silent = why, time.monotonic() - node.heard > limits.GAP_S
+        node.lose(why, is_silent=time.monotonic() - node.heard > limits.GAP_S)
         self.say_lost(node)
         if not self.nodes.can_change:
             self.close_within(self.saving_s if node.is_silent else 0)

@@ -60,7 +60,7 @@ class Meeting:
         """Return the meeting after an attempt, which hands back the links that it has not lost."""
         if self.team is None:
             return replace(self, first=peers.get(0))
-        self.team.peers = peers
+        self.team.part_with(self.team.peers.keys() - peers.keys())
         return self
 
     @contextlib.contextmanager

@@ -57,7 +57,7 @@ class Team:
         return ""
 
     def part_with(self, nodes: Collection[int]) -> None:
-        """Close the links to nodes whose ranks do not exit."""
+        """Close the links to nodes that are lost, or whose ranks do not exit."""
         for node_rank in nodes:
             self.peers[node_rank].close()
         self.peers = {rank: peer for rank, peer in self.peers.items() if rank not in nodes}
