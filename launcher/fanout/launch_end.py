@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from distributed.errors import BAD_INPUT, CANNOT_START, REFUSED, STOPPED
 from launcher.failure import Failure, signal_name
 from launcher.outcome import Account, Basis, Outcome, choose
-from launcher.plan.plan import Plan
 from launcher.processes import KILLED
 from launcher.text import short_host_name
+from launcher.wire import limits
 
 _TERMINATED = 128 + signal.SIGTERM
 
@@ -32,11 +33,16 @@ class NodePart:
 class LaunchEnd:
     """What a launcher knows about the end of a run on several nodes."""
 
-    plan: Plan
+    run_id: str
+    log_dir: Path
+    command: str  # resumes the run
+    can_resume: bool  # otherwise only an agent knows whether it can
     parts: Sequence[NodePart]  # by node rank
     started: float  # seconds since the epoch
     ended: float
-    stopped_by: int = 0  # the signal that the launcher passed on
+    stopped_by: int  # the signal that the launcher passed on, or 0
+    engine: str = ""  # what starts the ranks instead of the node agent, and reports nothing
+    silence_s: float = limits.SILENCE_S
     still_s: float = 0.0  # how long the launcher was suspended just before the end
 
     def outcome(self) -> Outcome:
@@ -47,8 +53,8 @@ class LaunchEnd:
         """Yield what the agents reported."""
         for told in (part.told for part in self.parts if part.told):
             # A node does not choose what the user pastes.
-            command = self._command if told.command else ""
-            outcome = replace(told, run_id=self.plan.run_id, command=command)
+            command = self.command if told.command else ""
+            outcome = replace(told, run_id=self.run_id, command=command)
             failure = outcome.failure
             if failure is None:
                 yield Basis.STOP if outcome.code else Basis.DONE, outcome
@@ -62,7 +68,7 @@ class LaunchEnd:
         is_well = {part.code for part in self.parts} <= {0, STOPPED}
         if self.still_s and not (self.stopped_by or is_well):
             cause = f"the launcher was suspended for {self.still_s:.0f} s (SIGSTOP, Ctrl-Z, sleep)"
-            cause += f"; nodes end a run after {self.plan.silence_s:g} s without a heartbeat"
+            cause += f"; nodes end a run after {self.silence_s:g} s without a heartbeat"
             yield Basis.SILENCE, self._blame(-1, "launcher-killed", cause)
             return
 
@@ -74,7 +80,7 @@ class LaunchEnd:
 
         basis = Basis.SILENCE if has_ended else Basis.LOST_NODE
         if len(self.parts) > 1 and len(silent) == len(self.parts):
-            cause = f"no heartbeat from any node for {self.plan.silence_s:g} s (network down?)"
+            cause = f"no heartbeat from any node for {self.silence_s:g} s (network down?)"
             yield basis, self._blame(-1, "link-lost", cause)
             return
 
@@ -86,7 +92,6 @@ class LaunchEnd:
     def _unreported(self) -> Iterator[Account]:
         """Yield accounts of the agents that reported nothing, judged by their exit codes."""
         told = {part.told.code for part in self.parts if part.told}  # other agents exit with it too
-        engine = self.plan.engine  # which reports nothing
 
         for node, part in enumerate(self.parts):
             code = part.code
@@ -95,12 +100,12 @@ class LaunchEnd:
             elif code == CANNOT_START:
                 cause = "the node agent was not started; the lines above say why"
                 yield Basis.NOT_STARTED, self._blame(node, "env-missing", cause, code)
-            elif code in (BAD_INPUT, REFUSED) and not engine:
+            elif code in (BAD_INPUT, REFUSED) and not self.engine:
                 yield Basis.REFUSAL, self._outcome(code)
             elif self.stopped_by:
                 pass
-            elif engine:
-                cause = f"a rank failed; the report of {engine} is above"
+            elif self.engine:
+                cause = f"a rank failed; the report of {self.engine} is above"
                 yield Basis.NO_REPORT, self._blame(node, "rank-error", cause, code)
             else:
                 cause = "the node agent ended without a report"
@@ -115,18 +120,11 @@ class LaunchEnd:
 
     def _blame(self, node: int, fault: str, cause: str, code: int = KILLED) -> Outcome:
         """Return the outcome for a failure of a node, or of the launcher's own machine (-1)."""
-        has_log = node >= 0 and not self.plan.engine
-        log = f"{self.plan.log_dir}/{self.plan.run_id}/node_{node}.log" if has_log else ""
+        has_log = node >= 0 and not self.engine
+        log = f"{self.log_dir}/{self.run_id}/node_{node}.log" if has_log else ""
         host = self.parts[node].host if node >= 0 else short_host_name()
         return self._outcome(code, Failure(fault, cause, code, host, node, self.ended, log=log))
 
     def _outcome(self, code: int, failure: Failure | None = None) -> Outcome:
-        can_resume = self.plan.checkpoint_dir is not None  # unknown for other programs
-        command = self._command if can_resume else ""
-        return Outcome(
-            code, failure, started=self.started, run_id=self.plan.run_id, command=command
-        )
-
-    @property
-    def _command(self) -> str:
-        return self.plan.run_variables().get("LAUNCH_COMMAND", "")
+        command = self.command if self.can_resume else ""
+        return Outcome(code, failure, started=self.started, run_id=self.run_id, command=command)

@@ -280,11 +280,16 @@ class Fanout:
         for node, why in unreachable.items():
             self.say(f"{node.name}: {why}")
         outcome = LaunchEnd(
-            plan,
-            self.nodes.parts(unreachable),
+            run_id=plan.run_id,
+            log_dir=plan.log_dir,
+            command=plan.resume_command,
+            can_resume=plan.checkpoint_dir is not None,
+            parts=self.nodes.parts(unreachable),
             started=self.started or 0.0,
             ended=time.time(),
             stopped_by=self.stopped_by or 0,
+            engine=plan.engine,
+            silence_s=plan.silence_s,
             still_s=self.silence.still_s,
         ).outcome()
         if left := sum(ended.left for node in self.connections if (ended := node.answer(Exit))):

@@ -232,7 +232,16 @@ def find_outcome(
     parts = output.parts(plan.hosts, KILLED if is_killed else 0)
     if not any(part.told or part.code for part in parts):
         return None
-    return LaunchEnd(plan, parts, started, time.time(), next(iter(asked), 0)).outcome()
+    return LaunchEnd(
+        run_id=plan.run_id,
+        log_dir=plan.log_dir,
+        command=plan.resume_command,
+        can_resume=plan.checkpoint_dir is not None,
+        parts=parts,
+        started=started,
+        ended=time.time(),
+        stopped_by=next(iter(asked), 0),
+    ).outcome()
 
 
 def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 from agents import ROOT, eventually, run_program
-from job_tools import make_tool
-from test_outcome import PLAN
+from job_tools import USUAL, make_tool
 
 from launcher import processes
 from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Loop
 from launcher.fanout.nodes import Silence
 from launcher.fanout.swap import find_ill, leave_out, swap
-from launcher.plan.plan import NodePlan
+from launcher.plan.plan import NodePlan, Plan
 from launcher.record import run_json
 from launcher.record.restart import Restart
 from launcher.wire import limits
@@ -145,6 +144,18 @@ def test_a_node_that_was_silent_just_before_is_blamed(
 
 
 NODES = [NodePlan(f"me@n{number}", 2) for number in range(5)]
+PLAN = Plan(
+    program="p",
+    fanout="ssh",
+    command="again",
+    root=Path("/p"),
+    python="python",
+    directory=Path("/d"),
+    log_dir=Path("logs"),
+    run_id="r",
+    words=["own.py"],
+    **USUAL,
+)
 FIVE = replace(PLAN, nodes=NODES, num_nodes=3, num_spares=2, min_nodes=3, master_addr="n0")
 NAMED = replace(FIVE, master_addr="10.0.0.1", environ={"MASTER_ADDR": "10.0.0.1"})
 IN_SLURM = replace(FIVE, nodes=(), hosts="n[0-4]")

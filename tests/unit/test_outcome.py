@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from agents import ROOT
-from job_tools import USUAL
 
 from launcher import failure
 from launcher.agent.facts import Facts
@@ -28,7 +27,6 @@ from launcher.outcome import (
     end_attempt,
     stop_code,
 )
-from launcher.plan.plan import Plan
 from launcher.record import run_json
 from launcher.text import print_row
 from launcher.wire.messages import Verdict
@@ -327,18 +325,11 @@ def test_what_is_left_is_this_nodes() -> None:
 
 # --- the end of a run on several nodes, judged by its launcher ------------------------------------
 
-PLAN = Plan(
-    program="p",
-    fanout="ssh",
-    command="again",
-    root=Path("/p"),
-    python="python",
-    directory=Path("/d"),
-    log_dir=Path("logs"),
-    run_id="r",
-    words=["own.py"],
-    **USUAL,
-)
+
+def launch_end(
+    parts: list[NodePart], *, stopped_by: int = 0, can_resume: bool = True, **more: Any
+) -> LaunchEnd:
+    return LaunchEnd("r", Path("logs"), "again", can_resume, parts, 0.0, 0.0, stopped_by, **more)
 
 
 def told(code: int, fault: str = "") -> Outcome:
@@ -354,8 +345,8 @@ def node(
 
 
 def of_engine(*codes: int, stopped_by: int = 0) -> LaunchEnd:
-    plan = replace(PLAN, engine="torch.distributed.launch")
-    return LaunchEnd(plan, [node(one) for one in codes], 0.0, 0.0, stopped_by)
+    nodes = [node(one) for one in codes]
+    return launch_end(nodes, engine="torch.distributed.launch", stopped_by=stopped_by)
 
 
 FINE, STOPPED, SAVED = node(0, told(0)), node(143, told(143)), node(75, told(75))
@@ -406,7 +397,7 @@ SILENT = replace(STOPPED, lost="no sign of life", is_silent=True)
 def test_the_code_and_what_is_printed(
     nodes: list[NodePart] | LaunchEnd, code: int, fault: str
 ) -> None:
-    end = (LaunchEnd(PLAN, nodes, 0.0, 0.0) if isinstance(nodes, list) else nodes).outcome()
+    end = (launch_end(nodes) if isinstance(nodes, list) else nodes).outcome()
     assert end.code == code
     shown = end.failure.fault if end.failure else "stopped" * end.has_text
     assert shown == fault
@@ -426,7 +417,7 @@ def test_the_code_and_what_is_printed(
     ],
 )
 def test_a_launcher_that_stood_still(nodes: list[NodePart], stopped_by: int, shown: str) -> None:
-    end = LaunchEnd(PLAN, nodes, 0.0, 0.0, stopped_by, still_s=14.2).outcome()
+    end = launch_end(nodes, stopped_by=stopped_by, still_s=14.2).outcome()
     assert (end.failure.fault if end.failure else "stopped") == shown
     if end.failure:
         is_own = end.failure.who.startswith("launcher (") and "for 14 s" in end.failure.cause
@@ -496,10 +487,9 @@ PLANNED = row.getvalue()
 
 
 def test_no_node_chooses_the_command_that_resumes_the_run() -> None:
-    plan = replace(PLAN, checkpoint_dir=None)
     for given, shown in (("touch PWNED", "again"), ("", "")):
         lie = replace(told(1, "rank-error"), command=given, run_id="$(touch PWNED)")
-        end = LaunchEnd(plan, [node(1, lie), FINE], 0.0, 0.0).outcome()
+        end = launch_end([node(1, lie), FINE], can_resume=False).outcome()
         assert (end.run_id, end.command) == ("r", shown)
 
 
