@@ -36,7 +36,7 @@ from launcher.agent.output.stream import say
 from launcher.agent.query import Query
 from launcher.agent.restarts import Restarts
 from launcher.agent.snapshots.memory import Snapshots
-from launcher.agent.torch_internals import load_dynamo, serve_store
+from launcher.agent.torch_internals import serve_store
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.failure import Failure
 from launcher.outcome import Outcome
@@ -47,8 +47,6 @@ from launcher.wire import limits
 from launcher.wire.messages import Assignment, Membership, Verdict
 from launcher.wire.node_link import Link, tell_silences
 
-with contextlib.suppress(Exception):  # a rank that needs it shows the error
-    load_dynamo()  # once here, not in each rank
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 
 

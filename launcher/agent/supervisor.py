@@ -182,6 +182,11 @@ def _run_agent(
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # NumPy is not needed
     with _importing(link.words):
         from launcher.agent.agent import run_agent  # imports torch
+        from launcher.agent.torch_internals import load_dynamo
+
+        if find_option(arguments, "--nproc-per-node") != "1":
+            with contextlib.suppress(Exception):  # a rank that needs it shows the error
+                load_dynamo()  # once here, not in each rank
     for name in environ.keys() - given:  # added by the import, not meant for the ranks
         del environ[name]
 
