@@ -18,7 +18,6 @@ from launcher.plan.settings import TABLE
 from launcher.text import Environ, PlanError, warn
 
 Values = dict[str, Any]  # by the names of Typed's fields
-_WHICH_NODES = ("nnodes", "node_rank", "master", "rdzv_endpoint")
 
 
 class Option(NamedTuple):
@@ -26,6 +25,7 @@ class Option(NamedTuple):
 
     field: str  # of Typed, or for `finish`; "passed": the option is passed on unchanged
     has_value: bool
+    names_nodes: bool  # as --hosts does
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def options_of(command: str) -> dict[str, Option]:
         if command in setting.commands and setting.names[0].startswith("-"):
             for name, has_value, own in (word.partition("=") for word in setting.names):
                 target = own or setting.field or name[2:].replace("-", "_")
-                options[name] = Option(target, bool(has_value))
+                options[name] = Option(target, bool(has_value), name in setting.names_nodes)
     return options
 
 
@@ -55,12 +55,20 @@ def options_of(command: str) -> dict[str, Option]:
 
 
 def _complete_launch(values: Values, environ: Environ) -> None:
-    """For options that were not typed, read PET_NNODES and similar variables, as torchrun does."""
+    """For options that were not typed, read PET_NNODES and similar variables, as torchrun does.
+
+    Raises PlanError if --hosts and another option both name the nodes.
+    """
     for name, option in options_of("launch").items():
         variable = f"PET_{name[2:].replace('-', '_').upper()}"
         value = environ.get(variable)
-        if value and values.get("hosts") and option.field in _WHICH_NODES:
-            warn(f"{values['program']}: warning: {variable} is ignored; --hosts names the nodes")
+        if option.names_nodes and "hosts" in values:
+            if values.get(option.field):
+                raise PlanError(f"--hosts and {name} both name the nodes; omit one")
+            if value:
+                warn(
+                    f"{values['program']}: warning: {variable} is ignored; --hosts names the nodes"
+                )
         elif value and option.field != "passed":
             values.setdefault(option.field, value if option.has_value else value != "0")
     read_like_torchrun(values, environ)

@@ -22,8 +22,6 @@ def read_like_torchrun(values: dict[str, Any], environ: Environ) -> None:
         values.setdefault("nproc", find_value("NPROC_PER_NODE", environ) or "1")
         nodes = "1" if is_alone else values.get("nnodes", "")
         find_master(values, nodes, **rendezvous, in_step=bool(environ.get("SLURM_STEP_ID")))
-    elif rendezvous["endpoint"]:
-        raise PlanError("--hosts and --rdzv-endpoint both name the nodes; omit one")
 
     cpus = os.sysconf("SC_NPROCESSORS_ONLN")
     nproc = values.get("nproc")

@@ -122,14 +122,6 @@ def _find_hosts(typed: Typed) -> Typed:
     if nodes is None:
         return replace(typed, fanout="local")
 
-    others = {
-        "--nnodes": typed.nnodes,
-        "--node-rank": typed.node_rank,
-        "--master-addr": typed.master,
-    }
-    if named := next(filter(others.get, others), ""):
-        raise PlanError(f"--hosts and {named} both name the nodes; omit one")
-
     if nodes != "job":
         if Path(nodes).is_file():
             return replace(typed, fanout=via, hostfile=nodes)

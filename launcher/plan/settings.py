@@ -17,7 +17,7 @@ from distributed.environment import LauncherError, check_run_id
 from launcher.text import Environ, PlanError, did_you_mean
 
 FILE = Path(__file__).with_suffix(".ini")
-_LISTS = {"words", "sent", "own"}
+_LISTS = {"names_nodes", "words", "sent", "own"}
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Setting:
     names: Sequence[str]  # options as `--flag`, `--name=` or `--name=field`, or one variable
     field: str = ""
     task: str = ""
+    names_nodes: Sequence[str] = ()
     words: Sequence[str] = ()
     least: str = ""
     most: str = ""
