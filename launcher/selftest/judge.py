@@ -45,12 +45,17 @@ def slow_ranks(
 
 def find_slow(speeds: Mapping[int, float], times: float) -> dict[int, float]:
     """Return those so many times slower than the median of all others, with that median."""
-    by_speed = sorted(speeds, key=speeds.__getitem__)
-    middle = (len(speeds) - 2) // 2, (len(speeds) - 1) // 2  # of the others, in this order
+    num_others = len(speeds) - 1
+    if num_others < 1:
+        return {}
+
+    in_order = sorted(speeds, key=speeds.__getitem__)
+    middle = (num_others - 1) // 2, num_others // 2  # the places of the median, among the others
     slow = {}
-    for place, one in enumerate(by_speed if len(speeds) > 1 else ()):
-        others = [speeds[by_speed[at if at < place else at + 1]] for at in middle]
-        usual = statistics.mean(others)
+    for place, one in enumerate(in_order):
+        # Without this one, those behind it move up by one place.
+        halfway = [in_order[at if at < place else at + 1] for at in middle]
+        usual = statistics.mean(speeds[other] for other in halfway)
         if usual >= times * speeds[one]:
             slow[one] = usual
     return dict(sorted(slow.items()))
@@ -70,12 +75,12 @@ def find_slow_links(
     nodes = slow_nodes(best)
     pairs = slow_pairs(best)
     fastest = best_links(best)
-    usual = pairs | {fastest[node]: others for node, others in nodes.items()}
+    usual_speeds = pairs | {fastest[node]: usual for node, usual in nodes.items()}
 
     def times_slower(pair: Pair) -> float:
-        return usual[pair] / slower_way(pair, best)
+        return usual_speeds[pair] / slower_way(pair, best)
 
-    suspects = {*usual}
+    suspects = {*usual_speeds}
     looks = Counter[Pair]()
     for _ in range(LINK_LOOKS):
         chosen = sorted(suspects, key=lambda pair: (looks[pair], -times_slower(pair)))[:MOST_AGAIN]
