@@ -120,7 +120,7 @@ def _find_hosts(typed: Typed) -> Typed:
     if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
         raise PlanError(f"--via {via}: give ssh or pdsh, and the nodes with --hosts")
     if nodes is None:
-        return replace(typed, fanout="local")
+        return typed
 
     if nodes != "job":
         if Path(nodes).is_file():
