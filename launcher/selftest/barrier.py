@@ -9,14 +9,18 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from launcher.selftest.report import Fault
 from launcher.text import count
+from launcher.typed_json import encode, parse
 from launcher.wire import limits
 
 _STUCK = "selftest/stuck"
 
 
 class StuckError(RuntimeError):
-    """A rank could not continue; the text is the fault it found."""
+    """A rank could not continue, because of the fault that it found."""
+
+    args: tuple[Fault]
 
 
 class Barrier:
@@ -41,12 +45,13 @@ class Barrier:
                 self._store.wait([f"{here}/all"], timedelta(seconds=limits.SELFTEST_LOOK_S))
                 return
             if self._store.check([_STUCK]):
-                raise StuckError(self._store.get(_STUCK).decode())
+                raise StuckError(parse(Fault, self._store.get(_STUCK)))
             if time.monotonic() > deadline:
                 left = self._size - self._store.add(here, 0)
-                raise StuckError(f"{count(left, 'rank')} did not finish {what} [rank-stuck]")
+                cause = f"{count(left, 'rank')} did not finish {what}"
+                raise StuckError(Fault("rank-stuck", cause))
 
-    def give_up(self, fault: str) -> StuckError:
+    def give_up(self, fault: Fault) -> StuckError:
         """Report a fault to all waiting ranks. Returns the error to raise."""
-        self._store.set(_STUCK, fault)
+        self._store.set(_STUCK, encode(fault))
         return StuckError(fault)

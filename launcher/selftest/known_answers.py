@@ -25,7 +25,7 @@ class Check:
     got: Tensor
     want: Tensor
 
-    def find_fault(self, here: str) -> str | None:
+    def find_error(self, here: str) -> str | None:
         """Return what is wrong on this rank, or None."""
         # bf16 has 8 significant bits.
         loss, dtype = (2**-6, " in bf16") if self.got.dtype == torch.bfloat16 else (1e-4, "")
@@ -36,7 +36,7 @@ class Check:
         worst = int((got - want).abs().argmax())
         return (
             f"{self.name}{dtype} on {here} gave {got.flatten()[worst]:g}, "
-            f"expected {want.flatten()[worst]:g} [wrong-result]"
+            f"expected {want.flatten()[worst]:g}"
         )
 
 

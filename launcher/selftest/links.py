@@ -19,6 +19,7 @@ from torch import Tensor
 from distributed.torch import device
 from launcher.selftest.barrier import Barrier
 from launcher.selftest.judge import Pair
+from launcher.selftest.report import Fault
 from launcher.wire import limits
 
 MOST_ROUNDS = 63  # enough for every pair of 64 nodes; more nodes have so many partners each
@@ -88,8 +89,8 @@ def _measure_pair(
                 _receive(peer.rank)
         except RuntimeError as error:
             names = f"{nodes[source].host} to {nodes[target].host}"
-            fault = f"no data from {names} within {limits.TRANSFER_S:g} s [slow-link]"
-            raise barrier.give_up(fault) from error
+            cause = f"no data from {names} within {limits.TRANSFER_S:g} s"
+            raise barrier.give_up(Fault("slow-link", cause)) from error
 
 
 def _send(peer: int, seconds: float) -> tuple[float, float]:

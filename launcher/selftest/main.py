@@ -25,13 +25,13 @@ from distributed.environment import Environment
 from distributed.errors import BAD_INPUT, Leave
 from distributed.torch import device, gather_json, init_distributed, print_main
 from distributed.torch_internals import default_store
-from launcher import typed_json
 from launcher.selftest import bandwidth, judge, known_answers, links, report
 from launcher.selftest.barrier import Barrier, StuckError
 from launcher.selftest.judge import Pair
 from launcher.selftest.links import Link, Node
-from launcher.selftest.report import Findings, Member
+from launcher.selftest.report import Fault, Findings, Member
 from launcher.text import count
+from launcher.typed_json import encode, parse
 from launcher.wire import limits
 
 CPU_TURNS = 16  # ranks may share CPUs, so they take turns; ranks on GPUs all compute at once
@@ -48,8 +48,8 @@ class Test:
     findings: Findings = field(default_factory=Findings)
 
     def gather_members(self, mine: Member) -> None:
-        rows = gather_json(typed_json.encode(mine))
-        self.findings.members = [typed_json.parse(Member, row) for row in rows]
+        rows = gather_json(encode(mine))
+        self.findings.members = [parse(Member, row) for row in rows]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -63,74 +63,72 @@ def run(options: argparse.Namespace) -> int:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=own)
 
     test = Test(env, options, Barrier(default_store(), "all", env.world_size))
+    findings = test.findings
     ranks = f"{count(env.world_size, 'rank')} on {count(env.num_nodes, 'node')}"
     world = f"{ranks}, {dist.get_backend()}"
     try:
         number = measure_all(test)
-        faults = [fault for fault, _ in test.findings.faults()]
+        faults = findings.faults()
     except StuckError as stuck:
-        faults = [str(stuck)]
+        faults = [*stuck.args]
 
     if faults:
         more = f" (and {len(faults) - 1} more, above)" if len(faults) > 1 else ""
-        verdict = f"FAIL  {world}: {faults[0]}{more}{advice(test.findings)}"
+        verdict = f"FAIL  {world}: {faults[0]}{more}{advice(findings)}"
     else:
         took = time.monotonic() - started
-        verdict = f"PASS  {world}: {count(number, 'check')}, {fastest(test.findings)}{took:.1f} s"
+        verdict = f"PASS  {world}: {count(number, 'check')}, {fastest(findings)}{took:.1f} s"
 
     print_main(*faults[1:], verdict, sep="\n")
     if options.json and env.is_main:
-        Path(options.json).write_text(report.as_json(test.findings, verdict, passed=not faults))
+        Path(options.json).write_text(report.as_json(findings, verdict, passed=not faults))
     if faults and env.is_main:
-        cause, _, fault = faults[0].removesuffix("]").rpartition(" [")
-        raise Leave(1, fault, cause)
+        raise Leave(1, faults[0].name, faults[0].cause)
     return 0
 
 
 def measure_all(test: Test) -> int:
     """Measure everything, and print results on the way. Returns the number of checks."""
     env = test.env
+    findings = test.findings
     is_basic = test.options.test == "basic"
     where = f"{device()} {torch.cuda.get_device_name()}" if device().type == "cuda" else "cpu"
     host = socket.gethostname()
     mine = Member(host, env.node_rank, env.local_rank, where, torch.__version__)
     test.gather_members(mine)
-    members = test.findings.members
+    members = findings.members
     nodes = [Node(first.host, rank) for rank, first in enumerate(members) if not first.local_rank]
-    test.findings.hosts = [node.host for node in nodes]
+    findings.hosts = [node.host for node in nodes]
 
     if not is_basic:
         if len(nodes) > 1:
             started = time.monotonic()
             measure_links(test, nodes)
-            test.findings.links_s = time.monotonic() - started
+            findings.links_s = time.monotonic() - started
 
         kinds = [member.kind for member in members]
-        speeds, slow = judge.find_slow_ranks(partial(compute_together, test), kinds)
-        test.findings.slow_ranks = slow
+        speeds, findings.slow_ranks = judge.find_slow_ranks(partial(compute_together, test), kinds)
         mine = replace(mine, speed=speeds[env.rank])
 
     checks = [*known_answers.run_checks(env.rank, env.world_size)]
     here = f"rank {env.rank} ({host})"
-    faults = [fault for check in checks if (fault := check.find_fault(here))]
+    faults = [Fault("wrong-result", error) for check in checks if (error := check.find_error(here))]
     test.gather_members(replace(mine, faults=faults))
-    print_main(*report.show_members(test.findings.members), sep="\n")
-    if linked := test.findings.links.values():
+    print_main(*report.show_members(findings.members), sep="\n")
+    if linked := findings.links.values():
         print_main(
             f"\nlinks     {bandwidth.rate(min(linked))} to {bandwidth.rate(max(linked))} "
             "between nodes"
         )
 
-    is_right = not any(member.faults for member in test.findings.members)
+    is_right = not any(member.faults for member in findings.members)
     if not is_basic and env.world_size > 1 and is_right:
         names = [*bandwidth.COLLECTIVES][: 1 if test.options.quick else None]
         print_main(f"\n{bandwidth.HEAD}")
-        measured = []
         seconds = limits.COLLECTIVES_S / (5 if test.options.quick else 1)
         for collective in bandwidth.measure(names, seconds):
             print_main(collective)
-            measured.append(collective)
-        test.findings.collectives = measured
+            findings.collectives.append(collective)
         print_main()
     return len(checks) + 1
 
@@ -140,6 +138,7 @@ def measure_links(test: Test, nodes: Sequence[Node]) -> None:
 
     All ranks call this.
     """
+    findings = test.findings
     leaders = Barrier(default_store(), "leaders", len(nodes))
     me = {node.rank: number for number, node in enumerate(nodes)}.get(test.env.rank)
     # If there are many rounds, each is shorter, to limit the total time.
@@ -150,23 +149,24 @@ def measure_links(test: Test, nodes: Sequence[Node]) -> None:
         mine = [] if me is None else [*links.measure(nodes, rounds, me, leaders, seconds)]
         limit_s = limits.SELFTEST_S + 2 * limits.TRANSFER_S * len(rounds)
         test.barrier.wait_for_all("the links", limit_s)
-        rows = gather_json([typed_json.encode(link) for link in mine])
-        measured = [typed_json.parse(Link, text) for row in rows for text in row]
-        test.findings.latencies |= {link.pair: link.latency for link in measured}
+        rows = gather_json([encode(link) for link in mine])
+        measured = [parse(Link, text) for row in rows for text in row]
+        findings.latencies |= {link.pair: link.latency for link in measured}
         return {link.pair: link.bandwidth for link in measured}
 
-    judged = judge.find_slow_links(measure, links.rounds(len(nodes)))
-    test.findings.links, test.findings.slow_nodes, test.findings.slow_pairs = judged
+    findings.links, findings.slow_nodes, findings.slow_pairs = judge.find_slow_links(
+        measure, links.rounds(len(nodes))
+    )
 
 
 def compute_together(test: Test) -> list[float]:
     """Return the FLOP/s of all ranks, which all call this."""
-    rank = test.env.rank
-    turns = min(test.env.world_size, CPU_TURNS) if device().type == "cpu" else 1
+    env = test.env
+    turns = min(env.world_size, CPU_TURNS) if device().type == "cpu" else 1
     seconds = limits.COMPUTE_S * min(1.0, 4 / turns) / (2 if test.options.quick else 1)
     speed = 0.0
     for turn in range(turns):
-        if rank % turns == turn:
+        if env.rank % turns == turn:
             speed = measure_speed(seconds)
         test.barrier.wait_for_all("the matrix products")
     return gather_json(speed)

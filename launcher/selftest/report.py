@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 
 from launcher.selftest.bandwidth import Measured, rate
 from launcher.selftest.judge import Links, Pair, best_links, slower_way
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong: the fault's name in TROUBLESHOOTING.md, and the cause in words."""
+
+    name: str
+    cause: str
+    host: str = ""  # to exclude because of it
+
+    def __str__(self) -> str:
+        return f"{self.cause} [{self.name}]"
 
 
 @dataclass(frozen=True)
@@ -20,7 +32,7 @@ class Member:
     device: str
     version: str  # torch's
     speed: float = 0.0  # FLOP/s
-    faults: Sequence[str] = ()  # found by its own checks
+    faults: Sequence[Fault] = ()  # found by its own checks
 
     @property
     def kind(self) -> str:
@@ -38,50 +50,52 @@ class Findings:
     slow_ranks: Mapping[int, float] = field(default_factory=dict)  # how many times slower
     slow_nodes: Mapping[int, float] = field(default_factory=dict)  # the usual bandwidth
     slow_pairs: Mapping[Pair, float] = field(default_factory=dict)  # the usual bandwidth
-    collectives: Sequence[Measured] = ()
+    collectives: list[Measured] = field(default_factory=list)
     links_s: float = 0.0  # how long it took to measure the links
     latencies: dict[Pair, float] = field(default_factory=dict)  # of the links, in s
 
-    def faults(self) -> list[tuple[str, str]]:
-        """Return each fault, with the host to exclude because of it, or an empty name."""
+    def faults(self) -> list[Fault]:
+        """Return all faults."""
         return [*self._versions(), *self._wrong_results(), *self._ranks(), *self._links()]
 
     def excluded(self) -> list[str]:
         """Return the hosts to exclude."""
-        named = {host for _, host in self.faults()}
+        named = {fault.host for fault in self.faults()}
         return [host for host in self.hosts if host in named]
 
-    def _versions(self) -> Iterator[tuple[str, str]]:
+    def _versions(self) -> Iterator[Fault]:
         versions = {member.version: member.host for member in self.members}
         if len(versions) > 1:
             cause = ", ".join(f"torch {version} on {host}" for version, host in versions.items())
-            yield f"{cause}; install one version everywhere [version-mismatch]", ""
+            yield Fault("version-mismatch", f"{cause}; install one version everywhere")
 
-    def _wrong_results(self) -> Iterator[tuple[str, str]]:
+    def _wrong_results(self) -> Iterator[Fault]:
         wrong = {member.host for member in self.members if member.faults}
+        is_everywhere = len(wrong) == len(self.hosts)
         for member in self.members:
             for fault in member.faults:
-                yield fault, member.host if len(wrong) < len(self.hosts) else ""
+                yield fault if is_everywhere else replace(fault, host=member.host)
 
-    def _links(self) -> Iterator[tuple[str, str]]:
+    def _links(self) -> Iterator[Fault]:
         best = best_links(self.links)
         for node, usual in self.slow_nodes.items():
             speed = rate(slower_way(best[node], self.links))
-            cause = f"{self.hosts[node]} has a slow link: {speed} at best"
-            yield f"{cause}; other nodes have {rate(usual)} [slow-link]", self.hosts[node]
+            host = self.hosts[node]
+            cause = f"{host} has a slow link: {speed} at best; other nodes have {rate(usual)}"
+            yield Fault("slow-link", cause, host)
         slow = {self.members[rank].host for rank in self.slow_ranks}
         for (source, target), usual in self.slow_pairs.items():
             if slow & {self.hosts[source], self.hosts[target]}:
                 continue  # a slow rank makes its node's links look slow, not the other way round
             cause = f"the link from {self.hosts[source]} to {self.hosts[target]} is slow: "
-            cause += f"{rate(self.links[source, target])}; others have {rate(usual)} [slow-link]"
-            yield cause, self.hosts[max(source, target)]
+            cause += f"{rate(self.links[source, target])}; others have {rate(usual)}"
+            yield Fault("slow-link", cause, self.hosts[max(source, target)])
 
-    def _ranks(self) -> Iterator[tuple[str, str]]:
+    def _ranks(self) -> Iterator[Fault]:
         for rank, times in self.slow_ranks.items():
             host = self.members[rank].host
-            what = f"rank {rank} ({host}) takes {times:.2f} times as long to compute as others"
-            yield f"{what} [slow-rank]", host
+            cause = f"rank {rank} ({host}) takes {times:.2f} times as long to compute as others"
+            yield Fault("slow-rank", cause, host)
 
 
 def flops(speed: float) -> str:
@@ -112,11 +126,11 @@ def as_json(findings: Findings, verdict: str, *, passed: bool) -> str:
     content = {
         "passed": passed,
         "verdict": verdict,
-        "faults": [fault for fault, _ in findings.faults()],
+        "faults": findings.faults(),
         "exclude": findings.excluded(),
-        "ranks": [asdict(member) for member in findings.members],
+        "ranks": [*map(vars, findings.members)],
         "links": links,
         "links_seconds": findings.links_s,
-        "collectives": [asdict(measured) for measured in findings.collectives],
+        "collectives": [*map(vars, findings.collectives)],
     }
-    return json.dumps(content, indent=1) + "\n"
+    return json.dumps(content, indent=1, default=str) + "\n"  # a fault as its text

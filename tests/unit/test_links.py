@@ -1,16 +1,18 @@
 """Rounds of pairs, and which node, link or rank the self-test names for given measurements."""
 
 import itertools
+import json
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.selftest import judge, links
-from launcher.selftest.report import Findings, Member
+from launcher.selftest.report import Fault, Findings, Member, as_json
 
 USUAL = 1e9  # bytes/s
 
@@ -216,11 +218,20 @@ MEMBERS = [Member(host, node, 0, "cpu", "2.13") for node, host in enumerate(HOST
 def test_a_fault_names_hosts_and_what_to_leave_out() -> None:
     found = all_links(4, slowed(2, 4, 0.01))
     findings = Findings(MEMBERS, HOSTS, found, {3: 1.52}, judge.slow_nodes(found))
-    (rank, _), (link, _) = findings.faults()
+    rank, link = map(str, findings.faults())
     assert link.startswith("c has a slow link: 10.00 MB/s at best; other nodes have ")
     assert link.endswith(" [slow-link]")
     assert rank == "rank 3 (d) takes 1.52 times as long to compute as others [slow-rank]"
     assert findings.excluded() == ["c", "d"]
+
+
+def test_a_program_reads_the_faults_as_they_are_printed() -> None:
+    wrong = Fault("wrong-result", "broadcast on rank 0 (a) gave 4, expected 3")
+    members = [replace(MEMBERS[0], faults=[wrong]), *MEMBERS[1:]]
+    content = json.loads(as_json(Findings(members, HOSTS), "FAIL", passed=False))
+    text = "broadcast on rank 0 (a) gave 4, expected 3 [wrong-result]"
+    assert content["faults"] == content["ranks"][0]["faults"] == [text]
+    assert content["exclude"] == ["a"]
 
 
 def test_a_slow_rank_is_not_blamed_on_another_nodes_links() -> None:
@@ -241,5 +252,5 @@ def test_gpus_of_one_model_are_of_one_kind() -> None:
 def test_versions_that_differ_blame_no_host() -> None:
     members = [Member("a", 0, 0, "cpu", "2.12"), MEMBERS[1]]
     (fault,) = Findings(members, ["a", "b"]).faults()
-    told = "torch 2.12 on a, torch 2.13 on b; install one version everywhere [version-mismatch]"
-    assert fault == (told, "")
+    cause = "torch 2.12 on a, torch 2.13 on b; install one version everywhere"
+    assert fault == Fault("version-mismatch", cause, host="")

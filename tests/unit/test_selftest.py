@@ -20,6 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from distributed.environment import Environment
 from launcher.selftest import bandwidth, main
 from launcher.selftest.barrier import Barrier, StuckError
+from launcher.selftest.report import Fault
 from launcher.wire import limits
 
 pytestmark = pytest.mark.slow  # real process groups take seconds each
@@ -96,10 +97,12 @@ def test_ranks_that_may_share_cpus_take_turns_for_a_limited_time(ranks: int, tur
 def test_a_rank_that_gives_up_tells_those_who_wait() -> None:
     store = HashStore()
     first, second = (Barrier(store, "two", 2) for _ in range(2))
-    raised = second.give_up("no data from a to b [slow-link]")
+    fault = Fault("slow-link", "no data from a to b")
+    raised = second.give_up(fault)
     assert isinstance(raised, StuckError)
-    with pytest.raises(StuckError, match="no data from a to b"):
+    with pytest.raises(StuckError, match=r"^no data from a to b \[slow-link\]$") as waiting:
         first.wait_for_all("a round")
+    assert waiting.value.args == (fault,)
 
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
