@@ -12,7 +12,5 @@
 # example: scripts/checkpoint.sh verify checkpoints/RUN_ID
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
-# shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh"
+source "$(dirname -- "$(readlink -f -- "$0")")/lib/launch.sh"
 run_tool "$@"

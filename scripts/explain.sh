@@ -12,7 +12,5 @@
 # The exit code is 0 if a cause was found, 1 if there is none, 2 if a file cannot be read.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
-# shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh"
+source "$(dirname -- "$(readlink -f -- "$0")")/lib/launch.sh"
 run_tool "$@"

@@ -19,10 +19,9 @@
 #   key=value          settings that override the config
 #   --wait             follow the log to the job's end, and exit with its code
 #
-# example: scripts/submit_with_config.sh config=config/local3.yaml num_gpus_train=8 train.max_steps=100
+# example: scripts/submit_with_config.sh config=config/local3.yaml num_gpus_train=8 \
+#          train.max_steps=100
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
-# shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh"
+source "$(dirname -- "$(readlink -f -- "$0")")/lib/launch.sh"
 run_command submit_with_config "$@"

@@ -20,9 +20,8 @@
 # CONFIG_FLAG.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-FILE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" | sed -n '/^ *Command=/{s///; s/\.sh .*/.sh/; p; q}') || true
-HERE=$(dirname -- "$(readlink -f -- "${FILE:-$0}")") # SLURM runs a copy of FILE; if unknown, search the submit folder
-for LIB in "$HERE/lib" "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}"/{,launch-kit/}scripts/lib; do [[ ! -r $LIB/launch.sh ]] || break; done
-# shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh"
+FILE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" |
+  sed -n '/^ *Command=/{s///; s/\.sh .*/.sh/; p; q}') PROGRAM=test_distributed.sh || true
+HERE=$(dirname -- "$(readlink -f -- "${FILE:-$0}")") ROOT=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}
+source "$(readlink -e -- {"$HERE"{,/..},"$ROOT"{,/launch-kit}/scripts}/lib/launch.sh | sed q)"
 run_command test_distributed "$@"

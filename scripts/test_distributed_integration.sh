@@ -11,9 +11,7 @@
 # It waits for the job, shows its output, and exits with the code of the first failure.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-LIB=$(dirname -- "$(readlink -f -- "$0")")/lib
-# shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh"
+source "$(dirname -- "$(readlink -f -- "$0")")/lib/launch.sh"
 
 main() {
   local salloc=(salloc --nodes=2 --time=20)
@@ -22,16 +20,19 @@ main() {
     --dry-run) salloc+=("${@:2}" "$0") && echo "${salloc[*]@Q}" && exit ;;
   esac
   if [[ -z ${SLURM_JOB_ID:-} ]]; then
-    type -P salloc >/dev/null || refuse env-missing "salloc is not installed here; use a login node, or test_distributed.sh"
-    sinfo >/dev/null || refuse env-missing "sinfo failed (see above); run this script where sinfo works"
+    type -P salloc >/dev/null ||
+      refuse "salloc is not installed here; use a login node, or test_distributed.sh"
+    sinfo >/dev/null || refuse "sinfo failed (see above); run this script where sinfo works"
     exec "${salloc[@]}" "$@" "$0"
   fi
   (($# == 0)) || die 2 "$1: this job already has its size; omit the options [config-invalid]"
   unset TRAIN_SCRIPT
   (run_command test_distributed_integration)
-  local steps run=integration-$SLURM_JOB_ID train=$ROOT/scripts/slurm/slurm_train.sh
+
+  local steps train=("$ROOT/scripts/slurm/slurm_train.sh" "$ROOT/config/local3.yaml")
+  export RUN_ID=integration-$SLURM_JOB_ID
   for steps in 20 40; do # the second one resumes
-    RUN_ID=$run "$train" "$ROOT/config/local3.yaml" "train.max_steps=$steps" train.global_batch_size=null train.batch_size=4
+    "${train[@]}" "train.max_steps=$steps" train.global_batch_size=null train.batch_size=4
   done
   echo "PASS       the nodes work together; training and resuming worked"
 }

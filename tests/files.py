@@ -16,7 +16,7 @@ def describe(file: Path) -> str:
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-    comment = re.search(r"^# (?!shellcheck )(.*)", text, re.M)
+    comment = re.search(r"^# (?!shellcheck )(.*)", text.replace(" \\\n# ", " "), re.M)
     return comment[1] if comment else ""
 
 

@@ -9,66 +9,63 @@ unset -f cd  # an exported function may print, too
 # Prints a path as the user names it. If that name contains a link, other nodes may have only that
 # name: for example, /home may be a link to /export/home on this machine.
 as_typed() { # <path without links> <folders as typed...>
-  local typed real
-  for typed in "${@:2}"; do
-    real=$(cd -P -- "$typed" 2>/dev/null && pwd) || continue
-    while [[ $typed != "$real" && ${typed##*/} == "${real##*/}" && ${typed%/*}/ -ef ${real%/*}/ ]]; do
-      typed=${typed%/*} real=${real%/*}
+  local path real
+  for path in "${@:2}"; do
+    real=$(cd -P -- "$path" 2>/dev/null && pwd) || continue
+    while [[ $path != "$real" && ${path##*/} == "${real##*/}" && ${path%/*}/ -ef ${real%/*}/ ]]; do
+      path=${path%/*} real=${real%/*}
     done
-    [[ $typed == "$real" || $1/ != "$real"/* ]] || { echo "$typed${1#"$real"}" && return; }
+    [[ $path == "$real" || $1/ != "$real"/* ]] || { echo "$path${1#"$real"}" && return; }
   done
   echo "$1"
 }
 
 ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." && pwd)
 ROOT=$(as_typed "$ROOT" "$PWD" "$(cd -- "$(dirname -- "$0")" && pwd)")
-PROGRAM=${0##*/}
-case $PROGRAM in *.SC | slurm_script) # a scheduler's copy
-  PROGRAM=$(sed -n 's|^# usage: .*/\([a-z_]*\.sh\).*|\1|p' "$0")
-  ;;
-esac
+# A copy that a scheduler made has another name. It sets PROGRAM itself.
+[[ ${0##*/} == @(*.SC|slurm_script) && -n ${PROGRAM:-} ]] || PROGRAM=${0##*/}
 SUBMITTED=$0 # or the file that a scheduler was given
 ACTIVATED=() # names of the variables that the environment of PYTHON has changed
 INSIDE=''    # the Python in the container
 SITE_ROW=''  # a row of the plan
 
-# shellcheck source=scripts/lib/python.sh
-source "$LIB/python.sh"
-# shellcheck source=scripts/lib/site.sh
-source "$LIB/site.sh"
+source "$ROOT/scripts/lib/python.sh"
+source "$ROOT/scripts/lib/site.sh"
 
-die() { # <exit code> <"cause; cure">
-  printf '%s: %s\n' "$PROGRAM" "$2" >&2
+die() { # <exit code> <"cause; cure", in one word or more>
+  printf '%s: %s\n' "$PROGRAM" "${*:2}" >&2
   exit "$1"
 }
 
-refuse() { # <fault of TROUBLESHOOTING.md> <"cause; cure">
+refuse() { # <"cause; cure", in one word or more>: this machine lacks something
   local host
   host=$(uname -n)
-  die 3 "${host%%.*}: $2 [$1]"
+  die 3 "${host%%.*}: $* [env-missing]"
 }
 
-# Starts a command of launcher/cli/options.py; does not return.
+# Starts a command of launcher/cli/options.py; does not return. LAUNCH_AS: pip's name for it.
 run_command() { # <command> <word...>
-  local name
-  local script=${LAUNCH_AS:-$0} # a command that pip installed has its own name
+  local s name script=${LAUNCH_AS:-$0}
   [[ $script == */* ]] || script=./$script
   unset LAUNCH_AS
   answer "${2:-}" "$1"
-  for name in HUP USR1 USR2 TERM; do
-    # shellcheck disable=SC2064 # of this name
-    trap "echo 'stopped  by SIG$name; nothing was started' >&2; exit $((128 + $(kill -l "$name")))" "$name"
+
+  for s in HUP USR1 USR2 TERM; do
+    # shellcheck disable=SC2064 # of this signal
+    trap "echo 'stopped  by SIG$s; nothing was started' >&2; exit $((128 + $(kill -l "$s")))" "$s"
   done
-  pwd -P &>/dev/null || die 2 "the working directory has been removed; cd to one that exists [dir-unwritable]"
+  pwd -P &>/dev/null ||
+    die 2 "the working directory has been removed; cd to one that exists [dir-unwritable]"
   for name in launcher/start.py distributed/environment.py; do
-    [[ -r $ROOT/$name ]] ||
-      die 2 "there is no $name in $ROOT; keep scripts/, launcher/ and distributed/ of this project together (make init DIR=...) [env-missing]"
+    [[ -r $ROOT/$name ]] || die 2 "there is no $name in $ROOT; keep scripts/, launcher/ and" \
+      "distributed/ of this project together (make init DIR=...) [env-missing]"
   done
+
   read_site
   choose_inside
   choose_python
-  exec "$PYTHON" "$ROOT/scripts/lib/start.py" "$1" "$PROGRAM" "$SUBMITTED" "$PWD" "${INSIDE:-$PYTHON}" \
-    "$SITE_ROW" "${ACTIVATED[*]}" "$script" "${@:2}"
+  exec "$PYTHON" "$ROOT/scripts/lib/start.py" "$1" "$PROGRAM" "$SUBMITTED" "$PWD" \
+    "${INSIDE:-$PYTHON}" "$SITE_ROW" "${ACTIVATED[*]}" "$script" "${@:2}"
 }
 
 # Edited copies of older batch scripts call this.
@@ -103,9 +100,11 @@ print_version() {
 }
 
 print_help() { # <-h|--help> <command>
-  sed -n '1d; /^#/!q; /^#[A-Z]/d; s/^# \{0,1\}//; p' "$0" || return
+  # A backslash at the end joins two lines.
+  sed -n '1d; /^#/!q; /^#[A-Z]/d; / \\$/{N; s/\\\n# *//}; s/^# \{0,1\}//; p' "$0" || return
   [[ -n $2 ]] || return 0
   ! grep -q '^# usage: .* NODE\.\.\.' "$0" || { echo && cat "$ROOT/scripts/lib/nodes.txt"; }
-  [[ $1 == --help ]] || { printf '\n--help also shows the options and variables of %s.\n' "$PROGRAM" && return; }
-  echo && sed -nE "/^#/{h;d};G;/\n#(.* $2( |\$)|\$)/P" "$ROOT/scripts/lib/help.txt"
+  echo
+  [[ $1 != -h ]] || { echo "--help also shows the options and variables of $PROGRAM." && return; }
+  sed -nE "/^#/{h;d};G;/\n#(.* $2( |\$)|\$)/P" "$ROOT/scripts/lib/help.txt"
 }

@@ -1,53 +1,57 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # of launch.sh
 # Finds the Python that runs the job: environment modules, conda, virtual environments.
 
-# Sets ACTIVATED, and PYTHON to an absolute path: the first of PYTHON, VENV, CONDA_ENV,
-# LAUNCH_PYTHON, the active environment, .venv, the environment in which pip installed us, python3.
+# Sets PYTHON to an absolute path, and ACTIVATED.
 choose_python() {
   local name
+  local -A before=()
   [[ -z ${PYTHON:-} ]] || type -P -- "$PYTHON" >/dev/null ||
     ! ignore_foreign PYTHON "which is not a program" || PYTHON=''
   [[ -z ${VENV:-} || -d $VENV ]] || ! ignore_foreign VENV "which is not a folder" || VENV=''
   [[ -z ${CONDA_ENV:-} ]] || type -P -- "${CONDA_EXE:-conda}" >/dev/null ||
     ! ignore_foreign CONDA_ENV "and this machine has no conda" || CONDA_ENV=''
-  local -A before=()
   for name in $(compgen -A export); do before[$name]=${!name}; done
   [[ ${MODULES:-none} == [Nn]one ]] || load_modules
-  if [[ -n ${PYTHON:-} ]]; then
-    :
-  elif [[ -n ${VENV:-} ]]; then
+  [[ -n ${PYTHON:-} ]] || find_python
+  check_python
+  for name in $(compgen -A export); do
+    [[ ${before[$name]-unset} == "${!name}" ]] || ACTIVATED+=("$name")
+  done
+}
+
+# Sets PYTHON to the first of VENV, CONDA_ENV, LAUNCH_PYTHON, the active environment, .venv, the
+# environment in which pip installed us, python3.
+find_python() {
+  if [[ -n ${VENV:-} ]]; then
     use_folder VENV
   elif [[ -n ${CONDA_ENV:-} ]]; then
     activate_conda
   elif [[ -n ${LAUNCH_PYTHON:-} ]]; then # a command that pip installed
     PYTHON=$LAUNCH_PYTHON
-  elif use_active; then
-    :
-  elif [[ -x $ROOT/.venv/bin/python ]]; then
+  elif ! use_active; then
     PYTHON=$ROOT/.venv/bin/python
-  elif [[ $ROOT == */site-packages/* && -x ${ROOT%/lib*/python*}/bin/python ]]; then # where pip installed us
-    PYTHON=${ROOT%/lib*/python*}/bin/python
-  else
-    PYTHON=python3
+    [[ -x $PYTHON || $ROOT != */site-packages/* ]] || PYTHON=${ROOT%/lib*/python*}/bin/python
+    [[ -x $PYTHON ]] || PYTHON=python3
   fi
+}
+
+check_python() { # and make it an absolute path
   local found code=0
+  local check='import sys, zlib; sys.exit(42 if sys.version_info >= (3, 10) else 43)'
   found=$(type -P -- "$PYTHON") ||
-    refuse env-missing "there is no Python at ${PYTHON@Q}$(name_target "$PYTHON"); set PYTHON to Python 3.10 or newer"
+    refuse "there is no Python at ${PYTHON@Q}$(name_target "$PYTHON");" \
+      "set PYTHON to Python 3.10 or newer"
   [[ $found == /* ]] || found=$PWD/$found
   PYTHON=$(as_typed "$found" "$PWD" "$ROOT")
+
   unset PYTHONINSPECT # if it is set, each process waits for input before it exits
-  "$PYTHON" -S -c 'import sys, zlib; sys.exit(42 if sys.version_info >= (3, 10) else 43)' 2>/dev/null || code=$?
-  case $code in
-    42) ;;
-    43) refuse env-missing "$PYTHON is older than Python 3.10; set PYTHON to a newer one" ;;
-    *)
-      [[ -z ${PYTHONHOME:-} ]] || refuse env-missing "PYTHONHOME=$PYTHONHOME does not match $PYTHON; unset it"
-      refuse env-missing "$PYTHON is not a Python interpreter; fix PYTHON"
-      ;;
+  "$PYTHON" -S -c "$check" 2>/dev/null || code=$?
+  case $code:${PYTHONHOME:-} in
+    42:*) ;;
+    43:*) refuse "$PYTHON is older than Python 3.10; set PYTHON to a newer one" ;;
+    "$code:") refuse "$PYTHON is not a Python interpreter; fix PYTHON" ;;
+    *) refuse "PYTHONHOME=$PYTHONHOME does not match $PYTHON; unset it" ;;
   esac
-  for name in $(compgen -A export); do
-    [[ ${before[$name]-unset} == "${!name}" ]] || ACTIVATED+=("$name")
-  done
 }
 
 # In launch.sh, which replaces torchrun, a value that we cannot use belongs to another program.
@@ -88,9 +92,11 @@ use_active() {
 
   if has_torch "$first"; then
     PYTHON=$first
-    echo "$PROGRAM: warning: ${named[0]} is ${!named[0]@Q}, but PATH leads to $first, which is used; to use another, set VENV" >&2
+    echo "$PROGRAM: warning: ${named[0]} is ${!named[0]@Q}, but PATH leads to $first, which is" \
+      "used; to use another, set VENV" >&2
     return
   fi
+
   for name in "${named[@]}"; do
     [[ ! -x ${!name}/bin/python ]] || { use_folder "$name" && return; }
   done
@@ -98,36 +104,37 @@ use_active() {
   return 1
 }
 
-prefix_of() { # <python, or a script that starts it, as pyenv's>
-  "$1" -I -c 'import sys; print(sys.prefix)' 2>/dev/null
-}
-
 has_torch() { # <python>; a torch.py in the working directory does not count
-  "$1" -c 'import sys; sys.path = [p for p in sys.path if p]; import importlib.util as u; sys.exit(not u.find_spec("torch"))' 2>/dev/null
+  "$1" -c 'import importlib.util, sys; sys.path = [p for p in sys.path if p]
+sys.exit(not importlib.util.find_spec("torch"))' 2>/dev/null
 }
 
 use_folder() { # <variable that names an environment's folder>
   local folder=${!1}
   PYTHON=$folder/bin/python
-  [[ -x $PYTHON ]] || refuse env-missing "$1 names ${folder@Q}, which has no bin/python$(name_target "$PYTHON"); correct $1"
+  [[ -x $PYTHON ]] || refuse \
+    "$1 names ${folder@Q}, which has no bin/python$(name_target "$PYTHON"); correct $1"
   PATH=$(cd -- "$folder/bin" && pwd):$PATH
 }
 
 # An environment's Python is a link, often into its creator's home, or to a disk of one machine.
 name_target() { # <a file that is missing, or not executable>
-  [[ ! -L $1 ]] || echo " (a link to $(readlink -m -- "$1"), which $(id -un 2>/dev/null || id -u) cannot run here)"
+  [[ ! -L $1 ]] || echo " (a link to $(readlink -m -- "$1"), which" \
+    "$(id -un 2>/dev/null || id -u) cannot run here)"
 }
 
 activate_conda() {
   local conda file
-  conda=${CONDA_EXE:-$(type -P conda)} || refuse env-missing "CONDA_ENV is set but there is no conda on PATH; set CONDA_EXE"
+  conda=${CONDA_EXE:-$(type -P conda)} ||
+    refuse "CONDA_ENV is set but there is no conda on PATH; set CONDA_EXE"
   file=${conda%/*/*}/etc/profile.d/conda.sh
-  [[ -r $file ]] || refuse env-missing "there is no ${file@Q}; set CONDA_EXE"
-  set +eu # conda's own scripts, and the hooks of packages, read unset variables and let commands fail
+  [[ -r $file ]] || refuse "there is no ${file@Q}; set CONDA_EXE"
+
+  set +eu # conda's scripts, and the hooks of packages, read unset variables and let commands fail
   # shellcheck disable=SC1090
   source "$file"
   conda activate "$CONDA_ENV" >&2 ||
-    refuse env-missing "conda cannot activate ${CONDA_ENV@Q}; see conda env list"
+    refuse "conda cannot activate ${CONDA_ENV@Q}; see conda env list"
   set -eu
   PYTHON=python
 }
@@ -140,11 +147,13 @@ load_modules() {
     # shellcheck disable=SC1090
     [[ ! -r $file ]] || source "$file"
   done
+
   if ! declare -F module >/dev/null; then
-    ! ignore_foreign MODULES "and this machine has no module command" || { unset MODULES && set -eu && return; }
-    refuse env-missing "MODULES is set but this machine has no module command; unset MODULES"
+    set -eu
+    ignore_foreign MODULES "and this machine has no module command" && unset MODULES && return
+    refuse "MODULES is set but this machine has no module command; unset MODULES"
   fi
   read -ra names <<<"$MODULES"
-  module load "${names[@]}" || refuse env-missing "module load $MODULES failed; see module avail"
+  module load "${names[@]}" || refuse "module load $MODULES failed; see module avail"
   set -eu
 }

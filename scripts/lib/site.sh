@@ -1,13 +1,14 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # of launch.sh
 # The cluster's own settings: config/site.env, or the file that SITE names.
 
-# Sets and exports the variables in the file that the user has not set; adds their names to ACTIVATED,
-# and sets the site's row of the plan.
+# Exports the file's variables that the user has not set; adds to ACTIVATED, and sets SITE_ROW.
 read_site() {
+  [[ -z ${SITE:-} || -r $SITE ]] || ! ignore_foreign SITE "which is not a file" || unset SITE
   local file=${SITE-$ROOT/config/site.env} line name value number=0 names=()
-  [[ -z ${SITE:-} || -r $SITE ]] || ! ignore_foreign SITE "which is not a file" || { unset SITE && file=$ROOT/config/site.env; }
   [[ -n $file && (-e $file || $file == "${SITE:-}") ]] || return 0
-  [[ -r $file ]] || die 2 "SITE names ${file@Q}, which cannot be read; correct its path [config-invalid]"
+  [[ -r $file ]] ||
+    die 2 "SITE names ${file@Q}, which cannot be read; correct its path [config-invalid]"
+
   while read -r line || [[ -n $line ]]; do
     number=$((number + 1)) line=${line#$'\xef\xbb\xbf'} line=${line%$'\r'} # from a Windows editor
     [[ -n $line && $line != \#* ]] || continue

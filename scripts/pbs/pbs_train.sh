@@ -8,9 +8,11 @@
 #              reads the #PBS lines; Torque supports only this form, with -F "CONFIG key=value"
 #   --dry-run  outside a job: show the qsub command
 #
-# example: qsub -l select=4:ncpus=64:ngpus=8 -l walltime=24:00:00 -j oe -o logs/ -N train -- $PWD/scripts/pbs/pbs_train.sh my.yaml
+# example: qsub -l select=4:ncpus=64:ngpus=8 -l walltime=24:00:00 -j oe -o logs/ -N train -- \
+#          $PWD/scripts/pbs/pbs_train.sh my.yaml
 #
-# Give the job's size to qsub (Torque: -l nodes=4:ppn=8). qdel, the walltime and qrerun let the ranks
+# Give the job's size to qsub (Torque: -l nodes=4:ppn=8). qdel, the walltime and qrerun let the \
+# ranks
 # save, if the queue's kill_delay is at least GRACE + 10 seconds. In the first form, so does
 # qsig -s USR1.
 # Processes per node: the first of NPROC_PER_NODE, the job's mpiprocs or ngpus, the node's lines in
@@ -22,12 +24,10 @@
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
 cd -- "${PBS_O_WORKDIR:-.}"
-[[ -z ${PBS_O_WORKDIR:-} ]] || mkdir -p logs 2>/dev/null || true # PBS writes the output of this script there
-LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib
-for FOLDER in "$PWD" "$PWD/launch-kit"; do # PBS runs a copy of this file; make init creates launch-kit
-  [[ -r $LIB/launch.sh ]] || LIB=$FOLDER/scripts/lib
-done
-[[ -r $LIB/launch.sh ]] || { echo "pbs_train.sh: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" >&2 && exit 3; }
-# shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh"
+[[ -z ${PBS_O_WORKDIR:-} ]] || mkdir -p logs 2>/dev/null || true # PBS writes the output there
+PROGRAM=pbs_train.sh FOLDER=$(dirname -- "$(readlink -f -- "$0")")
+LIB=$(readlink -e -- {"$FOLDER/..","$PWD"{,/launch-kit}/scripts}/lib/launch.sh || true)
+[[ $LIB ]] || { echo "$PROGRAM: this copy cannot find scripts/lib; submit it from the project's" \
+  "folder or the one containing launch-kit/ [env-missing]" >&2 && exit 3; }
+source "${LIB%%$'\n'*}"
 run_command pbs_train "$@"

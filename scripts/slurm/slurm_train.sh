@@ -26,25 +26,25 @@
 #SBATCH --open-mode=append
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-NAME=slurm_train.sh # the rest is the same in both scripts: SLURM copies only one file
-# sbatch sends the path without links. If a node lacks it, SLURM starts in /tmp; the user's $PWD works.
+PROGRAM=slurm_train.sh # the rest is the same in both: SLURM copies only one file
+
+# sbatch sends the path without links. If a node lacks it, SLURM starts in /tmp; $PWD was typed.
 if [[ $PWD == /tmp && ! -d ${SLURM_SUBMIT_DIR:-/} ]]; then
-  TYPED=$(sed -zn 's/^PWD=//p' /proc/$$/environ | tr -d '\0')
-  [[ -d $TYPED && $TYPED != /tmp ]] || { echo "$NAME: $(uname -n): there is no folder $SLURM_SUBMIT_DIR, where the job was submitted; submit it from one that all nodes have, or give sbatch --chdir=FOLDER [dir-not-shared]" >&2 && exit 3; }
-  cd -- "$TYPED" && export SLURM_SUBMIT_DIR=$PWD
+  cd -- "$(sed -zn 's/^PWD=//p' /proc/$$/environ | tr -d '\0')" 2>/dev/null || true
+  [[ $PWD != /tmp ]] || { echo "$PROGRAM: $(uname -n): there is no folder" \
+    "$SLURM_SUBMIT_DIR, where the job was submitted; submit it from one that all nodes have," \
+    "or give sbatch --chdir=FOLDER [dir-not-shared]" >&2 && exit 3; }
+  export SLURM_SUBMIT_DIR=$PWD
 fi
-LIB=$(dirname -- "$(readlink -f -- "$0")")/../lib FILE=$0
-if [[ ! -r $LIB/launch.sh ]]; then # sbatch runs a copy; the job's record names the submitted file
-  FILE=$(scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null | sed -n '/^ *Command=/{s///p; q}') || true
-  while [[ ! -e $FILE && $FILE == *' '* ]]; do FILE=${FILE% *}; done # remove its arguments
-  [[ -e $FILE ]] || FILE=$0
-  HERE=$(dirname -- "$(readlink -f -- "$FILE")")
-  for LIB in "$HERE/../lib" {"$HERE","${SLURM_SUBMIT_DIR:-$HERE}"}/{,launch-kit/}scripts/lib; do
-    [[ ! -r $LIB/launch.sh ]] || break
-  done
-  [[ -r $LIB/launch.sh ]] || { echo "$NAME: this copy cannot find scripts/lib; submit it from the project's folder or the one containing launch-kit/ [env-missing]" >&2 && exit 3; }
-fi
-# shellcheck source=scripts/lib/launch.sh
-source "$LIB/launch.sh"
+
+FILE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null |
+  sed -n '/^ *Command=/{s///p; q}') || true # FILE and its arguments: SLURM runs a copy
+while [[ ! -e $FILE && $FILE == *' '* ]]; do FILE=${FILE% *}; done
+[[ -e $FILE ]] || FILE=$0
+HERE=$(dirname -- "$(readlink -f -- "$FILE")") ROOT=${SLURM_SUBMIT_DIR:-}
+LIB=$(readlink -e -- {"$HERE"/..,{"$HERE","$ROOT"}{,/launch-kit}/scripts}/lib/launch.sh || true)
+[[ $LIB ]] || { echo "$PROGRAM: this copy cannot find scripts/lib; submit it from the project's" \
+  "folder or the one containing launch-kit/ [env-missing]" >&2 && exit 3; }
+source "${LIB%%$'\n'*}"
 SUBMITTED=$FILE
-run_command "${NAME%.sh}" "$@"
+run_command slurm_train "$@"
