@@ -3,8 +3,9 @@
 set -euo pipefail
 
 ROOT=$(CDPATH='' cd -P -- "$(dirname -- "$0")/../.." && pwd)
-PARTS=(scripts launcher distributed training config examples docs train.py requirements.txt pyproject.toml
-  LICENSE {README,LAUNCH_GUIDE,TROUBLESHOOTING,SECURITY,CONTRIBUTING,CHANGELOG}.md bench/{README,proofs}.md)
+PARTS=(scripts launcher distributed training config examples docs bench/{README,proofs}.md LICENSE
+  {README,LAUNCH_GUIDE,TROUBLESHOOTING,SECURITY,CONTRIBUTING,CHANGELOG}.md
+  train.py requirements.txt pyproject.toml)
 
 die() { # <"cause; cure">
   echo "make init: $1" >&2
