@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2034,SC2154 # of launch.sh
+# shellcheck shell=bash disable=SC2154 # of launch.sh
 # Finds the Python that runs the job: environment modules, conda, virtual environments.
 
 # Sets PYTHON to an absolute path, and ACTIVATED.

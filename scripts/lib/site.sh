@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2034,SC2154 # of launch.sh
+# shellcheck shell=bash disable=SC2154 # of launch.sh
 # The cluster's own settings: config/site.env, or the file that SITE names.
 
 # Exports the file's variables that the user has not set; adds to ACTIVATED, and sets SITE_ROW.
