@@ -17,8 +17,9 @@
 # The terminal's output is kept in logs/distributed_training/; the newest is latest_node<rank>.log.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
+PROGRAM=cluster_train.sh
 FILE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" |
-  sed -n '/^ *Command=/{s///; s/\.sh .*/.sh/; p; q}') PROGRAM=cluster_train.sh || true
+  sed -n '/^ *Command=/{s///; s/\.sh .*/.sh/; p; q}') || true
 HERE=$(dirname -- "$(readlink -f -- "${FILE:-$0}")") ROOT=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}
 source "$(readlink -e -- {"$HERE"{,/..},"$ROOT"{,/launch-kit}/scripts}/lib/launch.sh | sed q)"
 run_command cluster_train "$@"

@@ -19,8 +19,7 @@
 #   key=value          settings that override the config
 #   --wait             follow the log to the job's end, and exit with its code
 #
-# example: scripts/submit_with_config.sh config=config/local3.yaml num_gpus_train=8 \
-#          train.max_steps=100
+# example: scripts/submit_with_config.sh config=config/local3.yaml num_gpus_train=8 model.layers=8
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "$0")")/lib/launch.sh"

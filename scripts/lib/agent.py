@@ -1,7 +1,6 @@
 """Start the node agent: python scripts/lib/agent.py [torchrun's arguments] SCRIPT [arguments].
 
-It does the same as `python -m distributed.run`, but from any working directory. The user's script
-does not see our modules, and our modules do not see the user's.
+It is `python -m distributed.run` from any working directory; neither side sees the other's modules.
 """
 
 import runpy

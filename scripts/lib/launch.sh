@@ -38,9 +38,7 @@ die() { # <exit code> <"cause; cure", in one word or more>
 }
 
 refuse() { # <"cause; cure", in one word or more>: this machine lacks something
-  local host
-  host=$(uname -n)
-  die 3 "${host%%.*}: $* [env-missing]"
+  die 3 "$(uname -n | cut -d. -f1): $* [env-missing]"
 }
 
 # Starts a command of launcher/cli/options.py; does not return. LAUNCH_AS: pip's name for it.

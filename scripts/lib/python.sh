@@ -104,6 +104,10 @@ use_active() {
   return 1
 }
 
+prefix_of() { # <python, or a script that starts it, as pyenv's>
+  "$1" -I -c 'import sys; print(sys.prefix)' 2>/dev/null
+}
+
 has_torch() { # <python>; a torch.py in the working directory does not count
   "$1" -c 'import importlib.util, sys; sys.path = [p for p in sys.path if p]
 sys.exit(not importlib.util.find_spec("torch"))' 2>/dev/null
@@ -131,7 +135,6 @@ activate_conda() {
   [[ -r $file ]] || refuse "there is no ${file@Q}; set CONDA_EXE"
 
   set +eu # conda's scripts, and the hooks of packages, read unset variables and let commands fail
-  # shellcheck disable=SC1090
   source "$file"
   conda activate "$CONDA_ENV" >&2 ||
     refuse "conda cannot activate ${CONDA_ENV@Q}; see conda env list"
@@ -144,7 +147,6 @@ load_modules() {
   set +eu # the module system's scripts need this, as conda's do
   for file in "$LMOD_PKG/init/bash" "$MODULESHOME/init/bash" /etc/profile.d/{lmod,modules}.sh; do
     declare -F module >/dev/null && break
-    # shellcheck disable=SC1090
     [[ ! -r $file ]] || source "$file"
   done
 

@@ -11,12 +11,10 @@
 # example: qsub -l select=4:ncpus=64:ngpus=8 -l walltime=24:00:00 -j oe -o logs/ -N train -- \
 #          $PWD/scripts/pbs/pbs_train.sh my.yaml
 #
-# Give the job's size to qsub (Torque: -l nodes=4:ppn=8). qdel, the walltime and qrerun let the \
-# ranks
-# save, if the queue's kill_delay is at least GRACE + 10 seconds. In the first form, so does
-# qsig -s USR1.
-# Processes per node: the first of NPROC_PER_NODE, the job's mpiprocs or ngpus, the node's lines in
-# the node file (if more than one), the number of GPUs.
+# Give the job's size to qsub (Torque: -l nodes=4:ppn=8). qdel, the walltime and qrerun let the
+# ranks save, if the queue's kill_delay is at least GRACE + 10 seconds. In the first form, so does
+# qsig -s USR1. Processes per node: the first of NPROC_PER_NODE, the job's mpiprocs or ngpus, the
+# node's lines in the node file (if more than one), the number of GPUs.
 #PBS -N train
 #PBS -l walltime=24:00:00
 #PBS -j oe

@@ -328,6 +328,11 @@ python_of() { # <variable>... <command>
   # A shell that resets PATH keeps VIRTUAL_ENV; only there is torch.
   ln -s "$PWD/other/bin/python" shims/python
   [[ $(python_of VIRTUAL_ENV="${ours%/*}" PATH="$PWD/shims:$plain") == "$ours/python" ]]
+  # pyenv's python is a script that starts the environment's.
+  rm shims/python
+  printf '#!/bin/sh\nexec %q "$@"\n' "$ours/python" >shims/python
+  chmod +x shims/python
+  [[ $(python_of VIRTUAL_ENV="${ours%/*}" PATH="$PWD/shims:$plain") == "$ours/python" ]]
   run env --unset=PYTHON VENV=/gone PATH="$ours:$PATH" "$ROOT/scripts/launch.sh" --dry-run x.py
   assert_refused 3 "VENV names '/gone', which has no bin/python; correct VENV" env-missing
 }
