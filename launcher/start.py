@@ -42,18 +42,15 @@ from launcher.wire import limits
 
 
 def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
-    """Run the command that was typed. Returns the exit code."""
+    """Run the command that was typed. Returns the exit code. Prints one line if it is refused."""
     outlive_others()
     leave_outer_run(environ)
     size = len(Call._fields)
-    return start(Call(*arguments[:size]), arguments[size:], environ)
+    call = Call(*arguments[:size])
 
-
-def start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
-    """Run the command that was typed. Returns the exit code. Prints one line if it is refused."""
     code = 1
     try:
-        code = _start(call, words, environ)
+        code = _start(call, arguments[size:], environ)
     except Refused as error:
         warn(f"{call.program}: {short_host_name()}: {error}")
         if error.fault == "run-is-live":

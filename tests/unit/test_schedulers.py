@@ -353,7 +353,8 @@ def test_a_copy_of_a_live_run_leaves_the_chain_of_that_run_alone(
     make_tool(tools / "scancel", f"touch {tmp_path}/told")
     call = Call("slurm_train", "x.sh", "", "/", "", "", "", "x.sh")
     monkeypatch.setattr(start, "make_plan", refuse)
-    assert start.start(call, [], captured("batch-step", CHAIN="linked", RUN_ID="linked")) == REFUSED
+    environ = captured("batch-step", CHAIN="linked", RUN_ID="linked")
+    assert start.main(call, environ) == REFUSED
     assert (tmp_path / "told").exists() == is_cancelled
 
 
@@ -365,7 +366,7 @@ def test_a_file_that_may_not_be_read_is_one_line(
 
     monkeypatch.setattr(start, "make_plan", fail)
     call = Call("slurm_train", "x.sh", "", "/", "", "", "", "x.sh")
-    assert start.start(call, [], {}) == REFUSED
+    assert start.main(call, {}) == REFUSED
     told = "'logs/49.head/run.json': Permission denied; set LOG_DIR [dir-unwritable]\n"
     assert capsys.readouterr().err.endswith(told)
 
@@ -930,7 +931,7 @@ def test_what_qsub_v_has_set(qstat: Path, name: str, names: list[str]) -> None:
 def test_a_damaged_variable_of_the_job_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     call = Call("slurm_train", "x.sh", "", "/", "", "", "", "x.sh")
     environ = captured("batch-step", SLURM_TASKS_PER_NODE="many")
-    assert start.start(call, [], environ) == 2
+    assert start.main(call, environ) == 2
     told = capsys.readouterr().err
     assert told == "x.sh: SLURM_TASKS_PER_NODE=many cannot be read; use srun [wrong-world]\n"
 
