@@ -29,12 +29,12 @@ def read_crash(lines: Sequence[str], code: int, time: float) -> RaisedError | No
     fatal = _find_last(lines, lambda line: line.startswith(_FATAL))
     what = _find_last(lines, _WHAT.match)
     stack = _python_stack(lines[fatal:]) if fatal >= 0 else []
+    outermost_first = "\n".join(reversed(stack))
     if what < 0:
-        return RaisedError(meaning, "\n".join(reversed(stack)), code, time, fault)
+        return RaisedError(meaning, outermost_first, code, time, fault)
 
     end = fatal if fatal > what else len(lines)
     said = [_WHAT.sub(r"\g<text>", lines[what]), *lines[what + 1 : end]]
-    outermost_first = "\n".join(reversed(stack))
     rule = find_rule("\n".join(said))
     if rule is not None and rule.fault == _MISMATCH:
         message = _explain_mismatch(stack)
