@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from launcher.wire import limits
 
@@ -17,23 +17,22 @@ from launcher.wire import limits
 class OwnTime:
     """A clock that one loop reads in every iteration, at least every STILL_S seconds."""
 
-    def __init__(self, read: Callable[[], float] = lambda: time.monotonic()) -> None:
-        self._read = read
-        self._newest = read()
+    def __init__(self) -> None:
+        self._newest = time.monotonic()
         self._missed_s = 0.0
         self._resumed = -math.inf
 
     def now(self) -> float:
         """Return the time for deadlines. A suspension counts as STILL_S seconds at most."""
         before = self._newest
-        self._newest = self._read()
+        self._newest = time.monotonic()
         if (gap := self._newest - before) > limits.STILL_S:
             self._missed_s += gap - limits.STILL_S
             self._resumed = self._newest
         return self._newest - self._missed_s
 
     def since(self, moment: float) -> float:
-        """Return the seconds since a time on the underlying clock, or since a later resumption."""
+        """Return the seconds since a monotonic time, or since a later resumption."""
         self.now()
         return self._newest - max(moment, self._resumed)
 
