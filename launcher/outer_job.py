@@ -6,6 +6,7 @@ import re
 
 from distributed.environment import tasks_per_node
 from distributed.job import ask_scheduler
+from launcher.outer_run import remove_variables
 from launcher.proc import read_proc
 from launcher.processes import read_stat
 from launcher.text import OwnEnviron
@@ -25,21 +26,21 @@ def leave_outer_job(environ: OwnEnviron) -> None:
 
     What SLURM sets only for some jobs, such as an array's tasks, is checked with the job's record.
     """
-    _remove("S(QUEUE|INFO)_", environ)  # the user's filters and formats; we give our own
+    remove_variables("S(QUEUE|INFO)_", environ)  # the user's filters and formats; we give our own
     job = environ.get("SLURM_JOB_ID", "")
     owner, step = _read_owner(environ.get("SLURM_TASK_PID", ""))
     if owner not in ("", job) and "SLURM_HET_SIZE" not in environ:
-        _remove(_OF_A_TASK, environ)
+        remove_variables(_OF_A_TASK, environ)
     elif step == "batch":
-        _remove(_OF_A_STEP, environ)
+        remove_variables(_OF_A_STEP, environ)
     if "SLURM_STEP_ID" in environ:
         return
 
     tasks = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "1"), "SLURM_TASKS_PER_NODE")
     if environ.get("SLURM_NTASKS") not in (None, str(sum(tasks))):
-        _remove("SLURM_N(TASKS|PROCS)", environ)
+        remove_variables("SLURM_N(TASKS|PROCS)", environ)
     if environ.get("SLURM_CPUS_PER_TASK") == "1":  # what SLURM makes of the outer job's
-        _remove("SLURM_CPUS_PER_TASK", environ)
+        remove_variables("SLURM_CPUS_PER_TASK", environ)
 
     signs = dict(_RECORDED)
     if environ.get("SLURM_GPUS_ON_NODE"):  # a job without GPUs does not have it
@@ -48,12 +49,7 @@ def leave_outer_job(environ: OwnEnviron) -> None:
         record = ask_scheduler("scontrol", "show", "job", "-o", job)
         for pattern, sign in signs.items():
             if record and not re.search(sign, record):
-                _remove(pattern, environ)
-
-
-def _remove(pattern: str, environ: OwnEnviron) -> None:
-    for name in filter(re.compile(pattern).match, [*environ]):
-        del environ[name]
+                remove_variables(pattern, environ)
 
 
 def _read_owner(process: str) -> tuple[str, str]:

@@ -7,9 +7,9 @@ import re
 from launcher.text import OwnEnviron
 
 OUTER_TOKEN = "LAUNCH_OUTER"  # marks the inner run's processes, which end with the outer run
-_OF_A_RUN = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_ADDR|MASTER_PORT|RUN_ID|ENGINE"
-    r"|HEARTBEAT_FILE|SNAPSHOT_FILES|(LAUNCH|PET|TORCHELASTIC)_.*|SLURM_STEP.*"
+_OF_A_RUN = (
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_ADDR|MASTER_PORT|RUN_ID|ENGINE"
+    r"|HEARTBEAT_FILE|SNAPSHOT_FILES)\Z|(LAUNCH|PET|TORCHELASTIC)_|SLURM_STEP"
 )
 
 
@@ -18,8 +18,12 @@ def leave_outer_run(environ: OwnEnviron) -> None:
     if "TORCHELASTIC_RUN_ID" not in environ:
         return
     token = environ.get("LAUNCH_TOKEN", "")
-    for name in [*environ]:
-        if _OF_A_RUN.fullmatch(name):
-            del environ[name]
+    remove_variables(_OF_A_RUN, environ)
     if token:
         environ[OUTER_TOKEN] = token
+
+
+def remove_variables(beginnings: str, environ: OwnEnviron) -> None:
+    """Remove the variables whose names begin as this pattern says."""
+    for name in filter(re.compile(beginnings).match, [*environ]):
+        del environ[name]
