@@ -116,8 +116,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
     if is_placed and beyond_static:
         cure = "omit it, or also give --nnodes, --node-rank and --master-addr"
         raise ValueError(f"{beyond_static}: not supported in a SLURM step; {cure}")
-    _check_signals(args)
-    _refuse_like_torchrun(args)
+    _refuse_unusable(args)
     filtered = args.local_ranks_filter
     is_debug = environ.get("LOG_LEVEL", "").upper() == "DEBUG"
     return Arguments(
@@ -219,8 +218,14 @@ def _count_nodes(given: str) -> tuple[int, int]:
     return low, high
 
 
-def _refuse_like_torchrun(args: argparse.Namespace) -> None:
-    """Raise ValueError for what torchrun refuses too, whether typed or in a PET_ variable."""
+def _refuse_unusable(args: argparse.Namespace) -> None:
+    """Raise ValueError for values that no run can use, whether typed or in a PET_ variable."""
+    names = vars(args).get("signals_to_handle") or ""  # older torch lacks it
+    known = {"", *signal.Signals.__members__} - NEVER_ADDED
+    if unknown := {*names.replace(" ", "").split(",")} - known:
+        cause = f"--signals-to-handle {names}: cannot handle {', '.join(sorted(unknown))}"
+        raise ValueError(f"{cause}; give names such as SIGUSR2")
+
     if args.no_python and args.module and not args.run_path:
         raise ValueError("--no-python and --module cannot be used at the same time; omit one")
     if args.max_restarts < 0:
@@ -228,14 +233,6 @@ def _refuse_like_torchrun(args: argparse.Namespace) -> None:
     ranks = args.local_ranks_filter or "0"
     if not all(rank.strip().isdecimal() for rank in ranks.split(",")):
         raise ValueError(f"--local-ranks-filter {ranks}: give local ranks, such as 0,1,2")
-
-
-def _check_signals(args: argparse.Namespace) -> None:
-    names = vars(args).get("signals_to_handle") or ""  # older torch lacks it
-    known = {"", *signal.Signals.__members__} - NEVER_ADDED
-    if unknown := {*names.replace(" ", "").split(",")} - known:
-        cause = f"--signals-to-handle {names}: cannot handle {', '.join(sorted(unknown))}"
-        raise ValueError(f"{cause}; give names such as SIGUSR2")
 
 
 def _virtual_gpus(args: argparse.Namespace, nproc: int, visible: str | None) -> list[str]:
