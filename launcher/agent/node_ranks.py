@@ -86,9 +86,8 @@ class Heartbeats:
         return name_record(self._fd, local_rank)
 
     def clear(self) -> None:
-        """Reset all records before new ranks start."""
-        os.pwrite(self._fd, RECORD.pack(*Beat()) * self._ranks, 0)
-        ending.clear(self._fd, self._ranks)
+        """Reset all records, and the states behind them, before new ranks start."""
+        os.pwrite(self._fd, RECORD.pack(*Beat()) * self._ranks + bytes(self._ranks), 0)
 
     def read(self, local_rank: int) -> Progress:
         """Return a rank's latest beat."""

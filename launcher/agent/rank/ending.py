@@ -24,8 +24,3 @@ def set_state(record: str, ranks: int, state: int) -> None:
 def read(fd: int, ranks: int) -> bytes:
     """Return the states of all ranks of a node, by local rank; 0 while a script runs."""
     return os.pread(fd, ranks, RECORD.size * ranks)
-
-
-def clear(fd: int, ranks: int) -> None:
-    """Reset all states before new ranks start."""
-    os.pwrite(fd, bytes(ranks), RECORD.size * ranks)
