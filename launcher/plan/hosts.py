@@ -78,9 +78,9 @@ def with_plain_master(typed: Typed) -> Typed:
 
     if port and (typed.nnodes or typed.fanout != "local"):
         environ.setdefault("MASTER_PORT", port)
-    if typed.master:
-        return replace(typed, master=address, environ=environ)
-    return replace(typed, environ={**environ, "MASTER_ADDR": address} if address else environ)
+    if address and not typed.master:
+        environ["MASTER_ADDR"] = address
+    return replace(typed, master=typed.master and address, environ=environ)
 
 
 def check_master(world: World) -> World:
