@@ -206,13 +206,12 @@ def lines_of(file: Path) -> Iterator[tuple[int, bytes]]:
     number, begun = 1, b""
     with file.open("rb") as opened:
         while piece := opened.read(_PIECE):
-            *rows, last = piece.split(b"\n")
+            *rows, last = (begun + piece).split(b"\n")
             for row in rows:
-                for state in (begun + row).split(b"\r"):
+                for state in row.split(b"\r"):
                     yield number, state[:LONGEST]
-                number = number + 1
-                begun = b""
-            *states, last = (begun + last).split(b"\r")
+                number += 1
+            *states, last = last.split(b"\r")
             for state in states:
                 yield number, state[:LONGEST]
             begun = last[:LONGEST]
