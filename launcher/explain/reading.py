@@ -118,20 +118,19 @@ def read(file: Path) -> list[Sighting]:
     Raises OSError.
     """
     shapes: set[int] = set()
-    recent: deque[bytes] = deque(maxlen=ABOVE + 1)
+    recent = deque([b""] * TABLE, maxlen=ABOVE + 1)
     sightings: list[Sighting] = []
     first_seen = None
     tables = list[First]()
-    table: deque[bytes] = deque(maxlen=TABLE)
     lines = chain(_lines_of_last_start(file), [(0, b"")] * TABLE)  # they complete the last table
 
     for row, text in lines:
         recent.append(text[:LONGEST_ABOVE])
-        table.append(text[:LONGEST_ABOVE])
         if b"Root Cause" in text:
             shapes.clear()  # how this rank ended may differ from the others only in a number
-        if b"Root Cause" in table[0]:
-            tables += filter(None, [_read_first(b"\n".join(table).decode(errors="replace"))])
+        if b"Root Cause" in recent[-TABLE]:
+            table = b"\n".join([*recent][-TABLE:]).decode(errors="replace")
+            tables += filter(None, [_read_first(table)])
 
         shape = text.translate(None, _DIGITS)
         if hash(shape) in shapes:
