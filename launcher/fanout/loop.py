@@ -118,13 +118,7 @@ class Child:
     die before the ranks could save.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        command: list[str],
-        on_output: Show,
-        environ: Environ | None = None,  # None: the loop's
-    ) -> None:
+    def __init__(self, loop: Loop, command: list[str], on_output: Show) -> None:
         """Start the program."""
         self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
         self._loop = loop
@@ -134,7 +128,7 @@ class Child:
         (out, stdout), (err, stderr) = os.pipe(), os.pipe()
         self._process = subprocess.Popen(
             command,
-            env=environ or loop.environ,
+            env=loop.environ,
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,

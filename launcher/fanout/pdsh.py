@@ -55,14 +55,11 @@ class PdshFanout(Fanout):
             words = ["env", f"LD_LIBRARY_PATH={environ['LD_LIBRARY_PATH']}", *words]
         # On every node, pdsh replaces %n with the node rank.
         remote = f"exec {shlex.join(words).replace('%', '%%')} --pdsh {self.socket}.%n"
-        command = ["pdsh", "-R", "ssh", "-S", "-f", str(len(names)), "-w", ",".join(names)]
+        command = ["env", f"PDSH_SSH_ARGS_APPEND={options}", "pdsh", "-R", "ssh", "-S"]
+        command += ["-f", str(len(names)), "-w", ",".join(names)]
+        command += ["-t", str(limits.PDSH_CONNECT_S + self.slack_s), remote]
 
-        self.pdsh = Child(
-            self.loop,
-            [*command, "-t", str(limits.PDSH_CONNECT_S + self.slack_s), remote],
-            self.terminals.show_behind(b""),
-            {**environ, "PDSH_SSH_ARGS_APPEND": options},
-        )
+        self.pdsh = Child(self.loop, command, self.terminals.show_behind(b""))
         self.pdsh.close_input()
 
     def start_request(self, report: Report, node: Connection) -> Start:
