@@ -21,7 +21,7 @@ from launcher import handshake, importable, processes
 from launcher.fanout.step import Srun, requeue, run_step, start
 from launcher.fanout.swap import find_ill, leave_out
 from launcher.interrupt import leave_unstarted
-from launcher.plan.plan import LONGEST, Plan, print_plan, shell_line
+from launcher.plan.plan import LONGEST, Plan, print_plan
 from launcher.plan.slurm import has_ended, preempt_mode
 from launcher.preflight import compare
 from launcher.preflight.check_node import read_reports
@@ -59,7 +59,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
             f"# job {job_id(plan.environ)}, {count(plan.num_nodes, 'node')}: "
             f"ranks 0-{sum(counts) - 1}, rendezvous {plan.master_addr}:{first.port}"
         )
-        print(shell_line(plan.directory, command))
+        print(plan.shell_line(command))
         return 0
 
     be_ready()

@@ -226,18 +226,17 @@ class Plan(World, Choices, ConfigFacts):
 
     def paste_line(self, command: Sequence[str]) -> str:
         """Return a shell line that runs a command of this run where the launch was typed."""
-        return shell_line(self.directory, self.with_variables(command))
+        return self.shell_line(self.with_variables(command))
+
+    def shell_line(self, command: Sequence[str]) -> str:
+        """Return a shell line that runs a command where the launch was typed."""
+        return f"cd {shlex.quote(str(self.directory))} && {shlex.join(command)}"
 
     def rank_counts(self, nproc: int) -> list[int]:
         """Return the number of ranks of every node; `nproc` if none was asked for."""
         if self.nodes:
             return [node.nproc or nproc for node in self.nodes[: self.num_nodes]]
         return [self.nproc or nproc] * self.num_nodes
-
-
-def shell_line(directory: Path, command: Sequence[str]) -> str:
-    """Return a shell line that runs a command in a directory."""
-    return f"cd {shlex.quote(str(directory))} && {shlex.join(command)}"
 
 
 def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], port: int) -> str:
