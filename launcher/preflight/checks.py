@@ -120,12 +120,11 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
         if gpu.memory_errors:
             cause = f"GPU {gpu.index} has {count(gpu.memory_errors, 'uncorrected memory error')}"
             yield Fault("gpu-unhealthy", cause, cure)
-        if gpu.processes:
-            cause = f"GPU {gpu.index} is in use by {', '.join(gpu.processes)}"
-            yield warning("gpu-unhealthy", cause, "wait until it is free, or choose another GPU")
-        elif gpu.is_taken:
+        if gpu.processes or gpu.is_taken:
             used = f"{gpu.used_mib} of {gpu.total_mib} MiB of its memory"
             cause = f"GPU {gpu.index} has {used} in use, by an unknown process"
+            if gpu.processes:
+                cause = f"GPU {gpu.index} is in use by {', '.join(gpu.processes)}"
             yield warning("gpu-unhealthy", cause, "wait until it is free, or choose another GPU")
 
 
