@@ -35,15 +35,14 @@ class Preflight:
 
 
 def judge(reports: Sequence[Report], seconds: float | None = None) -> Preflight:
-    """Return all faults in node rank order, followed by the differences between nodes."""
-    by_rank = sorted(reports, key=lambda report: report.node_rank)
-    findings = [Finding(report.host, fault) for report in by_rank for fault in report.faults]
+    """Return all faults, followed by the differences between nodes; `reports` are by node rank."""
+    findings = [Finding(report.host, fault) for report in reports for fault in report.faults]
     num_checks = sum(CHECKS.values())
-    if len(by_rank) > 1:
-        findings += differences(by_rank)
-        num_checks += COMPARED + len(set.intersection(*({*report.done} for report in by_rank[1:])))
+    if len(reports) > 1:
+        findings += differences(reports)
+        num_checks += COMPARED + len(set.intersection(*({*report.done} for report in reports[1:])))
     took = max(report.seconds for report in reports) if seconds is None else seconds
-    return Preflight(num_checks, findings, len(by_rank), took)
+    return Preflight(num_checks, findings, len(reports), took)
 
 
 def differences(reports: Sequence[Report]) -> Iterator[Finding]:

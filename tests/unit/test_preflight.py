@@ -237,7 +237,7 @@ def test_a_node_that_reports_nonsense_does_not_fill_the_terminal() -> None:
 
 def test_no_word_of_the_port_of_a_node_that_gave_no_report() -> None:
     files = {"own.py": "aa", "my.yaml": "cc"}
-    outcome = judge([make_report(2, met=[BLOCKED], files=files), make_report(1)])
+    outcome = judge([make_report(1), make_report(2, met=[BLOCKED], files=files)])
     assert [(one.host, one.fault.name) for one in outcome.findings] == [("node3", "code-mismatch")]
 
 
