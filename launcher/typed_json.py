@@ -53,9 +53,10 @@ def parse_json(text: bytes | str) -> Any:
 def decode(kind: type[T], value: Any) -> T:
     """Return the dataclass that a JSON object describes, with every field checked.
 
-    Fields may be of type str, int, float, bool, Path, another dataclass, a Sequence, a Mapping
-    from str, or a union of these with None. Missing fields get their defaults. Raises MessageError
-    if a field without a default is missing, or if a field is unknown or of the wrong type.
+    Fields may be of type str, int, float, bool, Path, another dataclass, a Sequence or a tuple of
+    one of these, a Mapping from str, or a union of one of these with None. Missing fields get their
+    defaults. Raises MessageError if a field without a default is missing, or if a field is unknown
+    or of the wrong type.
     """
     result: T = _read(kind, value, kind.__name__)
     return result
@@ -73,15 +74,15 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     origin = get_origin(kind)
     arguments = get_args(kind)
     if origin in (Union, types.UnionType):
-        if value is None and type(None) in arguments:
+        if value is None:
             return None
         (kind,) = (item for item in arguments if item is not type(None))
         return _read(kind, value, where)
 
-    if origin in (tuple, list, Sequence) and isinstance(value, list):
+    if origin in (tuple, Sequence) and isinstance(value, list):
         items = [_read(arguments[0], item, f"{where}[{n}]") for n, item in enumerate(value)]
         return tuple(items) if origin is tuple else items
-    if origin in (dict, Mapping) and isinstance(value, dict):
+    if origin is Mapping and isinstance(value, dict):
         return {name: _read(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
 
     if kind is Path and isinstance(value, str):
