@@ -164,7 +164,7 @@ class Acceptor:
     def wait(self, limit_s: float) -> list[tuple[socket.socket, bytes]]:
         """Return the connections let in within the limit, each with its first line."""
         let_in = []
-        for key, _ in self._selector.select(max(0.0, min(limit_s, limits.PROOF_S))):
+        for key, _ in self._selector.select(min(limit_s, limits.PROOF_S)):
             if key.fileobj is self._listener:
                 self._accept()
             elif (visitor := self._waiting.get(key.fd)) and self._read(visitor):

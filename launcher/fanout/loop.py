@@ -61,7 +61,7 @@ class Loop:
 
     def wait(self, seconds: float) -> list[signal.Signals]:
         """Handle events, up to a time limit. Returns the signals that arrived, except SIGCHLD."""
-        for key, _ in self.selector.select(max(0.0, seconds)):
+        for key, _ in self.selector.select(seconds):
             if self.selector.get_map().get(key.fd) is key:  # no earlier event has closed it
                 key.data()
         came = self._signals
