@@ -15,9 +15,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from queue import SimpleQueue
 
 from distributed import hostlist
 from distributed.errors import STOPPED
@@ -75,7 +75,7 @@ class Output:
         self.membership: Membership | None = None  # the nodes that the run still has; None: all
         self.begun: set[int] = set()
         self._answers = Answers(token)
-        self._news: SimpleQueue[tuple[int, object]] = SimpleQueue()  # filled by the thread
+        self._news = deque[tuple[int, object]]()  # filled by the thread
         self._screen = Terminal(1)
         assert srun.stdout is not None
         self._fd = srun.stdout.fileno()
@@ -84,8 +84,8 @@ class Output:
 
     def receive(self) -> None:
         """Take in what the agents have reported since the last call."""
-        while not self._news.empty():
-            rank, message = self._news.get()
+        while self._news:
+            rank, message = self._news.popleft()
             self.begun.add(rank)
             match message:
                 case Outcome():
@@ -130,8 +130,7 @@ class Output:
         while data:
             data = os.read(self._fd, 65536)
             text, told = self._answers.read(data)
-            for one in told:
-                self._news.put(one)
+            self._news.extend(told)
             if told:
                 os.kill(os.getpid(), signal.SIGCHLD)  # wakes run_step()
             if text:
