@@ -53,10 +53,8 @@ class NodeLog:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.is_kept = path is not None
-        self.lines = 0
-        if path is not None:
-            with open_own(path, "rb") as before:
-                self.lines = sum(line.endswith(b"\n") for line in before)
+        with open_own(path or _NOWHERE, "rb") as before:
+            self.lines: int = sum(line.endswith(b"\n") for line in before)
         self._file = open_own(path or _NOWHERE, "ab", buffering=0)
 
     def close(self) -> None:
