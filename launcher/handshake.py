@@ -178,8 +178,7 @@ class Acceptor:
 
     def close(self) -> None:
         """Drop the connections that are still waiting."""
-        for visitor in [*self._waiting.values()]:
-            self._forget(visitor)
+        for visitor in self._waiting.values():
             visitor.socket.close()
         self._selector.close()
 
