@@ -50,8 +50,7 @@ class Loop:
         self._signals: list[signal.Signals] = []
 
         self._wake, self._waker = socket.socketpair()
-        for end in self._wake, self._waker:
-            end.setblocking(False)
+        self._waker.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         for signum in (*handled_signals(), QUERY, signal.SIGCHLD):
             signal.signal(signum, lambda *_: None)  # its number arrives at `_wake`
