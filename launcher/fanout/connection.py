@@ -100,8 +100,8 @@ class Connection(Child):
         """The last line that ssh printed, or that the node printed before the start."""
         size = os.fstat(self._log).st_size
         said = self._words + b"\n" + os.pread(self._log, 4096, max(0, size - 4096))
-        lines = [line.strip() for line in said.decode(errors="replace").split("\n")]
-        return next((line for line in reversed(lines) if line), "")
+        lines = said.decode(errors="replace").split("\n")
+        return next(filter(None, map(str.strip, reversed(lines))), "")
 
     def _read_output(self, data: bytes, is_error: bool) -> None:
         output = data
