@@ -65,7 +65,7 @@ class Fanout:
         self.connections: list[Connection] = []
         self.silence = Silence(self.connections, plan.silence_s)
         self.nodes = Nodes(self.connections, self.connect, can_change=plan.min_nodes > 0)
-        self.started: float | None = None  # seconds since the epoch
+        self.started = 0.0  # seconds since the epoch; 0 until then
         self.stopped_by: Signals | None = None
         self.close_at = math.inf  # when to close the control streams
         self.beat_at = 0.0
@@ -234,7 +234,7 @@ class Fanout:
     def forward_signal(self, signum: Signals) -> None:
         """Forward a signal to every node; the agents decide how to act on it."""
         is_query = signum == QUERY and QUERY not in stop_signals()
-        if self.started is None and not is_query:
+        if not (self.started or is_query):
             leave_unstarted(signum)
         if signum not in NOTICES and not is_query:
             self.stopped_by = signum
@@ -247,7 +247,7 @@ class Fanout:
         """Check whether and how a node's part of the run has ended."""
         is_cut = node.answer(Cut) is not None
         has_ended = node.answer(Exit) is not None and not is_cut
-        if self.started is None:
+        if not self.started:
             node.look_for_fault()
         elif node.is_left or (has_ended and self.nodes.can_change):
             pass
@@ -265,7 +265,7 @@ class Fanout:
     @property
     def is_open(self) -> bool:
         """Whether the run continues, and the control streams are open."""
-        return self.started is not None and time.monotonic() < self.close_at
+        return self.started > 0 and time.monotonic() < self.close_at
 
     def close_within(self, seconds: float) -> None:
         self.close_at = min(self.close_at, time.monotonic() + seconds)
@@ -285,7 +285,7 @@ class Fanout:
             command=plan.resume_command,
             can_resume=plan.checkpoint_dir is not None,
             parts=self.nodes.parts(unreachable),
-            started=self.started or 0.0,
+            started=self.started,
             ended=time.time(),
             stopped_by=self.stopped_by or 0,
             engine=plan.engine,
