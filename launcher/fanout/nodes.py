@@ -131,8 +131,11 @@ class Silence:
     @property
     def awaited(self) -> list[Connection]:
         """The nodes whose connection is open, and whose part of the run has not ended."""
-        there = [node for node in self.connections if node.code is None and not node.is_left]
-        return [node for node in there if node.answer(Exit) is None]
+        return [
+            node
+            for node in self.connections
+            if node.code is None and not node.is_left and node.answer(Exit) is None
+        ]
 
     def note_turn(self, *, is_ending: bool) -> None:
         """Detect that this process or the machine was suspended; that does not count as silence."""

@@ -125,8 +125,11 @@ class Fanout:
         self.wait_for(Report, answer_by + limits.NVIDIA_SMI_S * all(hellos))  # it may be slow
         answers = [node.answer(Report) for node in self.connections]
         reports = [report for report in answers if report]
-        gone = (node for node in self.connections if node.answer(Report) is None)
-        silent = [Finding(node.name, node.explain_silence(waited_s)) for node in gone]
+        silent = [
+            Finding(node.name, node.explain_silence(waited_s))
+            for node in self.connections
+            if node.answer(Report) is None
+        ]
         outcome = compare.judge(reports, time.monotonic() - began)
         outcome = replace(outcome, findings=[*silent, *outcome.findings])
         plan, out = self.plan, sys.stderr if plan.is_detached else self.err.text
