@@ -10,6 +10,7 @@ import signal
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import filterfalse
 from pathlib import Path
 
 from launcher.explain.kinds import Kind
@@ -214,7 +215,7 @@ def one_line(cause: str) -> str:
 def details_of(message: str) -> list[str]:
     """Return the lines after a message's first that say something, such as the missing keys."""
     _, *lines = _lines_of(message.partition(f"\n{_TRACEBACK}")[0])
-    said = [line.strip() for line in lines if not _ADVICE.match(line.strip())]
+    said = filterfalse(_ADVICE.match, map(str.strip, lines))
     return [f"{line[:_LONGEST]} ..." if len(line) > _LONGEST else line for line in said]
 
 
