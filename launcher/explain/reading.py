@@ -46,7 +46,7 @@ _PREFIX = re.compile(
     r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?:?"
     r") ?"
 )
-_RANKS = ("torch", "mpi", "srun", "ours")  # groups of _PREFIX that name a rank
+_OTHERS = ("mpi", "srun", "ours")  # groups of _PREFIX that name a rank, beside torch's
 _TAG = re.compile(r"\[rank(\d+)\]")  # of torch; the other prefixes may number nodes or processes
 # A frame of a traceback, also of a group of errors, with lines of its code at the end.
 _SOURCE = re.compile(r'^(?: +\| )?  File ".+", line \d+.*(?:\n(?: +\| )?    .*)+\Z', re.MULTILINE)
@@ -170,14 +170,15 @@ def find_sighting(line: str) -> Sighting | None:
     else:
         return None
 
-    mentioned = [rank or task for rank, task in _RANK.findall(text)]
-    number = next(filter(None, [_rank_in(prefix, text), *mentioned]), "")
+    found = _RANK.search(text)
+    mentioned = "".join(found.groups("")) if found else ""  # one of its two groups
+    number = _rank_in(prefix, text) or mentioned
     return Sighting(kind, fault, text.strip(), number and f"rank {number}", prefix.get("host", ""))
 
 
 def _rank_in(prefix: Mapping[str, str], text: str) -> str:
     """Return the rank that wrote a line, by its prefixes; "" if they name none."""
-    ranks = [prefix.get("torch"), *_TAG.findall(text), *map(prefix.get, _RANKS)]
+    ranks = [prefix.get("torch"), *_TAG.findall(text), *map(prefix.get, _OTHERS)]
     return next(filter(None, ranks), "")
 
 
