@@ -50,8 +50,8 @@ def _find_last(lines: Sequence[str], is_it: Callable[[str], object]) -> int:
 
 def _python_stack(lines: Sequence[str]) -> list[str]:
     """Return the frames of the main thread, which faulthandler writes last, innermost first."""
-    begins = [at for at, line in enumerate(lines) if "most recent call first" in line]
-    return [line for line in lines[begins[-1] :] if match_frame(line)] if begins else []
+    begin = _find_last(lines, lambda line: "most recent call first" in line)
+    return [line for line in lines[begin:] if match_frame(line)] if begin >= 0 else []
 
 
 def _explain_mismatch(stack: Sequence[str]) -> str:
