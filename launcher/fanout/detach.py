@@ -83,8 +83,8 @@ def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
 
     Raises Refused if the log cannot be written.
     """
-    with run_json.writing_to(log.parent), open_own(log, "ab") as file:
-        fd = os.dup(file.fileno())
+    with run_json.writing_to(log.parent):
+        file = open_own(log, "ab")
     if plan.has_transcript:  # the log is the transcript
         copy = transcript.new_file(plan)
         update_link(copy, os.path.relpath(log, copy.parent))
@@ -98,10 +98,10 @@ def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
 
     sys.stdout.flush()
     null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (fd, 1), (fd, 2)):
+    for source, target in ((null, 0), (file.fileno(), 1), (file.fileno(), 2)):
         os.dup2(source, target)
     os.close(null)
-    os.close(fd)
+    file.close()
 
     sys.stderr = shown.stream
     print(COLOURS.sub("", shown.getvalue()), end="", file=sys.stderr, flush=True)
