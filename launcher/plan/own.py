@@ -145,7 +145,7 @@ def ask_pbsdsh(names: Collection[str], hosts: Sequence[str], folder: Path) -> di
         task = ["pbsdsh", "--", "/bin/sh", "-c", _ANSWER, answers, "|".join(names)]
         limit_s = limits.PBSDSH_S + len(hosts) // 10
         null = subprocess.DEVNULL
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(task, timeout=limit_s, stdin=null, stdout=null, stderr=null)
 
         for number, host in enumerate(hosts):
