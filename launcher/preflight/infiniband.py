@@ -38,11 +38,11 @@ class Port:
         return self.state != "" and not self.is_active and self.physical != "Disabled"
 
 
-def read_ports(sysfs: Path = SYSFS) -> list[Port]:
+def read_ports() -> list[Port]:
     """Return all ports; none on a machine without such cards."""
     return [
         Port(folder.parts[-3], folder.name, _read(folder / "state"), _read(folder / "phys_state"))
-        for folder in sorted(sysfs.glob("*/ports/*"))
+        for folder in sorted(SYSFS.glob("*/ports/*"))
     ]
 
 
@@ -85,6 +85,6 @@ def spell(variable: str, environ: Environ) -> str:
     return f"{variable}={value}{meant and f' ({meant})'}"
 
 
-def can_open_devices(devices: Path = DEVICES) -> bool:
+def can_open_devices() -> bool:
     """Whether this process may use a card: a container often lacks the device files."""
-    return any(os.access(file, os.R_OK | os.W_OK) for file in devices.glob("uverbs*"))
+    return any(os.access(file, os.R_OK | os.W_OK) for file in DEVICES.glob("uverbs*"))

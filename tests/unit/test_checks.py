@@ -28,7 +28,7 @@ from distributed.environment import port_from_id
 from distributed.errors import Refused
 from launcher import text
 from launcher.master_port import open_master_port, open_port
-from launcher.preflight import cgroup, checks, gpus, must_match
+from launcher.preflight import cgroup, checks, gpus, infiniband, must_match
 from launcher.preflight.check_node import check_node
 from launcher.preflight.checks import Machine
 from launcher.preflight.gpus import Gpu, GpuError, find_slow, visible_gpus
@@ -654,8 +654,11 @@ def on_two_nodes(**changes: Any) -> Machine:
 
 
 @pytest.mark.parametrize("one", FABRICS, ids=lambda one: one["machine"])
-def test_ports_of_real_machines(one: dict[str, Any], tmp_path: Path) -> None:
-    ports = tuple(read_ports(make_sysfs(tmp_path, one["ports"])))
+def test_ports_of_real_machines(
+    one: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infiniband, "SYSFS", make_sysfs(tmp_path, one["ports"]))
+    ports = tuple(read_ports())
     assert len(ports) == len(one["ports"])
     faults = [*checks.check_infiniband(on_two_nodes(ports=ports))]
     assert [(fault.name, fault.cause, fault.warns) for fault in faults] == (
@@ -775,11 +778,15 @@ def test_a_port_that_nccl_cannot_use_is_told(changes: dict[str, Any], cause: str
     assert fault.cause.startswith(cause)
 
 
-def test_a_machine_or_a_container_without_such_cards(tmp_path: Path) -> None:
-    assert read_ports(tmp_path / "none") == []
-    assert not can_open_devices(tmp_path)
+def test_a_machine_or_a_container_without_such_cards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infiniband, "SYSFS", tmp_path / "none")
+    monkeypatch.setattr(infiniband, "DEVICES", tmp_path)
+    assert read_ports() == []
+    assert not can_open_devices()
     (tmp_path / "uverbs0").touch()
-    assert can_open_devices(tmp_path)
+    assert can_open_devices()
 
 
 # --- make test-gpu and make test-nccl on a machine without a GPU ----------------------------------
