@@ -45,8 +45,8 @@ class Outcome:
     @property
     def has_text(self) -> bool:
         """Whether there is something to print: an agent that starts nothing prints why itself."""
-        is_refusal = self.code in (BAD_INPUT, REFUSED) and not self.ends
-        return self.failure is not None or not (self.code == 0 or is_refusal)
+        is_silent = self.code in (0, BAD_INPUT, REFUSED) and not self.ends
+        return self.failure is not None or not is_silent
 
     def with_saved(self, step: int) -> Outcome:
         """Return the outcome with a checkpoint that was saved afterwards."""
