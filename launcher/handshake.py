@@ -231,14 +231,16 @@ class Acceptor:
     def _check(self, visitor: _Visitor) -> None:
         nonces = visitor.nonce + visitor.received[:NONCE_BYTES]
         proof = visitor.received[NONCE_BYTES:]
-        if not hmac.compare_digest(proof, _prove(self._access.secret, _NODE, nonces)):
-            with contextlib.suppress(OSError):
-                visitor.socket.send(bytes(PROOF_BYTES))
-            self._drop(visitor)
-            return
-        visitor.is_known, visitor.received = True, b""
+        visitor.received = b""
+        visitor.is_known = hmac.compare_digest(proof, _prove(self._access.secret, _NODE, nonces))
+
+        answer = bytes(PROOF_BYTES)
+        if visitor.is_known:
+            answer = _prove(self._access.secret, _MASTER, nonces)
         with contextlib.suppress(OSError):
-            visitor.socket.send(_prove(self._access.secret, _MASTER, nonces))
+            visitor.socket.send(answer)
+        if not visitor.is_known:
+            self._drop(visitor)
 
     def _drop(self, visitor: _Visitor) -> None:
         if not visitor.is_known:
