@@ -36,11 +36,13 @@ def read_crash(lines: Sequence[str], code: int, time: float) -> RaisedError | No
     end = fatal if fatal > what else len(lines)
     said = [_WHAT.sub(r"\g<text>", lines[what]), *lines[what + 1 : end]]
     rule = find_rule("\n".join(said))
-    if rule is not None and rule.fault == _MISMATCH:
-        message = _explain_mismatch(stack)
-        return RaisedError(message, outermost_first, code, time, _MISMATCH, details=said[:1])
+    fault = rule.fault if rule else fault
     message = "\n".join([f"{signal_name(code)}: {said[0]}", *said[1:]])
-    return RaisedError(message, outermost_first, code, time, rule.fault if rule else fault)
+    details = []
+    if fault == _MISMATCH:
+        message = _explain_mismatch(stack)
+        details = said[:1]
+    return RaisedError(message, outermost_first, code, time, fault, details=details)
 
 
 def _find_last(lines: Sequence[str], is_it: Callable[[str], object]) -> int:
