@@ -46,10 +46,10 @@ class RunLock:
     folder belongs to another job with the same id.
     """
 
-    def __init__(self, folder: Path, what: str, attempt: int | None = None) -> None:
+    def __init__(self, folder: Path, what: str) -> None:
         self.what = what
         self.path = folder / "lock"
-        me = this_process(attempt)
+        me = this_process()
         new = folder / f".lock.{me['host']}.{me['process']}.{time.time_ns()}"
         self.fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         os.write(self.fd, json.dumps(me).encode())
@@ -166,12 +166,11 @@ def _refusal(what: str, holder: Mapping[str, Any]) -> Refused:
     return Refused("run-is-live", f"{cause}; wait until it ends, or choose another RUN_ID")
 
 
-def this_process(attempt: int | None = None) -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
     """Return what identifies this process: its job, its launch ("" if our launcher did not start
-    it), and the number of its attempt, which a rank has in its environment."""
+    it), and the number of its attempt."""
     token = os.environ.get("LAUNCH_TOKEN", "").partition(".")[0]  # a node's number follows
-    if attempt is None:
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     return {
         "process": os.getpid(),
         "host": socket.gethostname(),

@@ -88,7 +88,7 @@ class NodeAgent:
     ) -> None:
         """Raise Refused if the run's folder is not writable, or belongs to a live process."""
         self.args, self.typed, self.supervisor = args, typed, supervisor
-        self.signals: Sequence[int] = note_signals()  # received before the next attempt
+        self.signals = note_signals()  # received before the next attempt
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
         self.snapshots = Snapshots(args.nproc)
@@ -116,7 +116,7 @@ class NodeAgent:
             self.error_files = self.folder.failures
             self.outputs.keep_in(self.folder)
         self.store: TCPStore | None = None  # a new store per attempt: old keys would mislead ranks
-        # Read by a child that locks the checkpoints, to save a snapshot there.
+        # A process that takes a lock reads it: this one, or a child that saves a snapshot.
         args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)
         if own.node_rank == 0 and len(own.hosts) > 1:
             self.snapshots.outgoing.begin()

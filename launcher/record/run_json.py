@@ -261,7 +261,7 @@ class LiveRecord:
         """
         self._folder = folder
         with writing_to(folder):
-            self._lock = RunLock(folder, f"run {folder.name}", attempt)
+            self._lock = RunLock(folder, f"run {folder.name}")
         self.earlier = read(folder) or Record()
         self._job = self.earlier.job
         self._progress = (-1, -1)

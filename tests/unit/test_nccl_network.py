@@ -1,6 +1,5 @@
 """NCCL uses TCP although InfiniBand is active: reported once, from NCCL's own log."""
 
-import functools
 import os
 import re
 import signal
@@ -62,7 +61,7 @@ def test_older_lines_of_a_log_do_not_count(tmp_path: Path) -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """The folder of a run on a machine with an active port."""
     sysfs = make_sysfs(tmp_path / "sys", ACTIVE)
-    monkeypatch.setattr(infiniband, "read_ports", functools.partial(infiniband.read_ports, sysfs))
+    monkeypatch.setattr(infiniband, "SYSFS", sysfs)
     run = RunFolder(tmp_path / "logs", "mine", 0, {})
     run.create()
     return run
