@@ -60,8 +60,7 @@ def test_older_lines_of_a_log_do_not_count(tmp_path: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """The folder of a run on a machine with an active port."""
-    sysfs = make_sysfs(tmp_path / "sys", ACTIVE)
-    monkeypatch.setattr(infiniband, "SYSFS", sysfs)
+    monkeypatch.setattr(infiniband, "SYSFS", make_sysfs(tmp_path / "sys", ACTIVE))
     run = RunFolder(tmp_path / "logs", "mine", 0, {})
     run.create()
     return run
@@ -117,10 +116,10 @@ def test_one_node_and_other_nodes_have_nothing_to_watch(folder: RunFolder, tmp_p
 
 # The kernel's files about InfiniBand come from the folder that the first argument names.
 ON_THIS_MACHINE = f"""
-import functools, pathlib, runpy, sys
+import pathlib, runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
 from launcher.preflight import infiniband
-infiniband.read_ports = functools.partial(infiniband.read_ports, pathlib.Path(sys.argv[1]))
+infiniband.SYSFS = pathlib.Path(sys.argv[1])
 sys.argv = sys.argv[3:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
