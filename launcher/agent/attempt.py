@@ -240,15 +240,14 @@ class Attempt:
 
     def _stop(self, signum: int, source: Link | None) -> None:
         """Ask the ranks here and all other nodes to stop, except `source`, which asked for it."""
-        if signum not in self.facts.signals or signum in notices():
-            self.facts.signals.append(signum)
-            self._forward(signum, source)
-
-    def _forward(self, signum: int, source: Link | None = None) -> None:
-        if signum in notices() and not self.notice.take(signum):
+        is_notice = signum in notices()
+        if signum in self.facts.signals and not is_notice:
+            return
+        self.facts.signals.append(signum)
+        if is_notice and not self.notice.take(signum):
             return
         self.send_all(StopRequest(signum), but=source)
-        if signum not in notices():  # after a notice, the ranks still have minutes
+        if not is_notice:  # after a notice, the ranks still have minutes
             self.kill.set_within(self.grace_s)
             self.ranks.send(signum)
         self.notice.deliver()

@@ -108,14 +108,11 @@ def fork_agent(
     arguments: Sequence[str],
     environ: OwnEnviron,
     control: Control | None,
-    held: int | None = None,
+    held: int | None = None,  # a descriptor of this process, which the agent closes
     *,
     is_launcher: bool = False,  # this process is the launcher
 ) -> Agent:
-    """Fork the agent. Only this process returns, with the agent to supervise.
-
-    The agent closes the descriptor `held`, if there is one: it belongs to this process.
-    """
+    """Fork the agent. Only this process returns, with the agent to supervise."""
     client = int(environ.pop("LAUNCH_CLIENT", "0"))  # podman's client, if in a container
     added = find_option(arguments, "--signals-to-handle") or environ.get("PET_SIGNALS_TO_HANDLE")
     if added:
@@ -184,9 +181,7 @@ def _run_agent(
         from launcher.agent.agent import run_agent  # imports torch
         from launcher.agent.torch_internals import load_dynamo
 
-        if find_option(arguments, "--nproc-per-node") != "1":
-            with contextlib.suppress(Exception):  # a rank that needs it shows the error
-                load_dynamo()  # once here, not in each rank
+        load_dynamo(find_option(arguments, "--nproc-per-node"))
     for name in environ.keys() - given:  # added by the import, not meant for the ranks
         del environ[name]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +11,9 @@ from pathlib import Path
 from distributed.errors import BAD_INPUT, CANNOT_START, REFUSED, STOPPED
 from launcher.failure import Failure, signal_name
 from launcher.outcome import Account, Basis, Outcome, choose
+from launcher.plan.plan import Plan
 from launcher.processes import KILLED
 from launcher.text import short_host_name
-from launcher.wire import limits
 
 _TERMINATED = 128 + signal.SIGTERM
 
@@ -29,6 +30,26 @@ class NodePart:
     is_silent: bool = False  # when the launcher gave up on it
 
 
+def judge_end(
+    plan: Plan, parts: Sequence[NodePart], started: float, stopped_by: int, still_s: float = 0.0
+) -> Outcome:
+    """Return how a run that was launched by this plan has just ended."""
+    end = LaunchEnd(
+        run_id=plan.run_id,
+        log_dir=plan.log_dir,
+        command=plan.run_variables()["LAUNCH_COMMAND"],
+        can_resume=plan.checkpoint_dir is not None,
+        parts=parts,
+        started=started,
+        ended=time.time(),
+        stopped_by=stopped_by,
+        engine=plan.engine,
+        silence_s=plan.silence_s,
+        still_s=still_s,
+    )
+    return end.outcome()
+
+
 @dataclass(frozen=True)
 class LaunchEnd:
     """What a launcher knows about the end of a run on several nodes."""
@@ -41,9 +62,9 @@ class LaunchEnd:
     started: float  # seconds since the epoch
     ended: float
     stopped_by: int  # the signal that the launcher passed on, or 0
-    engine: str = ""  # what starts the ranks instead of the node agent, and reports nothing
-    silence_s: float = limits.SILENCE_S
-    still_s: float = 0.0  # how long the launcher was suspended just before the end
+    engine: str  # what starts the ranks instead of the node agent, and reports nothing
+    silence_s: float  # after which a node ends its part of the run
+    still_s: float  # how long the launcher was suspended just before the end
 
     def outcome(self) -> Outcome:
         """Return how the run ended."""

@@ -28,7 +28,7 @@ from launcher.fanout.connection import (
     name_variables,
     write_opening,
 )
-from launcher.fanout.launch_end import LaunchEnd
+from launcher.fanout.launch_end import judge_end
 from launcher.fanout.loop import Loop, Show, given_options
 from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.swap import choose_master, find_ill, swap
@@ -282,19 +282,9 @@ class Fanout:
         unreachable = self.nodes.find_unreachable(self.loop, within_s)
         for node, why in unreachable.items():
             self.say(f"{node.name}: {why}")
-        outcome = LaunchEnd(
-            run_id=plan.run_id,
-            log_dir=plan.log_dir,
-            command=plan.resume_command,
-            can_resume=plan.checkpoint_dir is not None,
-            parts=self.nodes.parts(unreachable),
-            started=self.started,
-            ended=time.time(),
-            stopped_by=self.stopped_by or 0,
-            engine=plan.engine,
-            silence_s=plan.silence_s,
-            still_s=self.silence.still_s,
-        ).outcome()
+        parts = self.nodes.parts(unreachable)
+        stopped_by = self.stopped_by or 0
+        outcome = judge_end(plan, parts, self.started, stopped_by, self.silence.still_s)
         if left := sum(ended.left for node in self.connections if (ended := node.answer(Exit))):
             self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
         where = "on the reachable nodes" if unreachable else f"on {count(len(plan.nodes), 'node')}"

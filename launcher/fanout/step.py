@@ -26,7 +26,7 @@ from distributed.stop_signals import NOTICES, QUERY, STOP_SIGNALS, Interrupts, h
 from launcher import own_time, processes
 from launcher.failure import Failure
 from launcher.failure_block import print_outcome, print_resume
-from launcher.fanout.launch_end import LaunchEnd, NodePart
+from launcher.fanout.launch_end import NodePart, judge_end
 from launcher.interrupt import code_for_shell
 from launcher.outcome import Outcome
 from launcher.own_time import Deadline
@@ -231,16 +231,7 @@ def find_outcome(
     parts = output.parts(plan.hosts, KILLED if is_killed else 0)
     if not any(part.told or part.code for part in parts):
         return None
-    return LaunchEnd(
-        run_id=plan.run_id,
-        log_dir=plan.log_dir,
-        command=plan.resume_command,
-        can_resume=plan.checkpoint_dir is not None,
-        parts=parts,
-        started=started,
-        ended=time.time(),
-        stopped_by=next(iter(asked), 0),
-    ).outcome()
+    return judge_end(plan, parts, started, next(iter(asked), 0))
 
 
 def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:

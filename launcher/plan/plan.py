@@ -127,11 +127,6 @@ class Plan(World, Choices, ConfigFacts):
         """The number of nodes with an agent, including spares."""
         return self.num_nodes + self.num_spares
 
-    @property
-    def resume_command(self) -> str:
-        """The resume line; empty if it is too long for a variable."""
-        return self.command if len(os.fsencode(self.command)) < LONGEST else ""
-
     def request(self, *, meeting_size: int = 0, within_s: float = 0.0) -> Request:
         """Return the preflight request for this machine, or for every node of a step."""
         return Request(
@@ -155,9 +150,10 @@ class Plan(World, Choices, ConfigFacts):
 
     def run_variables(self) -> dict[str, str]:
         """Return the environment variables that describe the run to an agent and its ranks."""
+        command = self.command if len(os.fsencode(self.command)) < LONGEST else ""
         named = {
             "RUN_ID": self.run_id,
-            "LAUNCH_COMMAND": self.resume_command,
+            "LAUNCH_COMMAND": command,
             "ENGINE": self.engine,
             "LAUNCH_TASK_FILE": self.task_file,
             "SKIP_PREFLIGHT": "" if self.has_checks else "1",

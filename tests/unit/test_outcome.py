@@ -29,6 +29,7 @@ from launcher.outcome import (
 )
 from launcher.record import run_json
 from launcher.text import print_row
+from launcher.wire import limits
 from launcher.wire.messages import Verdict
 
 
@@ -327,9 +328,15 @@ def test_what_is_left_is_this_nodes() -> None:
 
 
 def launch_end(
-    parts: list[NodePart], *, stopped_by: int = 0, can_resume: bool = True, **more: Any
+    parts: list[NodePart],
+    *,
+    can_resume: bool = True,
+    stopped_by: int = 0,
+    engine: str = "",
+    still_s: float = 0.0,
 ) -> LaunchEnd:
-    return LaunchEnd("r", Path("logs"), "again", can_resume, parts, 0.0, 0.0, stopped_by, **more)
+    run = "r", Path("logs"), "again", can_resume
+    return LaunchEnd(*run, parts, 0.0, 0.0, stopped_by, engine, limits.SILENCE_S, still_s)
 
 
 def told(code: int, fault: str = "") -> Outcome:
