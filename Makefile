@@ -25,7 +25,7 @@ SITE_PATH = $${PYTHONPATH:+:$$PYTHONPATH}
 
 .DEFAULT_GOAL := help
 .PHONY: cluster-deps cluster-up cluster-down cluster-shell has-torch test-cluster test-gpu test-login test-nccl test-torch
-.PHONY: help files init no-run given setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-failures bench-shapes bench-faults bench-gpu bench-scale reference pictures clean
+.PHONY: help files init no-run given setup train sample plot test test-fast lint prove bench-launch bench-step bench-checkpoint bench-restart bench-snapshots bench-failures bench-shapes bench-faults bench-gpu bench-settings bench-scale reference pictures clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "make %-17s %s\n", $$1, $$2 }'
@@ -132,6 +132,9 @@ bench-scale: $(READY) ## measure node rank 0 and the launcher in runs of up to 1
 
 bench-gpu: $(READY) ## measure training on one GPU: train.py, a bare loop, accelerate, Lightning
 	PYTHONPATH=. $(PYTHON) bench/gpu.py
+
+bench-settings: $(READY) ## measure what each setting gives GPT-2 on one GPU, in 8 minutes (JSON=FILE, PRETEND=1: without a GPU)
+	$(if $(PRETEND),CUDA_VISIBLE_DEVICES= )PYTHONPATH=. $(PYTHON) bench/gpu_settings.py $(if $(PRETEND),--pretend) $(if $(JSON),--json $(JSON)) $(if $(SECONDS),--seconds $(SECONDS)) $(ROWS)
 
 bench-faults: $(READY) ## cause each fault on the cluster on this machine, under our launchers and torchrun (as root)
 	$(PYTHON) bench/faults.py
