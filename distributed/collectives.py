@@ -29,6 +29,8 @@ from .torch_internals import references, time_limit
 _ROOM = 60  # values in the first message of a call, beside the hash
 _MARKS = 1 << 20  # hashes: the squares of 8,192 ranks' hashes have an exact sum
 
+_joined_pid = 0  # of the process that is in the group; a child that it has forked is not
+
 
 def has_group() -> bool:
     """Return whether this process is in a process group.
@@ -36,9 +38,9 @@ def has_group() -> bool:
     Raises LauncherError if the launcher started several ranks and this one has not joined the
     others, or has left them: it would train alone.
     """
-    global _member
+    global _joined_pid
     if dist.is_initialized():
-        _member = _member or os.getpid()
+        _joined_pid = _joined_pid or os.getpid()
         return True
 
     if (ranks := _count_started()) > 1:
@@ -46,9 +48,6 @@ def has_group() -> bool:
         cure = "call init_distributed() first, or unset RANK in a process that is not a rank"
         raise LauncherError(f"{cause}; {cure}")
     return False
-
-
-_member = 0  # the process that is in the group; a child that it has forked is not
 
 
 def _count_started() -> int:
@@ -78,7 +77,7 @@ def gloo_group() -> dist.ProcessGroup:
 
 def barrier() -> None:
     """Wait for every rank; do nothing in a run of a single process, or in a rank that has left."""
-    has_left = _member and not dist.is_initialized()
+    has_left = _joined_pid and not dist.is_initialized()
     if not has_left and has_group():
         add_up([], "barrier")
 
@@ -94,7 +93,7 @@ def add_up(
     Raises ValueError on every rank if the call's name or the details differ between ranks, and
     LauncherError in a child process that a rank has forked: it would wait for ever.
     """
-    if _member != os.getpid():
+    if _joined_pid != os.getpid():
         raise LauncherError(f"{call}: this is a child process of a rank; call it in the rank")
 
     mark = zlib.crc32(json.dumps([call, *details]).encode()) % _MARKS

@@ -59,7 +59,7 @@ def claim(name: str, *, is_inherited: bool = False) -> bool:
         holder.bind(f"\0launch-kit.{name}")
     except OSError as error:
         holder.close()
-        return error.errno != errno.EADDRINUSE
+        return error.errno != errno.EADDRINUSE  # a sandbox without such names: nobody has it
     os.set_inheritable(holder.detach(), is_inherited)
     return True
 

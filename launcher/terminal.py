@@ -38,7 +38,9 @@ class Terminal(io.RawIOBase):
         self._is_lost = False  # a write has failed, as on a full disk
         self._changed = threading.Condition()
         self._writer = threading.Thread(target=self._write_all, daemon=True)
-        self.text: TextIO = io.TextIOWrapper(cast(IO[bytes], self), write_through=True)
+        self.text: TextIO = io.TextIOWrapper(
+            cast(IO[bytes], self), errors="backslashreplace", write_through=True
+        )
 
     def writable(self) -> bool:
         return True

@@ -59,6 +59,13 @@ def make_model(task: Task, settings: Settings, cache: Path | None) -> nn.Module:
     )
 
 
+def _count_buffers(environment: Environment, *, is_sharded: bool, is_copied: bool) -> int:
+    """Return how many buffers this node holds: two by turns, and others if they are copied."""
+    if is_sharded:
+        return (4 if is_copied else 2) * environment.local_world_size  # also for another node
+    return 3 if is_copied and environment.is_main else 2  # a copy is sent from the third
+
+
 def plan_snapshots(model: nn.Module, settings: Settings, environment: Environment) -> None:
     """Log the memory that snapshots need on this node; raises SettingsError if they do not fit."""
     is_sharded = settings.checkpoint.format == "sharded"
@@ -78,11 +85,7 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
     module = helper.unwrap(model)
     trained = [one for one in module.parameters() if one.requires_grad]
     size = size_of(module.state_dict().values()) + 2 * size_of(trained)  # AdamW: two moments
-    buffers = 2 + is_copied * environment.is_main  # the copy is sent from a third one
-    if is_sharded:
-        buffers = (2 + 2 * is_copied) * environment.local_world_size  # also for another node
-
-    needed = size * buffers
+    needed = size * _count_buffers(environment, is_sharded=is_sharded, is_copied=is_copied)
     # After a restart, the snapshots already occupy that memory.
     if needed > (free := free_memory()) and environment.restart_count == 0:
         raise SettingsError(

@@ -59,9 +59,9 @@ def load(folder: Path) -> tuple[GPT, Tokenizer]:
     state = checkpoint.load(folder)
     if state is None:
         raise CheckpointError(f"{folder} holds no checkpoint; give another run")
-    settings = state.progress["settings"]  # only those used below must be valid
-    if settings["task"] != BUILT_IN_TASK:
-        raise SettingsError(f"{folder} was trained with the task {settings['task']}")
+    settings = state.progress.get("settings", {})  # only those used below must be valid
+    if settings.get("task") != BUILT_IN_TASK:
+        raise SettingsError(f"{folder} was not trained with the task {BUILT_IN_TASK}")
 
     shape = read(LanguageModel, settings["model"], "model.")
     model = GPT(shape)

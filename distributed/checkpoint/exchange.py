@@ -91,21 +91,21 @@ def agree_on_step(
     """
     mine = [[[one.step, one.rank, one.holders] for one in some] for some in (own, copies)]
     rows = gather_json(mine)
-    held = [{step: n for step, _, n in row[0] if n in (1, len(rows))} for row in rows]
+    ranks = len(rows)
+    held = [{step: n for step, _, n in parts if n in (1, ranks)} for parts, _ in rows]
 
     copied = {
         (step, rank): holder
-        for holder, row in enumerate(rows)
-        for step, rank, holders in row[1]
-        if holders == len(rows)
+        for holder, (_, parts) in enumerate(rows)
+        for step, rank, holders in parts
+        if holders == ranks
     }
-    anywhere = [
-        {**{step: len(rows) for step, of in copied if of == rank}, **one}
-        for rank, one in enumerate(held)
-    ]
+    anywhere = [{**steps} for steps in held]
+    for step, rank in copied:
+        anywhere[rank].setdefault(step, ranks)
 
     newest = max(whole_steps(anywhere), default=-1)
-    lacking = [rank for rank, one in enumerate(held) if newest not in one]
+    lacking = [rank for rank, steps in enumerate(held) if newest not in steps]
     return newest, [(rank, copied[newest, rank]) for rank in lacking if (newest, rank) in copied]
 
 

@@ -36,7 +36,7 @@ from launcher.agent.output.stream import say
 from launcher.agent.query import Query
 from launcher.agent.restarts import Restarts
 from launcher.agent.snapshots.memory import Snapshots
-from launcher.agent.torch_internals import serve_store
+from launcher.agent.torch_internals import load_dynamo, serve_store
 from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.failure import Failure
 from launcher.outcome import Outcome
@@ -47,6 +47,8 @@ from launcher.wire import limits
 from launcher.wire.messages import Assignment, Membership, Verdict
 from launcher.wire.node_link import Link, tell_silences
 
+with contextlib.suppress(Exception):  # a rank that needs it shows the error
+    load_dynamo()  # once here, not in each rank, nor at each restart
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 
 
@@ -116,8 +118,7 @@ class NodeAgent:
             self.error_files = self.folder.failures
             self.outputs.keep_in(self.folder)
         self.store: TCPStore | None = None  # a new store per attempt: old keys would mislead ranks
-        # A process that takes a lock reads it: this one, or a child that saves a snapshot.
-        args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)
+        args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # read by who takes a lock
         if own.node_rank == 0 and len(own.hosts) > 1:
             self.snapshots.outgoing.begin()
         if self.folder is not None and own.node_rank == 0 and self.restarts.record is None:
@@ -229,9 +230,9 @@ class NodeAgent:
         team, first = self.meeting.team, verdict.outcome.failure
         can_follow = not (self.is_last or facts.signals)
         if team is not None:  # node rank 0 decides for all nodes
-            parts = self._restart(team, facts, first) if first and can_follow else {}
-            team.send_assignments(parts, verdict)
-            return bool(parts)
+            assignments = self._restart(team, facts, first) if first and can_follow else {}
+            team.send_assignments(assignments, verdict)
+            return bool(assignments)
         if verdict.next is not None:
             self._take_part(replace(self.meeting, assignment=verdict.next))
             return True
@@ -264,11 +265,12 @@ class NodeAgent:
         replaced = team.refill() if lost else []
         # Use a new port: a late process that looks for the old store would mislead the new ranks.
         listener = checkin.listen(self.own.address, 0)
-        parts = team.assign(self.own.attempt + 1, self.own.address, listener.getsockname()[1])
-        own = parts[self.args.node_rank]
+        port = listener.getsockname()[1]
+        assignments = team.assign(self.own.attempt + 1, self.own.address, port)
+        own = assignments[self.args.node_rank]
         self._take_part(replace(self.meeting, assignment=own, listener=listener, took_over=()))
         self._note_restart(first, held_step, lost, replaced)
-        return parts
+        return assignments
 
     def _note_restart(
         self, first: Failure, held_step: int, lost: Sequence[str], replaced: Sequence[str]

@@ -179,9 +179,6 @@ def _run_agent(
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # NumPy is not needed
     with _importing(link.words):
         from launcher.agent.agent import run_agent  # imports torch
-        from launcher.agent.torch_internals import load_dynamo
-
-        load_dynamo(find_option(arguments, "--nproc-per-node"))
     for name in environ.keys() - given:  # added by the import, not meant for the ranks
         del environ[name]
 

@@ -5,7 +5,6 @@ See distributed/torch_internals.py, which has those that a training script needs
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
 import types
@@ -95,8 +94,6 @@ def reports_leaks() -> bool:
     return any(type(one).__module__ == "nanobind" for one in vars(triton or types).values())
 
 
-def load_dynamo(ranks: str) -> None:
-    """Import what an optimizer or DDP imports when it is first used: once for several ranks."""
-    if ranks != "1":  # a single rank may not need it
-        with contextlib.suppress(Exception):  # a rank that needs it shows the error
-            importlib.import_module("torch._dynamo")
+def load_dynamo() -> None:
+    """Import what an optimizer or DistributedDataParallel imports when it is first used."""
+    importlib.import_module("torch._dynamo")

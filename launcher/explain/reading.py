@@ -221,14 +221,15 @@ def lines_of(file: Path) -> Iterator[tuple[int, bytes]]:
 def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
     """Return the ranks that printed the cause's line, ignoring digits. Raises OSError."""
     shape = shape_of(cause.text)
+    sign = max(shape.split("\N{REPLACEMENT CHARACTER}"), key=len).encode()  # of such a line
     ranks: set[int] = set()
     for file in files:
         for _, line in lines_of(file):
-            if shape.encode() not in line.translate(None, _DIGITS):
+            if sign not in line.translate(None, _DIGITS):
                 continue
             prefix, text = split(line.decode(errors="replace"))
             if shape_of(text) == shape:
-                named = _rank_in(prefix, text) + prefix.get("more", "")
+                named = _rank_in(prefix, text) + prefix.get("more", "")  # such as 3,5-7
                 for low, high in re.findall(r"(\d+)(?:-(\d+))?", named):
                     ranks |= {*range(int(low), int(high or low) + 1)}
     return sorted(ranks)

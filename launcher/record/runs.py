@@ -198,21 +198,27 @@ def print_status(log_dir: Path, words: Sequence[str], program: str) -> int:
     run_ids = [word for word in words if word != ALL]
     found = [find(log_dir, run_id) for run_id in run_ids] or find_all(log_dir)
 
-    if runs := found if run_ids or ALL in words else found[:MOST]:
-        print(describe(runs))
-        if len(runs) < len(found):
-            warn(f"{program}: the newest {MOST} of {len(found)} runs; --status {ALL} lists all")
-
-        for run in runs if run_ids else ():
-            if run.record.restarts:
-                print(goodput(run.record, time.time()))
-            if kept := find_kept(run.folder):
-                print(kept)
-            elif ranks := {} if run.record.is_over else ranks_of(run.id):
-                print("here  " + "  ".join(f"{name} pid {pid}" for name, pid in ranks.items()))
-    else:
+    if not found:
         warn(f"{program}: there are no runs in {log_dir}")
+        return 0
+
+    runs = found if run_ids or ALL in words else found[:MOST]
+    print(describe(runs))
+    if len(runs) < len(found):
+        warn(f"{program}: the newest {MOST} of {len(found)} runs; --status {ALL} lists all")
+    if run_ids:
+        for run in runs:
+            _print_details(run)
     return 0
+
+
+def _print_details(run: Run) -> None:
+    if run.record.restarts:
+        print(goodput(run.record, time.time()))
+    if kept := find_kept(run.folder):
+        print(kept)
+    elif not run.record.is_over and (ranks := ranks_of(run.id)):
+        print("here  " + "  ".join(f"{name} pid {pid}" for name, pid in ranks.items()))
 
 
 def show_stacks(run: Run) -> int:

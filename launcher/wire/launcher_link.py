@@ -96,9 +96,10 @@ class Answers:
                 output.append(text[: end + 1])
             text = text[end + 1 :]
 
-        if at < 0 and self._mark.startswith(text[text.rfind(self._mark[:1]) :]):
-            at = text.rfind(self._mark[:1])  # the beginning of a mark
-        if at < 0 or not data or len(text) - at > LONGEST_MESSAGE:
+        if at < 0:
+            at = text.rfind(self._mark[:1])
+        is_begun = at >= 0 and self._mark.startswith(text[at : at + len(self._mark)])
+        if not is_begun or not data or len(text) - at > LONGEST_MESSAGE:
             at = len(text)
 
         self._text = text[at:]

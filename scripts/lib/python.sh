@@ -109,7 +109,7 @@ prefix_of() { # <python, or a script that starts it, as pyenv's>
 }
 
 has_torch() { # <python>; a torch.py in the working directory does not count
-  "$1" -c 'import importlib.util, sys; sys.path = [p for p in sys.path if p]
+  "$1" -c 'import sys; sys.path = [p for p in sys.path if p]; import importlib.util
 sys.exit(not importlib.util.find_spec("torch"))' 2>/dev/null
 }
 

@@ -328,6 +328,9 @@ python_of() { # <variable>... <command>
   # A shell that resets PATH keeps VIRTUAL_ENV; only there is torch.
   ln -s "$PWD/other/bin/python" shims/python
   [[ $(python_of VIRTUAL_ENV="${ours%/*}" PATH="$PWD/shims:$plain") == "$ours/python" ]]
+  touch types.py # a user's file with the name of one of Python's modules is not imported
+  [[ $(python_of VIRTUAL_ENV="$PWD/other" PATH="$ours:$PATH") == "VIRTUAL_ENV $ours/python" ]]
+  rm types.py
   # pyenv's python is a script that starts the environment's.
   rm shims/python
   printf '#!/bin/sh\nexec %q "$@"\n' "$ours/python" >shims/python

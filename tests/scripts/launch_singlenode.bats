@@ -257,4 +257,9 @@ PY
   [[ $status == 0 && $output == *" --rdzv-id 42 "* ]]
   PBS_O_WORKDIR=$ROOT PBS_JOBID=7.host run --separate-stderr ./slurm_script plain.yaml 1 --dry-run
   [[ $status == 0 && $output == *" --rdzv-id 7.host "* ]]
+  sed -i /^PROGRAM=/d slurm_script # an older copy has its name only in its usage
+  SLURM_SUBMIT_DIR=$ROOT SLURM_JOB_ID=42 run --separate-stderr ./slurm_script --version
+  [[ $status == 0 && $output == "launch_singlenode.sh "* ]]
+  PBS_O_WORKDIR=$ROOT PBS_JOBID=7.host run --separate-stderr ./slurm_script plain.yaml 1 --dry-run
+  [[ $status == 0 && $output == *" --rdzv-id 7.host "* ]]
 }

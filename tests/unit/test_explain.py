@@ -297,6 +297,15 @@ def test_an_error_of_several_ranks_is_shown_once_with_the_ranks(
     assert others == [f"{same}; 2 other lines mention a failure, probably as a consequence", same]
 
 
+def test_an_error_that_is_not_utf_8_is_shown_once_with_the_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"".join(b"[rank%d]: ValueError: no file caf\xe9\n" % rank for rank in (3, 5)))
+    assert main([str(log)], {}) == 0
+    assert "others   rank 5 with the same error" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("code", "is_well"), [(0, True), (1, False)])
 def test_a_failed_start_of_a_run_that_ended_well_is_none_of_its_failures(
     code: int, is_well: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -194,6 +194,15 @@ def test_output_that_a_full_disk_loses_is_told_once(capfd: pytest.CaptureFixture
     assert err.count("No space left on device") == 1 and err.endswith("[log-lost]\n")
 
 
+def test_the_launchers_own_text_may_name_files_in_any_encoding(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "shown", os.O_WRONLY | os.O_CREAT)
+    screen = Terminal(fd)
+    print("resume   cd '/data/\udcff'", file=screen.text)
+    screen.drain(PATIENCE_S)
+    os.close(fd)
+    assert (tmp_path / "shown").read_bytes() == b"resume   cd '/data/\\udcff'\n"
+
+
 def test_a_terminal_that_gets_no_thread_writes_by_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ def test_this_torch_has_each() -> None:
 
 
 def test_blocks_are_compiled_alone() -> None:
-    of_the_agent.load_dynamo("2")
+    of_the_agent.load_dynamo()
     config = sys.modules["torch._dynamo"].config
     with config.patch(optimize_ddp=True):  # monkeypatch would delete the setting at the end
         torch_internals.compile_beside_ddp()

@@ -145,6 +145,16 @@ def test_without_a_checkpoint_it_says_so(
     assert capsys.readouterr().err == f"sample: {tmp_path} holds no checkpoint; give another run\n"
 
 
+def test_a_checkpoint_of_another_script_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    test_checkpoint.save(run, 3, State({}, {}, {"step": 3}, []), keep_last=1)
+    assert sample.main([str(run)]) == 2
+    refusal = f"sample: {run} was not trained with the task language_model\n"
+    assert capsys.readouterr().err == refusal
+
+
 @pytest.mark.parametrize("option", ["--length=0", "--temperature=-1"])
 def test_what_cannot_be_drawn_is_refused(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

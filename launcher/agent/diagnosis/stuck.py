@@ -107,10 +107,12 @@ def find_odd(straggler: RankState, stacks: Mapping[int, Sequence[str]]) -> int |
         return straggler.rank
 
     last = {rank: tuple(stacks[rank]) for rank in straggler.equals if rank in stacks}
-    places = Counter(last.values())
-    waiting = {
-        rank: ("".join(frames[:1]).startswith(_WAITING), places[frames])
-        for rank, frames in last.items()
-    }
-    odd = min(waiting, key=waiting.__getitem__, default=None)
-    return odd if len({*waiting.values()}) > 1 else None
+    times = Counter(last.values())
+
+    def how_common(rank: int) -> tuple[bool, int]:
+        frames = last[rank]
+        is_waiting = "".join(frames[:1]).startswith(_WAITING)
+        return is_waiting, times[frames]
+
+    oddest = min(last, key=how_common, default=None)
+    return oddest if len({*map(how_common, last)}) > 1 else None

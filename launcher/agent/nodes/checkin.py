@@ -125,6 +125,7 @@ def listen(address: str, port: int, *, is_alone: bool = False) -> socket.socket:
         return open_port(port, address)
     except OSError as error:
         if is_alone and error.errno == errno.EADDRINUSE:
+            say(f"port {port} is taken; the ranks use another, which no other node has to know")
             return open_port(0, address)
         raise Refused(
             "port-in-use",
