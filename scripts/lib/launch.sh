@@ -22,8 +22,8 @@ as_typed() { # <path without links> <folders as typed...>
 
 ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." && pwd)
 ROOT=$(as_typed "$ROOT" "$PWD" "$(cd -- "$(dirname -- "$0")" && pwd)")
-[[ ${0##*/} == @(*.SC|slurm_script) ]] || PROGRAM=${0##*/} # a scheduler's copy sets it itself
-PROGRAM=${PROGRAM:-$(sed -n 's|^# usage: .*/\([a-z_]*\.sh\).*|\1|p' "$0")} # an older copy does not
+[[ ${0##*/} == @(*.SC|slurm_script) ]] || PROGRAM=${0##*/} # schedulers' copies set it themselves
+PROGRAM=${PROGRAM:-$(sed -n 's|^# usage: .*/\([a-z_]*\.sh\).*|\1|p' "$0")}
 SUBMITTED=$0 # or the file that a scheduler was given
 ACTIVATED=() # names of the variables that the environment of PYTHON has changed
 INSIDE=''    # the Python in the container
