@@ -38,7 +38,8 @@ die() { # <exit code> <"cause; cure", in one word or more>
 }
 
 refuse() { # <"cause; cure", in one word or more>: this machine lacks something
-  die 3 "$(uname -n | cut -d. -f1): $* [env-missing]"
+  set -- "$(uname -n)" "$*"
+  die 3 "${1%%.*}: $2 [env-missing]"
 }
 
 # Starts a command of launcher/cli/options.py; does not return. LAUNCH_AS: pip's name for it.
