@@ -27,10 +27,11 @@ TRAIN = str(ROOT / "scripts/ssh/launch_singlenode.sh")
 SELF_TEST = str(ROOT / "scripts/test_distributed.sh")
 SMALL_CONFIG = str(ROOT / "config/local3.yaml")
 GPT2_CONFIG = str(ROOT / "config/gpt2_124m.yaml")
-COMMAND_S = 100.0  # for one command: if it hangs, the others still have time
+HAS_GPU = torch.cuda.is_available()
+PATIENCE = 1 if HAS_GPU else 10  # CPUs that ranks share with other programs may be that slow
+COMMAND_S = 100.0 * PATIENCE  # for one command: if it hangs, the others still have time
 STOP_S = 60.0  # for a launcher to end its ranks
 TOKENS = 20_000_000
-HAS_GPU = torch.cuda.is_available()
 # For GPT-2 or, without a GPU, for a tiny model, so that any machine can run the programs.
 GPT2_SETTINGS = ["train.grad_accumulation=1", "train.global_batch_size=32"]
 if not HAS_GPU:

@@ -6,8 +6,9 @@
 2. a row for each change of ROWS, in a process of its own, 50 steps after 10 to warm up;
 3. all changes that helped, together; then the base line and these rows again while time is left.
 
-A row has at most 75 s. Rows that the time does not allow are left out, and say so. Each result is
-written to JSON=FILE (logs/gpu_settings.jsonl) as soon as it is known, one line of JSON each.
+On a GPU, a row has at most 75 s. Rows that the time does not allow are left out, and say so. Each
+result is written to JSON=FILE (logs/gpu_settings.jsonl) as soon as it is known, one line of JSON
+each.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_runs import GPT2_CONFIG, HAS_GPU, ROOT, Failed, Machine
+from gpu_runs import GPT2_CONFIG, HAS_GPU, PATIENCE, ROOT, Failed, Machine
 from harness import describe_machine, render, write_section
 
 LIMIT_S = 460.0 if HAS_GPU else 230.0  # for everything
-ROW_S = 75.0  # for one row, at most
+ROW_S = 75.0 * PATIENCE  # for one row, at most
 LEAST_S = 25.0 if HAS_GPU else 10.0  # a row starts only if it has this long
 TOGETHER_S = 45.0 if HAS_GPU else 25.0  # reserved for all changes that helped
 ROUNDS = 3 if HAS_GPU else 1

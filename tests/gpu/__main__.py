@@ -23,13 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from gpu_runs import COMMAND_S, HAS_GPU, CannotRun, Failed, Machine
+from gpu_runs import COMMAND_S, HAS_GPU, PATIENCE, CannotRun, Failed, Machine
 from harness import describe_machine, render
 from nccl_rows import NCCL
 from rows import ROWS, Row
 
 LIMIT_S, NCCL_LIMIT_S = 520.0, 410.0  # for all rows
-NCCL_COMMAND_S = 60.0  # for one command
+NCCL_COMMAND_S = 60.0 * PATIENCE  # for one command
 LEAST_S = 5.0  # no row starts with less time left
 
 

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_runs import HAS_GPU, LAUNCH, ROOT, Ended, Failed, Machine, share_gpus
+from gpu_runs import HAS_GPU, LAUNCH, PATIENCE, ROOT, Ended, Failed, Machine, share_gpus
 from harness import TORCHRUN
 
 PROBE = str(ROOT / "tests/gpu/nccl_probe.py")
-START_S = 60.0  # for all ranks to take steps
-OURS_S, THEIRS_S = 40.0, 10.0  # for a run to end after the fault
-END_S = 10.0  # for a launcher to end after SIGTERM
+START_S = 60.0 * PATIENCE  # for all ranks to take steps
+OURS_S, THEIRS_S = 40.0 * PATIENCE, 10.0  # for a run to end after the fault
+END_S = 10.0 * PATIENCE  # for a launcher to end after SIGTERM
 AFTER_S = 1.0  # from the end to the last look at the GPU
 SIGNALS = {"rank": signal.SIGKILL, "agent": signal.SIGKILL, "stop": signal.SIGSTOP}
 

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import socket
 import string
 import subprocess
@@ -20,7 +21,7 @@ import gpu_runs
 import pytest
 import torch
 import yaml
-from agents import ROOT, execute, written
+from agents import PATIENCE_S, ROOT, execute, written
 from job_tools import make_tool
 from ports import free_port
 
@@ -795,7 +796,8 @@ def test_a_machine_or_a_container_without_such_cards(
 @pytest.mark.long
 def test_each_row_passes_or_says_what_it_needs(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
-    command = [sys.executable, ROOT / "tests/gpu", "--json", file, "gloo", "preflight", "launcher"]
+    command = [sys.executable, ROOT / "tests/gpu", "--seconds", PATIENCE_S, "--json", file]
+    command += ["gloo", "preflight", "launcher"]
     path = f"{ROOT}:{ROOT}/bench"
     done = execute(ROOT, *command, CUDA_VISIBLE_DEVICES="", PYTHONPATH=path)
     results = {row["name"]: row["result"] for row in json.loads(file.read_text())}
@@ -823,10 +825,9 @@ def test_a_command_of_a_row_is_killed_if_it_does_not_end(
 ) -> None:
     monkeypatch.setattr(gpu_runs, "STOP_S", 0.5)
     machine = gpu_runs.Machine(tmp_path, seconds=60, command_s=1)
-    sleep = "import time; time.sleep(60)"
-    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the command inherits
     with pytest.raises(gpu_runs.Failed, match="SIGINT did not end it"):
-        machine.run([sys.executable, "-c", f"{deaf}{sleep} # {tmp_path}"])
+        machine.run(["tail", "-f", str(written(tmp_path / "never read", ""))])
     commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")]
     assert not any(bytes(tmp_path) in command for command in commands)
 
@@ -836,7 +837,7 @@ def test_rows_for_nccl_run_through_gloo(tmp_path: Path) -> None:
     """make test-nccl PRETEND=1: a fault under both launchers, a start, a row that needs a GPU."""
     file = tmp_path / "table.json"
     words = ["`kill -9` of rank", "launch of 2", "illegal"]
-    seen = see_nccl_rows("--pretend", "--json", file, *words)
+    seen = see_nccl_rows("--pretend", "--seconds", PATIENCE_S, "--json", file, *words)
     assert "\n2 passed, 0 failed, 1 not run\n" in seen
     killed, illegal, start = json.loads(file.read_text())
     assert killed["told"].startswith("rank 1 [rank-killed] SIGKILL from outside this run")

@@ -2,8 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import gpu_settings
 import gpu_variants
 import pytest
 import torch
-from agents import ROOT
+from agents import PATIENCE_S, ROOT, run_program
 
 from training.settings import LanguageModel
 from training.tasks.language_model import GPT, LanguageModelTask
@@ -69,13 +67,12 @@ def test_every_row_changes_settings_of_a_variant() -> None:
     assert variants.count(gpu_variants.Variant()) == 1  # train.py's
 
 
-def bench(file: Path, *words: str, **variables: str) -> str:
-    command = [sys.executable, f"{ROOT}/bench/gpu_settings.py", "--pretend", "--json", str(file)]
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
-    environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/bench"
-    return subprocess.run(
-        [*command, *words], env=environ, check=True, capture_output=True, text=True, timeout=300
-    ).stdout
+def bench(file: Path, *words: object, **variables: str) -> str:
+    command = [sys.executable, ROOT / "bench/gpu_settings.py", "--pretend", "--json", file, *words]
+    variables |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{ROOT}/bench"}
+    done = run_program(command, ROOT, **variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_rows_without_time_are_named(tmp_path: Path) -> None:
@@ -87,7 +84,8 @@ def test_rows_without_time_are_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rows_run_on_a_cpu_without_a_compiler(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    told = bench(file, "q, k and v", "foreach", "CUDNN", CXX="no-such-compiler")
+    words = ["q, k and v", "foreach", "CUDNN"]
+    told = bench(file, "--seconds", PATIENCE_S, *words, CXX="no-such-compiler")
     found = {row["row"]: row for row in map(json.loads, file.read_text().splitlines())}
     base = found[BASE]
     assert base["tokens_per_second"] > 0
