@@ -149,7 +149,7 @@ BEFORE: tuple[Fault | Elsewhere, ...] = (
         "by hand: node3 is started with 5 nodes",
         command="hand",
         also="node-missing",
-        variables={"THIRD": "5 2", "RUN_SECRET": SECRET},
+        variables={"THIRD": "5 2", "RUN_SECRET": SECRET, "JOIN_S": "120"},
     ),
     Fault(
         "wrong-world",

@@ -128,7 +128,7 @@ end_torchrun() {
 
 restore() { # <host>
   "$CLUSTER" restore "$1"
-  until on login ssh -o ConnectTimeout=1 "$1" true 2>/dev/null; do sleep 0.2; done
+  until on login ssh -o ConnectTimeout=5 "$1" true 2>/dev/null; do sleep 0.2; done
 }
 
 signal_rank() { # <signal>: to rank 2

@@ -38,7 +38,7 @@ BOX_TOOLS=( # <package>:<its command>
   openssh-server:sshd pdsh:pdsh iproute2:tc iptables:iptables
 )
 BOX_ALSO=(charliecloud:ch-run podman:podman runc:runc) # for the tests with containers
-BOX_WAIT_S=30                                          # the limit of every wait
+BOX_WAIT_S=120                                         # the limit of every wait
 
 main() {
   [[ $BOX =~ ^/[A-Za-z0-9/._-]+$ && $BOX/ != /run/* ]] ||

@@ -44,7 +44,9 @@ is_running() { # <job> <restarts>
 }
 
 has_ended() { # <job>
-  [[ -z $(on login squeue -h -j "$1") ]]
+  local left code=0
+  left=$(on login squeue -h -j "$1" 2>&1) || code=$?
+  [[ ($code == 0 && -z $left) || $left == *"Invalid job id"* ]] # otherwise SLURM has not answered
 }
 
 node_state_is() { # <node> <state>

@@ -68,12 +68,13 @@ has_saved() { # <signal> <Exit_status> [<number of stops>]
 }
 
 @test "qrerun saves, and the job resumes; qdel saves, and the job says how soon PBS will kill it" {
+  echo '{"kill_delay": 39}' >"$CLUSTER_DIR/pbs/queue" # a second less than the warning asks for
   start 2
   on login qrerun "$JOB"
   eventually has_lines 1 '^\[0\] resumed    after step'
   on login qdel "$JOB"
   has_saved SIGTERM 271 2
-  has_lines 2 ': warning: a stop can take 40 s (GRACE + 10), but PBS kills this job 10 s after qdel or the walltime (kill_delay of queue workq); '
+  has_lines 2 ': warning: a stop can take 40 s (GRACE + 10), but PBS kills this job 39 s after qdel or the walltime (kill_delay of queue workq); '
 }
 
 @test "a job saves when its walltime ends" {
@@ -115,6 +116,7 @@ SH
 }
 
 @test "a job that PBS suspends for 23 s goes on, and saves" {
+  echo '{"kill_delay": 40}' >"$CLUSTER_DIR/pbs/queue"
   local shown
   start 2
   on login qsig -s suspend "$JOB"
@@ -189,6 +191,7 @@ PY
 }
 
 @test "if PBS starts a job again because it has lost the first node's mom, the first start saves, and then the second resumes" {
+  echo '{"kill_delay": 40}' >"$CLUSTER_DIR/pbs/queue"
   start 2
   on node1 kill -KILL "$(<"$CLUSTER_DIR/pbs/moms/node1")"
   on login lose_node "$JOB"

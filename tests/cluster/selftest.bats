@@ -19,7 +19,7 @@ teardown_file() {
 
 setup() {
   cd -- "$BATS_TEST_TMPDIR" || return
-  export OMP_NUM_THREADS=1 LOG_DIR=$PWD/logs
+  export OMP_NUM_THREADS=1 LOG_DIR=$PWD/logs PREFLIGHT_SECONDS=20
 }
 
 # Runs the test on all nodes; sets CODE. The output is in `out`, the findings in found.json.

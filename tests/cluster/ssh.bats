@@ -171,7 +171,7 @@ only_one_is_left() {
 @test "a death or a cut anywhere ends the run on all nodes and is named; another run continues" {
   make_idle
   export TRAIN_SCRIPT=idle.py
-  LIMIT_S=$((600 * ${TIMES:-1})) SILENCE_SECONDS=10 start neighbour - 1 "${HOSTS[@]}" -- idle # it outlives the others
+  LIMIT_S=$((3600 * ${TIMES:-1})) SILENCE_SECONDS=10 start neighbour - 1 "${HOSTS[@]}" -- idle # it outlives the others
   local neighbour=$PID what fault who number longest work=idle
   while read -r what fault who; do
     TOOK=()
@@ -193,8 +193,9 @@ TABLE
   kill -0 "$neighbour"
   run ! is_gone neighbour
   end_by_a_cut neighbour "$neighbour"
-  # 10 s, or down to 8 s if node2's last message to the other agent was up to 2 s older.
-  grep -qE '^launch_torchrun_auto.sh: node2: no heartbeat for ([89]|10) s \(network down\?\)' neighbour.out
+  # 10 s, or down to 8 s if node2's last message to the other agent was up to 2 s older; a busy
+  # machine may be late to look.
+  grep -qE '^launch_torchrun_auto.sh: node2: no heartbeat for ([89]|1[0-9]) s \(network down\?\)' neighbour.out
   grep -q '^launch_torchrun_auto.sh: node2: ssh: connect to host node2 port 22: ' neighbour.out # the cause
 }
 
@@ -379,7 +380,7 @@ dist.init_process_group("gloo")
 print("met", flush=True)
 time.sleep(600)
 PY
-  TRAIN_SCRIPT=deaf.py start deaf - 1 node1 node2 -- deaf
+  GRACE=600 TRAIN_SCRIPT=deaf.py start deaf - 1 node1 node2 -- deaf
   on login kill -TERM "$(launcher_of deaf)"
   on login kill -INT "$(launcher_of deaf)"
   sleep 1 # two within 0.3 s count as one

@@ -200,7 +200,8 @@ without_shell() { # <words of pbs_train.sh...>
     wait "$session" || code=$?
     cat "$where.out"
     ((code == 143))
-    [[ $(grep -vx Terminated "$where.out") == "stopped  by SIGTERM; nothing was started" ]] # bash adds a line
+    # bash adds a line, and so does a wait of 2 s.
+    [[ $(grep -vxE 'Terminated|waiting up to 10 s for qstat .*' "$where.out") == "stopped  by SIGTERM; nothing was started" ]]
     run ! pgrep -s "$session"
   done
 }
