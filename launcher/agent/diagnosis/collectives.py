@@ -44,12 +44,12 @@ def find_mismatches(told: Mapping[int, Calls]) -> list[str]:
 
 
 def _compare(group: str, told: Mapping[int, Calls]) -> str:
-    everyone = {
-        rank: {call.number: call for call in calls.calls if call.group == group}
-        for rank, calls in told.items()
-    }
-    has_all = group == "default_pg"  # every rank is in it
-    calls = {rank: of_rank for rank, of_rank in everyone.items() if of_rank or has_all}
+    """Return how the calls of a process group differ between its ranks; empty if they match."""
+    calls: dict[int, dict[int, Collective]] = {}  # by rank and number
+    for rank, latest in told.items():
+        of_rank = {call.number: call for call in latest.calls if call.group == group}
+        if of_rank or group == "default_pg":  # every rank is in that group
+            calls[rank] = of_rank
     newest = {rank: max(of_rank, default=0) for rank, of_rank in calls.items()}
     last = min(newest.values())
 
@@ -68,6 +68,7 @@ def _compare(group: str, told: Mapping[int, Calls]) -> str:
 def _group(
     calls: Mapping[int, Collective | None], describe: Callable[[Collective | None], str]
 ) -> str:
+    """Return each description with the ranks that have it, such as `ranks 0, 1 in #3 ...`."""
     ranks = group_ranks({rank: describe(call) for rank, call in calls.items()})
     return "; ".join(f"{name_ranks(numbers)} {text}" for text, numbers in ranks.items())
 

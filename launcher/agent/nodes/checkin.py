@@ -99,18 +99,18 @@ def meet(
         here = gather(acceptor, me, wait, tells_late=is_by_hand)
     members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
 
-    within_s = limits.for_nodes(limits.PAIRS_S, len(members))
-    losses = []
-    if tries_pairs and here:
-        losses = meeting.try_pairs(members[0], here, within_s, within_s)
-    if losses:
-        causes = [f"{members[node_id].host}: {fault.cause}" for node_id, fault in losses]
-        _, fault = losses[0]
-        refused = Refused(fault.name, f"{shorten(causes)}; {fault.cure}")
-        refuse((peer for peer, _ in here.values()), refused)
-        raise refused
-
     peers = {node_id: peer for node_id, (peer, _) in here.items()}
+
+    if tries_pairs and here:
+        within_s = limits.for_nodes(limits.PAIRS_S, len(members))
+        losses = meeting.try_pairs(members[0], here, within_s, within_s)
+        if losses:
+            causes = [f"{members[node_id].host}: {fault.cause}" for node_id, fault in losses]
+            _, first = losses[0]
+            refused = Refused(first.name, f"{shorten(causes)}; {first.cure}")
+            refuse(peers.values(), refused)
+            raise refused
+
     spares = {member: peers.pop(member.node_id) for member in members[len(members) - num_spares :]}
     team = Team(me.run_id, members[: 1 + len(peers)], peers, spares, min_nodes)
     return Meeting(team.assign()[me.node_rank], listener, team)
@@ -228,6 +228,7 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
 
     Raises Refused if node rank 0 cannot be reached in time, or rejects this node or the run.
     """
+    at = f"{address}:{port}"
     last: OSError = TimeoutError("no answer")
     turned_away: float | None = None  # since when
 
@@ -236,32 +237,37 @@ def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> 
             return check_in(address, port, me, secret, wait)
         except (NotAccepted, WrongSecret) as error:
             if isinstance(error, WrongSecret) and turned_away is None:
-                say(f"warning: {address}:{port} has a different RUN_SECRET, or none [stranger]")
+                say(f"warning: {at} has a different RUN_SECRET, or none [stranger]")
             last = error
             turned_away = turned_away or time.monotonic()
             if own_time.since(turned_away) > limits.CHECKIN_REJECTED_S:
                 break
         except OSError as error:
             last = error
-        wait.report_missing([0], f" at {address}:{port}")
+        wait.report_missing([0], f" at {at}")
         time.sleep(limits.CHECKIN_AGAIN_S)
+    raise _describe_failure(last, at, me, wait)
 
+
+def _describe_failure(last: OSError, at: str, me: NodeReport, wait: Wait) -> Refused:
+    """Return why this node could not check in: `last` is what its last try ended with."""
     if isinstance(last, WrongSecret):
-        cause = f"node rank 0 at {address}:{port} has a different RUN_SECRET from this node"
-        raise Refused("stranger", f"{cause}, or none; set the same one on every node")
+        cause = f"node rank 0 at {at} has a different RUN_SECRET from this node, or none"
+        return Refused("stranger", f"{cause}; set the same one on every node")
     if isinstance(last.__cause__, TimeoutError):
         # torch's store, which has the port once the run has started, is as silent.
-        cause = f"{address}:{port} does not answer: another program has it, or the run has started"
+        cause = f"{at} does not answer: another program has it, or the run has started"
         cure = "look at node rank 0's terminal, or set MASTER_PORT to a free port"
-        raise Refused("port-in-use", f"{cause}; {cure}")
+        return Refused("port-in-use", f"{cause}; {cure}")
     if isinstance(last, NotAccepted):
         which = f"node rank {me.node_rank}" if me.node_rank >= 0 else "this node"
-        cause = f"{address}:{port} rejected {which}: the run has already started, or the port is "
+        why = "the run has already started, or the port is another program's"
         cure = "check node rank 0's terminal, and whether this node was also started elsewhere"
-        raise Refused("duplicate-node-rank", f"{cause}another program's; {cure}")
-    fault, cure = _explain(last)
-    cause = f"node rank 0 at {address}:{port} did not answer within {wait.timeout_s:g} s"
-    raise Refused(fault, f"{cause} ({last.strerror or last}); {cure}")
+        return Refused("duplicate-node-rank", f"{at} rejected {which}: {why}; {cure}")
+
+    fault, cure = _find_fault(last)
+    cause = f"node rank 0 at {at} did not answer within {wait.timeout_s:g} s"
+    return Refused(fault, f"{cause} ({last.strerror or last}); {cure}")
 
 
 def check_in(
@@ -300,8 +306,8 @@ def check_in(
     raise NotAccepted("node rank 0 has gone")
 
 
-def _explain(error: OSError) -> tuple[str, str]:
-    """Return the fault behind a failed connection, and how to fix it."""
+def _find_fault(error: OSError) -> tuple[str, str]:
+    """Return the name of the fault behind a failed connection, and how to fix it."""
     if isinstance(error, socket.gaierror):
         return "name-unresolved", "correct the master's name, or give its address"
     if isinstance(error, ConnectionRefusedError):

@@ -53,4 +53,4 @@ def variables_set_early(script: Path) -> list[str]:
     imports = (line for line in body if isinstance(line, ast.Import | ast.ImportFrom))
     ends = (line.lineno - 1 for line in imports if _TORCH.match(ast.unparse(line)))
     early = b"".join(text.splitlines(keepends=True)[: next(ends, None)]).decode(errors="replace")
-    return [found[1] or found[2] or found[3] or "variables" for found in _SETS.finditer(early)]
+    return [next(filter(None, found.groups()), "variables") for found in _SETS.finditer(early)]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,21 +21,11 @@ def save(files: Sequence[int], folder_name: str = "") -> int:
     That folder is in the run's checkpoint folder, and is deleted afterwards. Returns an exit code.
     """
     step = Buffer(files[0]).header().step if files else -1
+    why = "it is damaged"
     try:
         parts = _read(files)
-        why = "it is damaged"
         if parts and folder_name:
-            part = next(iter(parts.values()))
-            folder = Path(part.folder, folder_name)
-            others = [folder / str(rank) for rank in {*range(part.holders)} - {*parts}]
-            try:
-                with contextlib.ExitStack() as stack:  # close before deleting: NFS keeps open files
-                    parts |= _read(
-                        stack.enter_context(other.open("rb")).fileno() for other in others
-                    )
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-
+            parts |= _read_folder(parts, folder_name)
         if parts and len(parts) == parts[min(parts)].holders:
             return _commit(_merge([part for _, part in sorted(parts.items())]))
     except Exception as error:
@@ -61,13 +50,27 @@ def hand_over(files: Sequence[int], folder_name: str) -> int:
     return 0
 
 
-def _read(files: Iterable[int]) -> dict[int, Snapshot]:
+def _read(files: Sequence[int]) -> dict[int, Snapshot]:
     """Return the intact parts, by rank."""
     parts: dict[int, Snapshot] = {}
     for buffer in map(Buffer, files):
         if buffer.header().rank not in parts and (rest := buffer.about()):
             parts[buffer.header().rank] = buffer.read(rest)
     return parts
+
+
+def _read_folder(parts: Mapping[int, Snapshot], name: str) -> dict[int, Snapshot]:
+    """Return the parts that `parts` lacks, by rank, from a folder, which is then deleted."""
+    part = parts[min(parts)]
+    folder = Path(part.folder, name)
+    others: dict[int, Snapshot] = {}
+    try:
+        for rank in {*range(part.holders)} - {*parts}:
+            with (folder / str(rank)).open("rb") as file:  # closed before deletion, for NFS
+                others |= _read([file.fileno()])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return others
 
 
 def _merge(parts: Sequence[Snapshot]) -> Snapshot:
