@@ -16,16 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher.agent import elastic
 from launcher.agent.attempt import Attempt
-from launcher.agent.control import AgentNote, SupervisorLink, note_signals, report_outcome
+from launcher.agent.control import AgentNote, SupervisorLink, collect_signals, report_outcome
 from launcher.agent.diagnosis import nccl_network
 from launcher.agent.facts import Facts
 from launcher.agent.fork import cpus_of_ranks, fork_ranks, variables_of
-from launcher.agent.join import join, versions
+from launcher.agent.join import begin_record, join
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.nodes import checkin, successor
 from launcher.agent.nodes.checkin import Meeting
@@ -41,7 +39,6 @@ from launcher.agent.torchrun_arguments import Arguments, parse
 from launcher.failure import Failure
 from launcher.outcome import Outcome
 from launcher.record.run_folder import RunFolder
-from launcher.record.run_json import LauncherProcess, LiveRecord
 from launcher.text import OwnEnviron
 from launcher.wire import limits
 from launcher.wire.messages import Assignment, Membership, Verdict
@@ -68,13 +65,13 @@ def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: Supervi
     environ.pop("RUN_SECRET", None)  # no rank needs it
     if for_torch is not None:
         say(f"{beyond_static}: torch's elastic agent starts the ranks; each imports torch")
-        note_signals()
+        collect_signals()
         elastic.run(for_torch)
         return 0
     try:
         meeting = join(args, is_by_hand=supervisor.control is None)
         with meeting.ready():
-            agent = NodeAgent(args, arguments, meeting, supervisor)
+            agent = NodeAgent(args, meeting, supervisor)
         code = agent.run()
     except Refused as refused:
         say(str(refused))
@@ -85,12 +82,10 @@ def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: Supervi
 class NodeAgent:
     """What this node does in a run, once all nodes have checked in."""
 
-    def __init__(
-        self, args: Arguments, typed: Sequence[str], meeting: Meeting, supervisor: SupervisorLink
-    ) -> None:
+    def __init__(self, args: Arguments, meeting: Meeting, supervisor: SupervisorLink) -> None:
         """Raise Refused if the run's folder is not writable, or belongs to a live process."""
-        self.args, self.typed, self.supervisor = args, typed, supervisor
-        self.signals = note_signals()  # received before the next attempt
+        self.args, self.supervisor = args, supervisor
+        self.signals = collect_signals()  # received before the next attempt
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
         self.heartbeats = Heartbeats(args.nproc)
         self.snapshots = Snapshots(args.nproc)
@@ -103,71 +98,68 @@ class NodeAgent:
         self.is_spare = True  # until it has ranks
         # Resumes the run; empty if the program may not be able to resume, unless it saves.
         self.resume_command = args.command if os.path.realpath(args.program.name) == TRAIN else ""
-        self._take_part(meeting)
+        self._begin_assignment(meeting)
 
-    def _take_part(self, meeting: Meeting) -> None:
-        """Apply this agent's assignment for the next attempt. Raises Refused."""
+    def _begin_assignment(self, meeting: Meeting) -> None:
+        """Adopt a meeting and its assignment, and prepare for the next attempt. Raises Refused.
+
+        When this agent first has ranks, it opens the run's folder, and tells its supervisor.
+        """
         own, args = meeting.assignment, self.args
         own_port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
         own = replace(own, address=own.address or args.master_addr, port=own.port or own_port)
+        node_rank = own.node_rank
         self.meeting, self.own = meeting, own
-        begins, self.is_spare = self.is_spare and own.node_rank >= 0, own.node_rank < 0
-        if begins and args.log_dir is not None:
-            self.folder = RunFolder(args.log_dir, own.run_id, own.node_rank, args.environ)
+        is_first = self.is_spare and node_rank >= 0
+        self.is_spare = node_rank < 0
+        self.store: object = None  # a new store per attempt: old keys would mislead ranks
+        if is_first and args.log_dir is not None:
+            self.folder = RunFolder(args.log_dir, own.run_id, node_rank, args.environ)
             self.folder.create()
             self.error_files = self.folder.failures
             self.outputs.keep_in(self.folder)
-        self.store: TCPStore | None = None  # a new store per attempt: old keys would mislead ranks
         args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # read by who takes a lock
-        if own.node_rank == 0 and len(own.hosts) > 1:
+
+        num_nodes = len(own.hosts)
+        if node_rank == 0 and num_nodes > 1:
             self.snapshots.outgoing.begin()
-        if self.folder is not None and own.node_rank == 0 and self.restarts.record is None:
-            launcher = None if self.supervisor.control else LauncherProcess.of(os.getppid())
-            record = LiveRecord(
-                self.folder.path,
-                attempt=own.attempt,
-                launcher=launcher,
-                command=args.command,
-                versions=versions(),
-                agent_arguments=self.typed,
-                hosts=own.hosts,
-                world_size=own.world_size,
-                grace=args.grace_s,
-            )
-            self.restarts.keep_in(record, has_begun=own.attempt > 0)
+        if self.folder is not None and node_rank == 0 and self.restarts.record is None:
+            is_by_hand = self.supervisor.control is None
+            self.restarts.record = begin_record(self.folder.path, args, own, is_by_hand=is_by_hand)
+            self.restarts.has_begun = own.attempt > 0
         if self.folder is not None and own.members and own.attempt:  # a lost node may still write
             self.error_files = self.folder.failures / f"attempt_{own.attempt}"
             with contextlib.suppress(OSError):  # a full disk
                 self.error_files.mkdir(exist_ok=True)
-        if begins:
-            self.network = nccl_network.prepare(
-                self.folder, own.node_rank, len(own.hosts), args.environ
-            )
+
+        if is_first:
+            self.network = nccl_network.prepare(self.folder, node_rank, num_nodes, args.environ)
             folder = str(self.folder.path) if self.folder and self.restarts.record else ""
             note = AgentNote(
-                own.run_id, own.node_rank, self.started, args.nproc, folder, self.resume_command
+                own.run_id, node_rank, self.started, args.nproc, folder, self.resume_command
             )
             self.supervisor.send(note)
-
-    # --- one attempt after another ------------------------------------------------------------
 
     def run(self) -> int:
         """Run one attempt after another until the run ends. Returns its exit code."""
         while True:
             attempt = self._begin_attempt()
             verdict = attempt.watch(self.outputs)  # until all ranks have ended
+            facts = attempt.facts
             self.meeting = self.meeting.keep(attempt.peers)
-            self.signals = attempt.facts.signals
+            self.signals = facts.signals
             if self.own.node_rank == 0 and verdict.outcome.code and not self.may_go_on_elsewhere:
                 # The parts that all nodes will combine into a checkpoint if no attempt follows.
-                saved_step = self.heartbeats.reached()[0]
-                parts = self.snapshots.find_parts(attempt.facts.nodes.values(), saved_step)
+                saved_step = self.heartbeats.reached().saved
+                parts = self.snapshots.find_parts(facts.nodes.values(), saved_step)
                 verdict = replace(verdict, parts=parts)
-            if not self._join_next_attempt(attempt.facts, verdict):
+            if not self._join_next_attempt(facts, verdict):
                 break
-        is_told = attempt.facts.verdict is not None
-        self._report(self._keep_snapshot(verdict, is_told=is_told), is_told=is_told)
-        return verdict.outcome.code
+
+        is_told = facts.verdict is not None
+        outcome = self._save_snapshot(verdict, is_told=is_told)
+        self._report(outcome, is_told=is_told)
+        return outcome.code
 
     @property
     def is_last(self) -> bool:
@@ -180,16 +172,11 @@ class NodeAgent:
         return self.args.min_nodes > 0 and not (self.is_last or (team and team.is_majority))
 
     def _begin_attempt(self) -> Attempt:
-        """Fork the ranks of the next attempt."""
+        """Fork the ranks of the next attempt, and on node rank 0 serve torch's store to them."""
         self.restarts.begin_attempt()
         args, own, meeting = self.args, self.own, self.meeting
-        ranks, host = list[Rank](), ""
-        if not self.is_spare:
-            host = own.hosts[own.node_rank]
-            ports = filter(None, (meeting.listener, meeting.failover))
-            held = [self.supervisor, *ports, *meeting.everyone()]
-            given = zip(map(self._variables, range(args.nproc)), self.cpus, strict=True)
-            ranks = fork_ranks(args.program, own, self.outputs, given, held)
+        host = "" if self.is_spare else own.hosts[own.node_rank]
+        ranks = [] if self.is_spare else self._fork_ranks()
         if meeting.listener is not None:  # serve the store where the agents met
             with without_noise(2, is_debug=args.is_debug):
                 self.store = serve_store(own.address, own.port, meeting.listener.detach())
@@ -198,7 +185,6 @@ class NodeAgent:
         pause_s = args.grace_s if meeting.took_over else 0.0
         for peer in meeting.everyone():
             peer.expect_news(args.silence_s, pause_s)
-        folder = self.folder and self.folder.path
         return Attempt(
             here,
             peers={**meeting.peers},
@@ -209,10 +195,16 @@ class NodeAgent:
             grace_s=args.grace_s,
             verdict_s=limits.for_nodes(limits.VERDICT_S, len(own.hosts)),
             is_last=self.is_last,
-            query=Query(here, own.hosts, self.outputs.say, folder),
+            query=Query(here, own.hosts, self.outputs.say, self.folder and self.folder.path),
             snapshots=self.snapshots,
-            on_beat=lambda peers: look_around(self, peers),
+            on_beat=lambda peers: run_periodic_tasks(self, peers),
         )
+
+    def _fork_ranks(self) -> list[Rank]:
+        ports = filter(None, (self.meeting.listener, self.meeting.failover))
+        held = [self.supervisor, *ports, *self.meeting.everyone()]
+        given = zip(map(self._variables, range(self.args.nproc)), self.cpus, strict=True)
+        return fork_ranks(self.args.program, self.own, self.outputs, given, held)
 
     def _variables(self, local_rank: int) -> dict[str, str]:
         """Return the environment variables for a rank."""
@@ -223,8 +215,6 @@ class NodeAgent:
             "HEARTBEAT_FILE": self.heartbeats.name(local_rank),
         }
 
-    # --- after an attempt ---------------------------------------------------------------------
-
     def _join_next_attempt(self, facts: Facts, verdict: Verdict) -> bool:
         """Take part in the next attempt. Returns False if there is none."""
         team, first = self.meeting.team, verdict.outcome.failure
@@ -234,20 +224,23 @@ class NodeAgent:
             team.send_assignments(assignments, verdict)
             return bool(assignments)
         if verdict.next is not None:
-            self._take_part(replace(self.meeting, assignment=verdict.next))
+            self._begin_assignment(replace(self.meeting, assignment=verdict.next))
             return True
-        losses = [each for each in facts.failures if each.node_rank == 0 and each.rank < 0]
-        if not can_follow or facts.verdict or self.meeting.peers or not losses:
+        # The loss of node rank 0's agent.
+        loss = next((one for one in facts.failures if one.node_rank == 0 and one.rank < 0), None)
+        if not can_follow or facts.verdict or self.meeting.peers or loss is None:
             return False
-        if followed := successor.follow(self.meeting, self.args):
-            with followed.ready():
-                self._take_part(followed)
-                if followed.team is not None:
-                    self._note_restart(losses[0], -1, [losses[0].host], followed.took_over)
-                # Save the snapshot here, because the old node rank 0 is gone.
-                saved = self.heartbeats.reached()[0]
-                self.snapshots.save(saved, is_first_node=False, limit_s=self.args.grace_s)
-        return followed is not None
+        followed = successor.follow(self.meeting, self.args)
+        if followed is None:
+            return False
+        with followed.ready():
+            self._begin_assignment(followed)
+            if followed.team is not None:
+                self._record_restart(loss, -1, [loss.host], followed.took_over)
+            # Save the snapshot here, because the old node rank 0 is gone.
+            saved = self.heartbeats.reached().saved
+            self.snapshots.save(saved, is_first_node=False, limit_s=self.args.grace_s)
+        return True
 
     def _restart(self, team: Team, facts: Facts, first: Failure) -> Mapping[int, Assignment]:
         """On node rank 0, begin another attempt. Returns all assignments; none if the run ends."""
@@ -255,24 +248,27 @@ class NodeAgent:
         if team.min_nodes:
             team.part_with(busy)
         team.check_spares(self.on_lost_spare)
-        why, held_step = team.why_not(are_all_quiet=not busy), self.snapshots.step()
-        if not why and not team.lost:
-            why = self.restarts.why_not(first, held_step)
+        held_step = self.snapshots.step()
+        why = team.why_stop(are_all_quiet=not busy)
+        if not why and not team.lost:  # the loss of a node says nothing about the script
+            why = self.restarts.why_stop(first, held_step)
         if why:
             say(why)
             return {}
         lost = [team.members[node_rank].host for node_rank in team.lost]
         replaced = team.refill() if lost else []
+
         # Use a new port: a late process that looks for the old store would mislead the new ranks.
         listener = checkin.listen(self.own.address, 0)
         port = listener.getsockname()[1]
         assignments = team.assign(self.own.attempt + 1, self.own.address, port)
         own = assignments[self.args.node_rank]
-        self._take_part(replace(self.meeting, assignment=own, listener=listener, took_over=()))
-        self._note_restart(first, held_step, lost, replaced)
+        meeting = replace(self.meeting, assignment=own, listener=listener, took_over=())
+        self._begin_assignment(meeting)
+        self._record_restart(first, held_step, lost, replaced)
         return assignments
 
-    def _note_restart(
+    def _record_restart(
         self, first: Failure, held_step: int, lost: Sequence[str], replaced: Sequence[str]
     ) -> None:
         """On node rank 0, record and report why the ranks restart, and on which nodes."""
@@ -293,10 +289,11 @@ class NodeAgent:
             nodes = [member.node_id for member in (*team.members, *team.spares)]
             self.outputs.send(Membership(self.own.attempt, nodes), self.supervisor.control)
 
-    # --- the end ------------------------------------------------------------------------------
+    def _save_snapshot(self, verdict: Verdict, *, is_told: bool) -> Outcome:
+        """Save a snapshot that is newer than the last checkpoint; a later start resumes from it.
 
-    def _keep_snapshot(self, verdict: Verdict, *, is_told: bool) -> Outcome:
-        """Save a snapshot that is newer than the last checkpoint; a later start resumes from it."""
+        With `is_told`, node rank 0 saves. Returns the outcome, with the step if one was saved here.
+        """
         outcome, limit_s = verdict.outcome, self.args.grace_s
         if self.signals:  # the ranks have used up GRACE; the supervisor and launchers wait longer
             limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
@@ -308,8 +305,10 @@ class NodeAgent:
         if verdict.parts is not None:
             step = self.snapshots.save_parts(verdict.parts, self.meeting.peers, limit_s)
         else:
-            saved, is_first_node = self.heartbeats.reached()[0], self.own.node_rank == 0
-            step = self.snapshots.save(saved, is_first_node=is_first_node, limit_s=limit_s)
+            saved = self.heartbeats.reached().saved
+            step = self.snapshots.save(
+                saved, is_first_node=self.own.node_rank == 0, limit_s=limit_s
+            )
         return outcome.with_saved(step) if step >= 0 else outcome
 
     def _report(self, outcome: Outcome, *, is_told: bool) -> None:
@@ -323,7 +322,8 @@ class NodeAgent:
         if shows_no_rank(self) and outcome.code == 0:
             self.outputs.say("the run has ended with code 0")
         command = self.args.command if outcome.has_saved else self.resume_command
-        command = "" if outcome.code == BAD_INPUT else command
+        if outcome.code == BAD_INPUT:  # the same command would fail again
+            command = ""
         outcome = replace(outcome, started=self.started, run_id=self.own.run_id, command=command)
         folder = self.folder and self.folder.path
         if folder and self.own.node_rank and (folder / "run.json").exists():
@@ -331,13 +331,13 @@ class NodeAgent:
         report_outcome(outcome, control, is_line_open=self.outputs.is_line_open, folder=folder)
 
 
-def look_around(agent: NodeAgent, peers: Mapping[int, Link]) -> None:
+def run_periodic_tasks(agent: NodeAgent, peers: Mapping[int, Link]) -> None:
     """Do what an agent does every BEAT_S seconds during an attempt."""
     team, say = agent.meeting.team, agent.outputs.say
     if team is not None:
         team.check_spares(agent.on_lost_spare)
     agent.network.poll_nccl_log(say)
-    agent.restarts.record_progress(agent.outputs.say)
+    agent.restarts.record_progress(say)
     if agent.own.node_rank in (0, 1) or shows_no_rank(agent):  # not every node of a large run
         tell_silences(peers, agent.own.hosts, say)
     if shows_no_rank(agent):

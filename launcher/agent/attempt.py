@@ -89,17 +89,19 @@ class Attempt:
         processes.outlive_parent()  # the loop notices the supervisor's death, and ends the ranks
         beat, pulse = Deadline(), Pulse(lambda: [*self.peers.values(), *self.spares()])
         beat.set_within(0.0)
+
         while not self._is_over():
-            then, now = time.monotonic(), own_time.now()
+            before_read = time.monotonic()
             due = beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at
             next_at = min(*due, self.query.next_at, self.snapshots.outgoing.next_at)
-            for key, _ in self.selector.select(max(0.0, next_at - now)):
+            for key, _ in self.selector.select(max(0.0, next_at - own_time.now())):
                 key.data()
             if self.rest_s:
                 time.sleep(self.rest_s)
-            if self.partial.expire() and self.ranks.show_held(then, is_ending=self.facts.is_ending):
+            is_ending = self.facts.is_ending
+            if self.partial.expire() and self.ranks.show_held(before_read, is_ending=is_ending):
                 self.partial.set_within(limits.PARTIAL_LOOK_S)
-            for each in self.ranks.ended():
+            for each in self.ranks.reap():
                 self._on_death(each)
             self._on_time()
             self.snapshots.outgoing.on_time(self.peers)
@@ -111,6 +113,7 @@ class Attempt:
         signal.set_wakeup_fd(-1)
         wake.close()
         waker.close()
+        self.selector.close()
         saved_step = self.ranks.heartbeats.saved()
         left = processes.end_descendants(term_s=limits.RANK_TERM_S)
         verdict = self.facts.reach_verdict(saved_step, len(left))
@@ -119,10 +122,10 @@ class Attempt:
             for stream in each.streams:
                 stream.end(is_consequence=follows)
         outputs.drain()
-        self.selector.close()
         return verdict
 
     def _listen_to_all(self) -> None:
+        """Handle signals, also those that came earlier, and register everything that is read."""
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
         for signum in handled_signals():
             signal.signal(signum, self._on_signal)
@@ -140,7 +143,7 @@ class Attempt:
         self.selector.register(source, selectors.EVENT_READ, handle)
 
     def _on_time(self) -> None:
-        """Do what is due: SIGTERM to the ranks, then SIGKILL to all descendants."""
+        """Do what is due: terminate or kill the ranks, ask for stacks, or end a stuck run."""
         if self.term.expire():
             self._terminate_ranks()
         if self.kill.expire():
@@ -148,7 +151,7 @@ class Attempt:
         suspect = self.query.on_time(self.peers)
         if suspect is not None and not self.facts.failures:
             self.send_all(EndRanks(suspect))
-            self._end_stuck(suspect)
+            _end_stuck(self, suspect)
 
     def _terminate_ranks(self) -> None:
         """Send SIGTERM to the ranks, because one has failed."""
@@ -156,7 +159,7 @@ class Attempt:
             if os.path.exists(each.error_file) and not self.facts.has_failed(each.rank):
                 self._record_failure(self.ranks.describe_end(each))
         self.facts.stopped.update(each.rank for each in self.ranks.living())
-        if self.savers.begin():
+        if self.savers.record_handlers():
             self.send_all(RanksSave())
         self.ranks.send(signal.SIGTERM)
         self.kill.set_within(limits.RANK_TERM_S)
@@ -164,14 +167,14 @@ class Attempt:
     def _kill_ranks(self) -> None:
         """Send SIGKILL to all descendants, except ranks that save after another one's failure."""
         self.facts.stopped.update(each.rank for each in self.ranks.living())
-        if working := self.savers.working():
+        if working := self.savers.find_working():
             processes.kill_others([each.pid for each in working])
             self.kill.set_within(self.grace_s - limits.RANK_TERM_S)
         else:
             processes.end_descendants()
 
     def _is_over(self) -> bool:
-        """Whether every rank here has exited and nothing more is expected from other nodes."""
+        """Whether every rank here has exited, and other nodes have reported, or not in time."""
         if self.ranks.living():
             return False
         has_all = self.is_first_node and self.peers.keys() <= self.facts.nodes.keys()
@@ -192,17 +195,18 @@ class Attempt:
         self.rest_s = limits.TRICKLE_S if stream.is_trickle else 0.0
 
     def _on_death(self, each: Rank) -> None:
+        """Record a rank's exit, and act on an error; report to node rank 0 after the last exit."""
         code = self.facts.codes[each.rank] = each.code or 0
-        saved_step = self.ranks.heartbeats.saved()
         if code != 0 and each.rank not in self.facts.stopped:
             self._on_error(each)
         if not self.is_first_node and not self.ranks.living():
+            saved_step = self.ranks.heartbeats.saved()
             self.send_all(self.facts.end_of_node(saved_step, *self.snapshots.parts()))
 
     def _on_error(self, each: Rank) -> None:
         """End the ranks, because one has exited, or cannot exit, with a code other than 0."""
         end = self.ranks.describe_end(each)
-        if self.facts.is_asked(end, has_saved=self.ranks.heartbeats.saved() >= 0):
+        if self.facts.is_requested_stop(end, has_saved=self.ranks.heartbeats.saved() >= 0):
             self.kill.set_within(self.grace_s)
         else:
             self._fail(end)
@@ -233,7 +237,7 @@ class Attempt:
         """Forward a stop signal, so that the ranks can save; a second Ctrl-C kills them."""
         if signum == signal.SIGINT and self.interrupts.is_second():
             self.facts.signals.append(signum)
-            self.savers.refuse()
+            self.savers.refuse_all()
             self.kill.set_within(0.0)
         else:
             self._stop(signum, None)
@@ -244,7 +248,7 @@ class Attempt:
         if signum in self.facts.signals and not is_notice:
             return
         self.facts.signals.append(signum)
-        if is_notice and not self.notice.take(signum):
+        if is_notice and not self.notice.accept(signum):
             return
         self.send_all(StopRequest(signum), but=source)
         if not is_notice:  # after a notice, the ranks still have minutes
@@ -255,10 +259,12 @@ class Attempt:
     # --- the other nodes ------------------------------------------------------------------------
 
     def _on_peer(self, node: int, peer: Link) -> None:
-        if (received := peer.receive()) is None:
+        received = peer.receive()
+        if received is None:
             self._drop_peer(node)
-        for message in received or ():
-            _take_message(self, node, peer, message)
+            return
+        for message in received:
+            _handle_message(self, node, peer, message)
 
     def send_all(self, message: object, *, but: Link | None = None) -> None:
         """On node rank 0, send to every other agent; elsewhere, to node rank 0's."""
@@ -288,16 +294,10 @@ class Attempt:
                 self._drop_peer(node)
         if self.is_first_node and not self.facts.failures:
             running = self.peers.keys() - self.facts.nodes.keys()  # nodes whose ranks live
-            suspect = find_straggler([*filter(None, [here]), *map(self.stragglers.get, running)])
+            there = [self.stragglers.get(node) for node in running]  # None if not yet known
+            suspect = find_straggler(there if here is None else [here, *there])
             if suspect is not None and suspect.is_stuck:
                 self.query.ask_about(suspect)
-
-    def _end_stuck(self, suspect: int) -> None:
-        """Collect the stacks of the ranks here, which a stuck rank holds up, then kill them."""
-        if failure := self.ranks.describe_stuck(suspect):
-            self._fail(failure)
-            self.savers.refuse()
-            self.kill.set_within(0.0)  # a resumed rank must not save
 
 
 def _end_with_supervisor() -> None:
@@ -305,7 +305,15 @@ def _end_with_supervisor() -> None:
     os._exit(KILLED)
 
 
-def _take_message(attempt: Attempt, node: int, peer: Link, message: object) -> None:
+def _end_stuck(attempt: Attempt, suspect: int) -> None:
+    """Collect the stacks of the ranks here, which a stuck rank holds up, then kill them."""
+    if failure := attempt.ranks.describe_stuck(suspect):
+        attempt._fail(failure)
+        attempt.savers.refuse_all()
+        attempt.kill.set_within(0.0)  # a resumed rank must not save
+
+
+def _handle_message(attempt: Attempt, node: int, peer: Link, message: object) -> None:
     """Act on a message from another node's agent."""
     match message:
         case EndRanks() | Verdict() if attempt.is_first_node:
@@ -321,16 +329,16 @@ def _take_message(attempt: Attempt, node: int, peer: Link, message: object) -> N
         case EndRanks() if message.stuck < 0:
             attempt._end_within(0.0)
         case EndRanks():
-            attempt._end_stuck(message.stuck)
+            _end_stuck(attempt, message.stuck)
         case RanksSave():
             attempt.savers.others_s = attempt.grace_s
             if attempt.is_first_node:
                 attempt.send_all(message, but=peer)
         case _:
-            _take_report(attempt, node, message)
+            _record_report(attempt, node, message)
 
 
-def _take_report(attempt: Attempt, node: int, message: object) -> None:
+def _record_report(attempt: Attempt, node: int, message: object) -> None:
     """Record what another node's agent reports."""
     match message:
         case NodeBeat() if message.straggler is not None:

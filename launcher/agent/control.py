@@ -80,7 +80,7 @@ def close(fd: int | None) -> None:
         os.close(fd)
 
 
-def end_after(wait: Callable[[int], None], which: int, kill_agent: Callable[[], None]) -> None:
+def end_run_after(wait: Callable[[int], None], which: int, kill_agent: Callable[[], None]) -> None:
     """In a thread, wait until a launcher or client is gone, and then end the run."""
 
     def follow() -> None:
@@ -106,8 +106,8 @@ def await_client(pid: int) -> None:
         time.sleep(limits.LOOK_S)
 
 
-def take_stdin(mark: str) -> Control:
-    """Move the control stream from stdin to another descriptor."""
+def move_control_off_stdin(mark: str) -> Control:
+    """Move the control stream from stdin, which becomes /dev/null, to another descriptor."""
     fd = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -130,8 +130,8 @@ def report_outcome(
     print_outcome(outcome, sys.stderr, folder)
 
 
-def note_signals() -> list[int]:
-    """Return a list that gets the stop signals until the ranks have started and others know.
+def collect_signals() -> list[int]:
+    """Handle stop signals by adding them to the list returned, until an attempt handles them.
 
     Notices were pending until now: they would have ended this process.
     """

@@ -46,7 +46,7 @@ class Facts:
         """Whether a rank's failure is already recorded."""
         return any(each.rank == rank for each in self.failures)
 
-    def is_asked(self, end: Failure, *, has_saved: bool) -> bool:
+    def is_requested_stop(self, end: Failure, *, has_saved: bool) -> bool:
         """Whether a rank that exited with a code other than 0 stopped on request.
 
         After a stop signal, every exit counts except the script's own errors. Without one, code 75

@@ -1,9 +1,11 @@
-"""Join a run: check in with the other nodes' agents."""
+"""Join a run: check in with the other nodes' agents, and on node rank 0 begin run.json."""
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+from pathlib import Path
 
 import torch
 
@@ -13,7 +15,8 @@ from launcher.agent.nodes import checkin
 from launcher.agent.output.stream import say
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.preflight import must_match
-from launcher.wire.messages import NodeReport
+from launcher.record.run_json import LauncherProcess, LiveRecord
+from launcher.wire.messages import Assignment, NodeReport
 
 
 def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
@@ -53,6 +56,7 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     port = args.master_port
     named = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME", "")
     is_same = not named or network.interface_to(address) in re.split("[,=]", named)
+    has_terminal = is_by_hand and not args.is_in_step  # to itself
     meeting = checkin.meet(
         address,
         port,
@@ -61,7 +65,7 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         args.join_timeout_s,
         num_spares=args.num_spares,
         min_nodes=args.min_nodes,
-        is_by_hand=is_by_hand and not args.is_in_step,
+        is_by_hand=has_terminal,
         tries_pairs=is_by_hand and is_same and not is_skipped,
     )
 
@@ -71,10 +75,25 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         exact = " (= before a name: only this one)" if "NCCL_SOCKET_IFNAME" in chosen else ""
         say(f"setting {' '.join(f'{name}={value}' for name, value in chosen.items())}{exact}")
 
-    if args.node_rank != 0 and is_by_hand and not args.is_in_step:
+    if args.node_rank != 0 and has_terminal:
         where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
         say(f"checked in with node rank 0 on {where}, as node rank {meeting.assignment.node_rank}")
     return meeting
+
+
+def begin_record(folder: Path, args: Arguments, own: Assignment, *, is_by_hand: bool) -> LiveRecord:
+    """Begin run.json in the run's folder. Raises Refused if it belongs to a live process."""
+    return LiveRecord(
+        folder,
+        attempt=own.attempt,
+        launcher=LauncherProcess.of(os.getppid()) if is_by_hand else None,
+        command=args.command,
+        versions=versions(),
+        agent_arguments=args.typed,
+        hosts=own.hosts,
+        world_size=own.world_size,
+        grace=args.grace_s,
+    )
 
 
 def versions() -> dict[str, str]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from distributed.heartbeat import RECORD, STACK_SIGNAL, Beat, name_record, stack_file_of
 from launcher import descriptors, failure, own_time, processes
@@ -71,6 +72,13 @@ class Progress(Beat):
         return self.limit_by > 0 or not (self.is_counted or self.step < 0)
 
 
+class Reached(NamedTuple):
+    """How far the ranks of a node have got in all attempts so far; -1 means not at all."""
+
+    saved: int  # the step of the newest checkpoint
+    step: int  # the highest step
+
+
 class Heartbeats:
     """Shared memory that the ranks write to: one record per local rank."""
 
@@ -78,7 +86,7 @@ class Heartbeats:
         self._fd = descriptors.anonymous_file("heartbeat")
         os.set_inheritable(self._fd, True)  # also for programs that a rank executes
         self._ranks = ranks
-        self._reached = (-1, -1)
+        self._reached = Reached(-1, -1)
         self.clear()
 
     def name(self, local_rank: int) -> str:
@@ -115,9 +123,9 @@ class Heartbeats:
         beats = map(self.read, range(self._ranks))
         return any(beat.is_counted and beat.step >= 0 for beat in beats)
 
-    def reached(self) -> tuple[int, int]:
-        """Return the newest checkpoint's step and the highest step so far; -1 if there is none."""
-        now = max(self.saved(), self._reached[0]), self.step()
+    def reached(self) -> Reached:
+        """Return the furthest that the ranks have got, also before clear()."""
+        now = Reached(max(self.saved(), self._reached.saved), self.step())
         self._reached = max(self._reached, now)
         return self._reached
 
@@ -140,11 +148,11 @@ class NodeRanks:
         """Send a signal to every living rank."""
         processes.send([each.pid for each in self.living()], signum)
 
-    def ended(self) -> Iterator[Rank]:
+    def reap(self) -> Iterator[Rank]:
         """Yield the ranks that have exited since the last call, with all their output read.
 
         Until the last one is yielded, some ranks are still among living(). The agent adopts the
-        orphans of its ranks, so it must reap those too.
+        orphans of its ranks, so this reaps those too.
         """
         statuses = dict(processes.reap())
         for each in self.living():
@@ -225,10 +233,11 @@ class NodeRanks:
                 each.ended_at = own_time.now()
 
             time_s = own_time.now() - each.ended_at
-            may_save = (
-                state == ending.MAY_SAVE or self.heartbeats.silence_s(each.local_rank) < time_s
-            )
-            if time_s >= max(save_s * may_save, limits.RAISED_S):
+            has_beaten = self.heartbeats.silence_s(each.local_rank) < time_s  # since it ended
+            limit_s = limits.RAISED_S
+            if state == ending.MAY_SAVE or has_beaten:
+                limit_s = max(save_s, limit_s)
+            if time_s >= limit_s:
                 hanging.append(each)
         return hanging
 
@@ -277,11 +286,10 @@ class NodeRanks:
         living = self.living()
         stopped = [each for each in living if processes.is_stopped(each.pid)]
         writing = [
-            each
-            for each in living
-            if (are_ending or each not in stopped)
-            and processes.has_signal(each.pid, "SigCgt", STACK_SIGNAL)
+            each for each in living if processes.has_signal(each.pid, "SigCgt", STACK_SIGNAL)
         ]
+        if not are_ending:
+            writing = [each for each in writing if each not in stopped]
 
         running = {each.stack_file: stuck.size_of(each.stack_file) for each in writing}
         waiting = {
@@ -293,13 +301,15 @@ class NodeRanks:
             processes.send([each.pid for each in stopped], signal.SIGCONT)
             stuck.wait_for_stacks(waiting, limits.STACKS_WRITE_S)
 
-        stacks = {each.rank: stuck.read_stack(each.stack_file) for each in writing}
-        halted = {each.rank: [stuck.STOPPED] for each in stopped}
-        others = {
-            each.rank: [] if each.code is None else [f"exited with code {each.code}"]
-            for each in self.all
-        }
-        return others | halted | stacks
+        stacks = {}
+        for each in self.all:
+            if each in writing:
+                stacks[each.rank] = stuck.read_stack(each.stack_file)
+            elif each in stopped:
+                stacks[each.rank] = [stuck.STOPPED]
+            else:
+                stacks[each.rank] = [] if each.code is None else [f"exited with code {each.code}"]
+        return stacks
 
     def collectives(self) -> dict[int, Calls]:
         """Return the latest collectives of each living rank for which torch records them.

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from launcher import own_time, processes
 from launcher.agent.facts import Facts
@@ -19,6 +20,7 @@ UNHANDLED = (
 )
 
 
+@dataclass
 class Notice:
     """A notice that arrives during an attempt, as a signal or, under SLURM, as a file (query.py).
 
@@ -26,15 +28,14 @@ class Notice:
     still starting get it as soon as they handle it.
     """
 
-    def __init__(self, ranks: NodeRanks, facts: Facts, show: Callable[[str], None]) -> None:
-        self._ranks = ranks
-        self._facts = facts
-        self._show = show
-        self._warning = Deadline()
-        self._came: dict[int, float] = {}  # when each notice came last
+    ranks: NodeRanks
+    facts: Facts
+    show: Callable[[str], None]
+    _warning: Deadline = field(default_factory=Deadline)
+    _came: dict[int, float] = field(default_factory=dict)  # when each notice came last
 
-    def take(self, signum: int) -> bool:
-        """Note a notice. Returns False if it came a moment ago, too, by another route."""
+    def accept(self, signum: int) -> bool:
+        """Record a notice for deliver(). Returns False if it also came a moment ago."""
         now = own_time.now()
         if now - self._came.get(signum, -math.inf) < limits.NOTICE_SAME_S:
             return False
@@ -45,12 +46,12 @@ class Notice:
     def deliver(self) -> None:
         """Send each notice to ranks that handle it by now; warn if none does in NOTICE_WARN_S."""
         for signum, came in list(self._came.items()):  # a signal handler may add one
-            for each in self._ranks.living():
+            for each in self.ranks.living():
                 # A newly forked rank still has the agent's handlers and session.
                 is_ready = os.getpgid(each.pid) == each.pid and processes.handles(each.pid, signum)
-                if is_ready and (each.rank, came) not in self._facts.noticed:
+                if is_ready and (each.rank, came) not in self.facts.noticed:
                     processes.send([each.pid], signum)
-                    self._facts.noticed.add((each.rank, came))
+                    self.facts.noticed.add((each.rank, came))
 
-        if self._warning.expire() and not self._facts.noticed and self._ranks.node_rank == 0:
-            self._show(UNHANDLED.format(signal.Signals(min(self._came)).name))
+        if self._warning.expire() and not self.facts.noticed and self.ranks.node_rank == 0:
+            self.show(UNHANDLED.format(signal.Signals(min(self._came)).name))

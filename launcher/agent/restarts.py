@@ -17,8 +17,15 @@ from launcher.record.run_json import LiveRecord
 
 # Faults that would make the next attempt fail too.
 _INCURABLE = {
-    *("config-invalid", "duplicate-gpu", "env-missing", "no-such-interface", "parameters-unused"),
-    *("too-few-gpus", "torch-without-gpu", "version-mismatch", "wrong-world"),
+    "config-invalid",
+    "duplicate-gpu",
+    "env-missing",
+    "no-such-interface",
+    "parameters-unused",
+    "too-few-gpus",
+    "torch-without-gpu",
+    "version-mismatch",
+    "wrong-world",
 }
 # Faults that come from outside say nothing about the next attempt.
 _FROM_OUTSIDE = {"agent-killed", "launcher-killed", "link-lost", "node-lost", "rank-killed"}
@@ -31,21 +38,16 @@ class Restarts:
     most: int
     beats: Heartbeats  # of the ranks here
     record: LiveRecord | None = None  # run.json, on node rank 0
-    has_begun: bool = False  # a step has been completed
+    has_begun: bool = False  # the run has completed a step, whose time is in the record
     all: list[Restart] = field(default_factory=list)  # since this agent became node rank 0
     before: tuple[int, int] = (-1, -1)  # what the ranks had reached when the attempt began
-
-    def keep_in(self, record: LiveRecord, *, has_begun: bool) -> None:
-        """Write restarts and progress to run.json; `has_begun` if its first step is known."""
-        self.record = record
-        self.has_begun = has_begun
 
     def begin_attempt(self) -> None:
         """Note the ranks' progress so far, and reset the heartbeats for the next ranks."""
         self.before = self.beats.reached()
         self.beats.clear()
 
-    def why_not(self, first: Failure, held_step: int) -> str:
+    def why_stop(self, first: Failure, held_step: int) -> str:
         """Return why the run does not restart after a failure; empty if it does.
 
         `held_step` is the step of the newest snapshot in memory, or -1 if there is none.
@@ -74,8 +76,8 @@ class Restarts:
         held_step: int,
         number: int,
         *,
-        lost: Sequence[str] = (),  # the hosts of lost nodes
-        replaced: Sequence[str] = (),  # which spares replace them
+        lost: Sequence[str],  # the hosts of lost nodes
+        replaced: Sequence[str],  # which spares replace them
     ) -> str:
         """Record that the run is restarting for the `number`th time. Returns the cost in one line.
 

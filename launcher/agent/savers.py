@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from distributed.heartbeat import STACK_SIGNAL
 from distributed.stop_signals import handled_signals
@@ -27,27 +28,27 @@ from launcher.text import name_ranks
 from launcher.wire import limits
 
 
+@dataclass
 class Savers:
     """The ranks of this node that handled SIGTERM themselves when it was sent."""
 
-    def __init__(self, ranks: NodeRanks, grace_s: float, show: Callable[[str], None]) -> None:
-        self._ranks = ranks
-        self._grace_s = grace_s
-        self._show = show
-        self.others_s = 0.0  # for ranks of other nodes to save
-        self._all: Sequence[Rank] = ()
-        self._before: dict[int, str] = {}  # by rank: the main thread's stack before SIGTERM
-        self._is_judged = False
+    ranks: NodeRanks
+    grace_s: float
+    show: Callable[[str], None]
+    others_s: float = 0.0  # for ranks of other nodes to save
+    _all: Sequence[Rank] = ()
+    _before: dict[int, str] = field(default_factory=dict)  # by rank: its stack before SIGTERM
+    _is_judged: bool = False  # find_working() was called, or no rank may save
 
-    def begin(self) -> bool:
-        """Note which ranks handle SIGTERM, just before it is sent. Returns whether any does."""
-        if self._grace_s > limits.RANK_TERM_S:
-            self._all = [each for each in self._ranks.living() if _may_save(each.pid)]
+    def record_handlers(self) -> bool:
+        """Record which ranks handle SIGTERM, just before it is sent. Returns whether any does."""
+        if self.grace_s > limits.RANK_TERM_S:
+            self._all = [each for each in self.ranks.living() if _may_save(each.pid)]
             self._before = self._stacks()
         return bool(self._all)
 
-    def working(self) -> list[Rank]:
-        """Return the ranks that handle SIGTERM now; from the second call on, none.
+    def find_working(self) -> list[Rank]:
+        """Return the ranks that handle SIGTERM now, and report them. Only the first call finds any.
 
         Blocks until they have written their stacks, for up to SAVERS_LOOK_S.
         """
@@ -63,31 +64,32 @@ class Savers:
         if working:
             names = name_ranks([each.rank for each in working])
             handle = "handles" if len(working) == 1 else "handle"
-            self._show(f"{names} {handle} SIGTERM, and may save for {self._grace_s:g} s (GRACE)")
+            self.show(f"{names} {handle} SIGTERM, and may save for {self.grace_s:g} s (GRACE)")
         return working
 
-    def refuse(self) -> None:
+    def refuse_all(self) -> None:
         """Let no rank save: the run is stuck, or a second Ctrl-C has come."""
         self._is_judged = True
 
     def _stacks(self) -> dict[int, str]:
-        """Have the ranks write their stacks, and return the main threads'."""
+        """Have the ranks that can write their stacks do so. Returns the main threads', by rank."""
         asked = [each for each in self._all if each.code is None and _writes_stacks(each.pid)]
         sizes = {each.stack_file: stuck.size_of(each.stack_file) for each in asked}
         processes.send_to_main_threads([each.pid for each in asked], STACK_SIGNAL)
         stuck.wait_for_stacks(sizes, limits.SAVERS_LOOK_S)
-        # Without the line that begins it.
-        return {
-            each.rank: stuck.read_threads(each.stack_file)[-1].partition("\n")[2] for each in asked
-        }
+
+        stacks = {}
+        for each in asked:
+            main_thread = stuck.read_threads(each.stack_file)[-1]
+            _, _, stacks[each.rank] = main_thread.partition("\n")  # without its first line
+        return stacks
 
 
 def _may_save(pid: int) -> bool:
     """Whether a rank handles SIGTERM, and not all stop signals alike."""
-    handled = handled_signals()
     is_started = os.getpgid(pid) == pid  # before that, it has the agent's handlers
-    takes_all = all(processes.has_signal(pid, "SigCgt", signum) for signum in handled)
-    return is_started and processes.handles(pid, signal.SIGTERM) and not takes_all
+    handles_all = all(processes.has_signal(pid, "SigCgt", signum) for signum in handled_signals())
+    return is_started and processes.handles(pid, signal.SIGTERM) and not handles_all
 
 
 def _writes_stacks(pid: int) -> bool:

@@ -32,9 +32,9 @@ from launcher.agent.control import (
     SupervisorLink,
     await_client,
     close,
-    end_after,
+    collect_signals,
+    end_run_after,
     follow_stream,
-    note_signals,
     report_outcome,
 )
 from launcher.command_line import find_option, read_for_torch, read_grace, read_silence
@@ -140,7 +140,7 @@ def fork_agent(
             signal.signal(signum, signal.SIG_DFL)
         if QUERY not in handled:
             signal.signal(QUERY, lambda *_: None)  # ignored until there are ranks
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited - {*notices()})  # see note_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited - {*notices()})  # see collect_signals()
         link = SupervisorLink(theirs, control, reapers[1], words)
         sys.exit(_run_agent(arguments, environ, link, me))
 
@@ -156,9 +156,9 @@ def fork_agent(
 
     if control is not None and control.fd is not None:
         silence_s = read_silence(environ)
-        end_after(lambda fd: follow_stream(fd, silence_s), control.fd, agent.kill)
+        end_run_after(lambda fd: follow_stream(fd, silence_s), control.fd, agent.kill)
     if client:
-        end_after(await_client, client, agent.kill)
+        end_run_after(await_client, client, agent.kill)
     return agent
 
 
@@ -171,7 +171,7 @@ def _run_agent(
     if environ.get("ENGINE") == "torch.distributed.launch":
         with _importing(link.words):
             from torch.distributed.launch import launch, parse_args  # torch does the rest
-        note_signals()
+        collect_signals()
         launch(read_for_torch(parse_args, arguments))  # type: ignore[no-untyped-call]
         return 0
 

@@ -25,8 +25,11 @@ from launcher.slurm_node import slurm_node
 from launcher.text import OwnEnviron
 
 _TORCHS_ALONE = (
-    *("run_path", "logs_specs", "event_log_handler"),
-    *("duplicate_stdout_filters", "duplicate_stderr_filters"),
+    "run_path",
+    "logs_specs",
+    "event_log_handler",
+    "duplicate_stdout_filters",
+    "duplicate_stderr_filters",
 )
 _FIRST_TORCH = {  # the oldest torch whose torchrun has the option
     "--event-log-handler": "2.8",
@@ -45,6 +48,7 @@ _LABEL = "[rank${rank}] "
 class Arguments:
     """The settings of one node's agent. Times are in seconds."""
 
+    typed: Sequence[str]  # all of them, for run.json
     program: Program
     num_nodes: int
     node_rank: int  # as given; a later attempt may change it
@@ -101,18 +105,19 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
     is_placed = _place_in_step(args, spares, environ)
     low, high = _count_nodes(args.nnodes)
     nproc = _count_ranks(args.nproc_per_node, environ)
-    address, port = _master(args, high + spares)
+    agents = high + spares
+    address, port = _choose_master(args, agents)
     if low != high and args.rdzv_backend == "static":
         raise ValueError(f"--nnodes {args.nnodes}: {RANGE_CURE}")
     if nproc < 1:
         raise ValueError(f"--nproc-per-node {nproc}: no ranks; give at least 1")
-    least = -1 if high + spares > 1 else 0  # -1 requests the next free node rank
-    if not least <= args.node_rank < high + spares:
-        cure = f"give a number from 0 to {high + spares - 1} (--nnodes)"
+    least = -1 if agents > 1 else 0  # -1 requests the next free node rank
+    if not least <= args.node_rank < agents:
+        cure = f"give a number from 0 to {agents - 1} (--nnodes)"
         raise ValueError(f"--node-rank {args.node_rank}: out of range; {cure}")
     if not 0 <= port < 65536:
         raise ValueError(f"--master-port {port}: not a port; give a number from 1 to 65535")
-    beyond_static = _beyond_static(args, low, high)
+    beyond_static = _find_beyond_static(args, low, high)
     if is_placed and beyond_static:
         cure = "omit it, or also give --nnodes, --node-rank and --master-addr"
         raise ValueError(f"{beyond_static}: not supported in a SLURM step; {cure}")
@@ -120,6 +125,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
     filtered = args.local_ranks_filter
     is_debug = environ.get("LOG_LEVEL", "").upper() == "DEBUG"
     return Arguments(
+        typed=arguments,
         program=_choose_program(args, environ.get("FRESH")),
         num_nodes=high,
         node_rank=args.node_rank,
@@ -249,22 +255,29 @@ def _virtual_gpus(args: argparse.Namespace, nproc: int, visible: str | None) -> 
     return [gpus[rank % len(gpus)] for rank in range(nproc)]
 
 
-def _master(args: argparse.Namespace, num_agents: int) -> tuple[str, int]:
-    if args.standalone or (num_agents == 1 and args.rdzv_backend != "static"):
+def _choose_master(args: argparse.Namespace, num_agents: int) -> tuple[str, int]:
+    """Return the address and the port at which the agents meet; port 0 means any free one."""
+    is_alone = num_agents == 1
+    if args.standalone or (is_alone and args.rdzv_backend != "static"):
         return "127.0.0.1", 0
     if args.rdzv_endpoint:
         host, _, port = args.rdzv_endpoint.rpartition(":")
         return (host.strip("[]"), int(port)) if host else (args.rdzv_endpoint, 29500)
-    port = (0 if num_agents == 1 else 29500) if args.master_port is None else args.master_port
-    return args.master_addr.strip("[]") if num_agents > 1 else "127.0.0.1", port
+
+    port = args.master_port
+    if port is None:
+        port = 0 if is_alone else 29500
+    return "127.0.0.1" if is_alone else args.master_addr.strip("[]"), port
 
 
-def _beyond_static(args: argparse.Namespace, low: int, high: int) -> str | None:
-    asked = {
-        "--nnodes MIN:MAX": low != high,
-        f"--rdzv-backend {args.rdzv_backend}": args.rdzv_backend != "static" and high > 1,
-    }
+def _find_beyond_static(args: argparse.Namespace, low: int, high: int) -> str | None:
+    """Return the first option given that only torch's own agent supports; None if there is none."""
+    if low != high:
+        return "--nnodes MIN:MAX"
+    if args.rdzv_backend != "static" and high > 1:
+        return f"--rdzv-backend {args.rdzv_backend}"
     for name in _TORCHS_ALONE:
         value = vars(args).get(name) or "null"  # older torch lacks the newest arguments
-        asked[f"--{name.replace('_', '-')}"] = value != "null"
-    return next(filter(asked.get, asked), None)
+        if value != "null":
+            return f"--{name.replace('_', '-')}"
+    return None

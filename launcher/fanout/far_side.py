@@ -21,7 +21,7 @@ import time
 
 from distributed.errors import CANNOT_START
 from launcher import processes
-from launcher.agent.control import end_after, take_stdin
+from launcher.agent.control import end_run_after, move_control_off_stdin
 from launcher.agent.supervisor import fork_agent, guard
 from launcher.descriptors import wait_for_input
 from launcher.preflight.check_node import check_node
@@ -66,7 +66,7 @@ def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -
     except OSError as error:
         warn(f"cannot start the node agent: {error}")
         return CANNOT_START
-    agent = fork_agent(start.command[2:], environ, take_stdin(token), pdsh)
+    agent = fork_agent(start.command[2:], environ, move_control_off_stdin(token), pdsh)
 
     def beat() -> None:
         while True:
@@ -81,7 +81,7 @@ def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -
 
     threading.Thread(target=beat, daemon=True).start()  # only after the fork
     if pdsh is not None:
-        end_after(await_cut, pdsh, agent.kill)
+        end_run_after(await_cut, pdsh, agent.kill)
     return guard(agent)
 
 

@@ -384,7 +384,7 @@ def test_a_node_whose_ranks_exit_together_reports_its_end_once(
         on_beat=Mock(),
     )
     monkeypatch.setattr(processes, "reap", lambda: iter([(12, 0), (13, 0)]))
-    for each in node.ended():
+    for each in node.reap():
         attempt._on_death(each)
     ((told,),) = (call.args for call in first.send.call_args_list)
     assert isinstance(told, NodeEnd) and told.codes == [0, 0]

@@ -41,7 +41,7 @@ class Group:
         self.facts = Facts()
         ranks = cast(NodeRanks, SimpleNamespace(living=self.living, node_rank=0))
         self.notice = Notice(ranks, self.facts, pytest.fail)  # it must print nothing
-        self.notice.take(signal.SIGUSR1)
+        self.notice.accept(signal.SIGUSR1)
 
     def living(self) -> list[SimpleNamespace]:
         return [
@@ -103,7 +103,7 @@ def test_a_rank_that_has_the_handlers_of_its_agent_is_left_alone() -> None:
     process = start(HANDLES, "pass", start_new_session=False)
     facts = Facts()
     notice = Notice(ranks_of([SimpleNamespace(rank=0, pid=process.pid)]), facts, print)
-    assert notice.take(signal.SIGUSR1)
+    assert notice.accept(signal.SIGUSR1)
     notice.deliver()
     process.communicate("\n")
     assert (process.returncode, facts.noticed) == (0, set())
@@ -130,7 +130,7 @@ def test_that_nobody_handles_it_is_said_once_and_not_at_once(
     clock, said = [1000.0], list[str]()
     monkeypatch.setattr(own_time, "now", lambda: clock[0])
     told = Notice(ranks_of([], node_rank), Facts(noticed=noticed), said.append)
-    assert all(map(told.take, signals))
+    assert all(map(told.accept, signals))
     told.deliver()
     assert said == []
     for _ in range(3):
@@ -158,7 +158,7 @@ def test_a_notice_reaches_a_rank_each_time_it_comes(monkeypatch: pytest.MonkeyPa
 
     def comes(signum: int, seconds: float) -> bool:
         clock[0] += seconds
-        is_new = notice.take(signum)
+        is_new = notice.accept(signum)
         notice.deliver()
         return is_new
 

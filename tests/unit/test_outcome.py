@@ -103,9 +103,9 @@ def test_which_ends_were_asked_for(
 ) -> None:
     end = replace(failed(1, code=code), has_left=has_left)
     facts = Facts(signals=signals)
-    assert facts.is_asked(end, has_saved=has_saved) == is_asked
+    assert facts.is_requested_stop(end, has_saved=has_saved) == is_asked
     end = victim(1)  # it lost its peer, with or without a signal before
-    assert facts.is_asked(end, has_saved=has_saved) == bool(signals)
+    assert facts.is_requested_stop(end, has_saved=has_saved) == bool(signals)
 
 
 RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, "my-fault")

@@ -63,7 +63,7 @@ class Beating:
 def test_what_no_restart_can_cure(change: dict[str, object], why: str) -> None:
     failure = replace(FAILURE, **change)  # type: ignore[arg-type]
     told = why and f"not restarting: it would fail the same way ({why})"
-    assert Restarts(3, Heartbeats(1)).why_not(failure, -1) == told
+    assert Restarts(3, Heartbeats(1)).why_stop(failure, -1) == told
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def test_the_same_step_twice_with_the_same_cause_ends_the_run(
 ) -> None:
     restarts = Restarts(9, Heartbeats(1))
     failure = replace(FAILURE, fault=fault, step=57 if step >= 0 else -1)
-    restarts.add(failure, -1, 1)
-    told = restarts.why_not(replace(failure, step=step), -1)
+    restarts.add(failure, -1, 1, lost=(), replaced=())
+    told = restarts.why_stop(replace(failure, step=step), -1)
     loop = f"not restarting: step {step} failed twice with the same cause"
     assert told == (loop if is_loop else "")
-    assert restarts.why_not(replace(failure, step=step, cause="another"), -1) == ""
+    assert restarts.why_stop(replace(failure, step=step, cause="another"), -1) == ""
 
 
 @pytest.mark.parametrize(("is_counted", "is_last"), [(False, True), (True, False)])
@@ -94,13 +94,13 @@ def test_a_restart_that_gained_nothing_is_the_last(
 ) -> None:
     rank = Beating(tmp_path, is_counted=is_counted)
     restarts = Restarts(9, rank.reach(57))
-    assert restarts.why_not(FAILURE, -1) == ""
-    restarts.add(FAILURE, -1, 1)
+    assert restarts.why_stop(FAILURE, -1) == ""
+    restarts.add(FAILURE, -1, 1, lost=(), replaced=())
     restarts.begin_attempt()
     rank.start()
     rank.reach(57)
     other = replace(FAILURE, cause="another")
-    told = restarts.why_not(other, -1)
+    told = restarts.why_stop(other, -1)
     assert told == ("not restarting: restart 1 made no progress" if is_last else "")
 
 
@@ -126,17 +126,17 @@ def test_kills_from_outside_count_only_against_max_restarts(tmp_path: Path) -> N
     restarts, killed = Restarts(9, beats), replace(FAILURE, fault="rank-killed")
     for number in range(1, 6):
         restarts.begin_attempt()
-        assert restarts.why_not(killed, -1) == ""
-        restarts.add(killed, -1, number)
+        assert restarts.why_stop(killed, -1) == ""
+        restarts.add(killed, -1, number, lost=(), replaced=())
 
 
 def test_a_newer_snapshot_is_a_gain(tmp_path: Path) -> None:
     beats = Beating(tmp_path).reach(57, saved=50)
     restarts, other = Restarts(9, beats), replace(FAILURE, cause="another")
-    restarts.add(FAILURE, 55, 1)
+    restarts.add(FAILURE, 55, 1, lost=(), replaced=())
     restarts.begin_attempt()
-    assert restarts.why_not(other, 57) == ""
-    told = restarts.why_not(other, 55)
+    assert restarts.why_stop(other, 57) == ""
+    told = restarts.why_stop(other, 55)
     assert told == "not restarting: restart 1 made no progress"
 
 
@@ -157,7 +157,9 @@ def test_a_restart_says_who_took_over_and_what_node_rank_0_knows(tmp_path: Path)
     text = "restart 2 of 3 after node agent 1 (node2): its node agent is gone"
     assert told == f"{text}; node5 replaces node2; from step 50, 7 steps lost"
     assert restarts.all[0].lost == ("node2",)
-    other = Restarts(3, Heartbeats(1)).add(gone, -1, 1, lost=["node2"])  # on a new node rank 0
+    other = Restarts(3, Heartbeats(1)).add(
+        gone, -1, 1, lost=["node2"], replaced=()
+    )  # on a new node rank 0
     assert other == text.replace("2 of 3", "1 of 3")
 
 
@@ -170,7 +172,7 @@ def test_a_loss_lasts_until_the_step_is_done_again(tmp_path: Path) -> None:
     restarts.record_progress(pytest.fail)
     assert restarts.has_begun
     rank.reach(57, saved=50)
-    restarts.add(replace(FAILURE, time=time.time() - 20), -1, 1)
+    restarts.add(replace(FAILURE, time=time.time() - 20), -1, 1, lost=(), replaced=())
     rank.beats.clear()
     rank.reach(56)
     restarts.record_progress(pytest.fail)

@@ -161,7 +161,7 @@ def test_who_takes_whose_place(
     team = team_of(server, nprocs, spares, min_nodes)
     for node_rank in lost:
         team.part_with([node_rank])
-    assert team.why_not() == why
+    assert team.why_stop() == why
     if why:
         return
     assert team.refill() == told

@@ -82,7 +82,7 @@ def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
     spares = {member: peers[member.node_id] for member in old.spares if member.node_id in peers}
     team = Team(old.run_id, members, there, spares, args.min_nodes)
 
-    why = team.why_not()
+    why = team.why_stop()
     others = len(old.successors)
     if 2 * (1 + len(peers)) <= 1 + others:
         why = f"{me.host} reaches only {len(peers)} of {count(others, 'other agent')}: the run ends"

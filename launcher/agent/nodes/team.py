@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from launcher.failure import Failure
 from launcher.text import count
@@ -38,7 +37,7 @@ class Team:
         """Whether node rank 0 and the remaining agents are at least half of all agents."""
         return 2 * (1 + len(self.peers) + len(self.spares)) >= self.counted
 
-    def why_not(self, *, are_all_quiet: bool = True) -> str:
+    def why_stop(self, *, are_all_quiet: bool = True) -> str:
         """Return why the run cannot continue without the lost nodes; empty if it can.
 
         `are_all_quiet` means that the ranks of all remaining nodes have exited.
@@ -94,11 +93,10 @@ class Team:
 
     def assign(self, attempt: int = 0, address: str = "", port: int = 0) -> dict[int, Assignment]:
         """Return every agent's assignment, by node id. Ranks are numbered in node rank order."""
-        counts = [member.nproc for member in self.members]
         common = Assignment(
             self.run_id,
             first_rank=0,
-            world_size=sum(counts),
+            world_size=sum(member.nproc for member in self.members),
             hosts=[member.host for member in self.members],
             attempt=attempt,
             address=address,
@@ -108,10 +106,11 @@ class Team:
         )
 
         assignments = {spare.node_id: common for spare in self.spares}
-        first_ranks = accumulate(counts, initial=0)
-        for rank, (member, first_rank) in enumerate(zip(self.members, first_ranks, strict=False)):
-            own = dataclasses.replace(common, node_rank=rank, first_rank=first_rank)
+        first_rank = 0
+        for node_rank, member in enumerate(self.members):
+            own = dataclasses.replace(common, node_rank=node_rank, first_rank=first_rank)
             assignments[member.node_id] = own
+            first_rank += member.nproc
         return assignments
 
     def send_assignments(
