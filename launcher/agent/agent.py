@@ -299,7 +299,7 @@ class NodeAgent:
             limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
         if is_told and 0 in self.meeting.peers:
             parts = None if self.is_spare else verdict.parts
-            self.snapshots.leave_to(self.meeting.peers[0], parts, limit_s)
+            self.snapshots.hand_over(self.meeting.peers[0], parts, limit_s)
         if outcome.code == 0 or is_told or self.may_go_on_elsewhere:
             return outcome
         if verdict.parts is not None:

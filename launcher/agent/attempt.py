@@ -181,7 +181,7 @@ class Attempt:
         if has_all or not self.peers or self.facts.verdict is not None:
             return True
         if self.facts.is_ending:
-            others_s = self.grace_s if self.facts.asked else self.savers.others_s
+            others_s = self.grace_s if self.facts.signals_sent else self.savers.others_s
             limit_s = self.verdict_s if self.is_last or self.facts.signals else limits.RANKS_END_S
             self.over.set_within(limit_s * (1 if self.is_first_node else 2) + others_s)
         return self.over.expire()
@@ -214,7 +214,7 @@ class Attempt:
     def _fail(self, first: Failure) -> None:
         """Record a failure, and end the ranks of all nodes; after a stop request, let them save."""
         self._record_failure(first)
-        if self.facts.asked:
+        if self.facts.signals_sent:
             self.kill.set_within(self.grace_s)
             return
         if self.is_first_node and self.facts.failures == [first]:

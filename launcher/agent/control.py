@@ -81,7 +81,10 @@ def close(fd: int | None) -> None:
 
 
 def end_run_after(wait: Callable[[int], None], which: int, kill_agent: Callable[[], None]) -> None:
-    """In a thread, wait until a launcher or client is gone, and then end the run."""
+    """In a thread, wait until a launcher or client is gone, and then end the run.
+
+    `wait(which)` returns when it is gone. The run first gets SIGTERM; the agent is killed later.
+    """
 
     def follow() -> None:
         wait(which)

@@ -32,7 +32,7 @@ class Facts:
     verdict: Verdict | None = None  # from node rank 0, on the other nodes
 
     @property
-    def asked(self) -> list[int]:
+    def signals_sent(self) -> list[int]:
         """The stop signals sent to ranks here, by this agent or by SLURM itself."""
         is_known = self.noticed or any(128 + one in self.codes.values() for one in notices())
         return [signum for signum in self.signals if signum not in notices() or is_known]
@@ -52,7 +52,7 @@ class Facts:
         After a stop signal, every exit counts except the script's own errors. Without one, code 75
         means a stop on request if a rank of this node has reported a checkpoint.
         """
-        if not self.asked:
+        if not self.signals_sent:
             return end.code == STOPPED and has_saved
         return end.has_left or end.is_consequence or end.code - 128 in stop_signals()
 
@@ -88,5 +88,5 @@ class Facts:
         told = self.verdict
         if told is None:
             nodes = [self.end_of_node(saved_step), *self.nodes.values()]
-            told = Verdict(end_attempt(self.failures, nodes, self.asked))
+            told = Verdict(end_attempt(self.failures, nodes, self.signals_sent))
         return replace(told, outcome=replace(told.outcome, left=left))

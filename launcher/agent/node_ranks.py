@@ -187,6 +187,7 @@ class NodeRanks:
         return stuck.find_straggler([self._state(each) for each in self.living()])
 
     def _state(self, each: Rank) -> RankState:
+        """Return what a living rank is doing now; it is stuck if it is silent beyond its limit."""
         beat = self.heartbeats.read(each.local_rank)
         silence_s = self.heartbeats.silence_s(each.local_rank)
         return RankState(
@@ -260,8 +261,8 @@ class NodeRanks:
             cause += f", and {stuck.STOPPED}"
         cause += f"; {_LIMITS[beat.limit_by]} is {beat.limit_s:.0f} s"
 
-        unknown = self._unknown_failure(named)  # before stacks() resumes a stopped rank
-        stacks = self.stacks(are_ending=True)
+        unknown = self._unknown_failure(named)  # before collect_stacks() resumes a stopped rank
+        stacks = self.collect_stacks(are_ending=True)
         return replace(
             unknown,
             fault="rank-stuck",
@@ -270,13 +271,13 @@ class NodeRanks:
             frames=stacks[named.rank],
             stacks={
                 **stuck.group_stacks(stacks),
-                **dict.fromkeys(collectives.find_mismatches(self.collectives()), ()),
+                **dict.fromkeys(collectives.find_mismatches(self.collect_calls()), ()),
             },
             is_consequence=named.rank != suspect,
             log=failure.short_path(str(named.stack_file)),
         )
 
-    def stacks(self, *, are_ending: bool = False) -> dict[int, list[str]]:
+    def collect_stacks(self, *, are_ending: bool = False) -> dict[int, list[str]]:
         """Have the living ranks write their stacks. Returns each rank's stack, or its exit.
 
         Blocks for up to STACKS_WRITE_S. With `are_ending`, stopped ranks are resumed, because they
@@ -311,7 +312,7 @@ class NodeRanks:
                 stacks[each.rank] = [] if each.code is None else [f"exited with code {each.code}"]
         return stacks
 
-    def collectives(self) -> dict[int, Calls]:
+    def collect_calls(self) -> dict[int, Calls]:
         """Return the latest collectives of each living rank for which torch records them.
 
         Blocks for up to STACKS_WRITE_S.

@@ -68,17 +68,20 @@ class Query:
     def receive(
         self, node: int, message: StackRequest | NodeStacks, peers: Mapping[int, Link]
     ) -> None:
-        """Take an answer, or give one; node rank 0 asks all nodes."""
+        """Keep an answer, or answer a request; on node rank 0, a request makes it ask all nodes."""
         if isinstance(message, NodeStacks):
             self._add_answer(node, message, peers)
         elif self.ranks.node_rank == 0:
             self.ask()
         else:
             for peer in peers.values():
-                peer.send(self._here())
+                peer.send(self._collect_here())
 
     def on_time(self, peers: Mapping[int, Link]) -> int | None:
-        """Do what is due. Returns the rank that holds up the run, if the run must end."""
+        """Do what is due: look for the files, ask all nodes, or end the request.
+
+        Returns the rank that holds up the run if the run must end because of it, otherwise None.
+        """
         if self._look.expire():
             self._look.set_within(limits.ASKED_LOOK_S)
             assert self.folder is not None
@@ -92,22 +95,27 @@ class Query:
                 peer.send(StackRequest())
             if self.ranks.node_rank == 0:
                 self._end.set_within(limits.for_nodes(limits.STACKS_ANSWER_S, len(peers)))
-                self._add_answer(0, self._here(), peers)
+                self._add_answer(0, self._collect_here(), peers)
         return self._conclude(peers) if self._end.expire() else None
 
-    def _here(self) -> NodeStacks:
-        stacks = self.ranks.stacks()
-        calls = self.ranks.collectives()
+    def _collect_here(self) -> NodeStacks:
+        """Return this node's answer. Blocks while the ranks here write it."""
+        stacks = self.ranks.collect_stacks()
+        calls = self.ranks.collect_calls()
         return NodeStacks([RankStack(rank, at, calls.get(rank)) for rank, at in stacks.items()])
 
     def _add_answer(self, node: int, told: NodeStacks, peers: Mapping[int, Link]) -> None:
-        if node == 0 or self._told:  # otherwise the answer is late: the request has ended
+        """Keep a node's answer, unless it is late; stop waiting once all nodes have answered."""
+        if node == 0 or self._told:  # otherwise the request has ended
             self._told[node] = told
         if 0 in self._told and self._told.keys() >= peers.keys():
             self._end.set_within(0.0)
 
     def _conclude(self, peers: Collection[int]) -> int | None:
-        """Show the nodes' answers, or return the stuck rank if the run must end because of it."""
+        """End the request: show the answers and return None, or return the rank that is stuck.
+
+        It returns a rank only if the run must end because of it. `peers` are the other nodes.
+        """
         everyone = [rank for node in self._told.values() for rank in node.ranks]
         places = {each.rank: each.frames for each in everyone}
         calls = {each.rank: each.calls for each in everyone if each.calls is not None}

@@ -81,6 +81,7 @@ class Restarts:
     ) -> str:
         """Record that the run is restarting for the `number`th time. Returns the cost in one line.
 
+        If the steps that the last restart lost are still not repeated, its time ends here.
         `held_step` is the step of the newest snapshot in memory, or -1 if there is none.
         """
         saved_step, step = self.beats.reached()

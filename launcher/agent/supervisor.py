@@ -112,7 +112,7 @@ def fork_agent(
     *,
     is_launcher: bool = False,  # this process is the launcher
 ) -> Agent:
-    """Fork the agent. Only this process returns, with the agent to supervise."""
+    """Fork the agent, and block signals until guard() handles them. Only this process returns."""
     client = int(environ.pop("LAUNCH_CLIENT", "0"))  # podman's client, if in a container
     added = find_option(arguments, "--signals-to-handle") or environ.get("PET_SIGNALS_TO_HANDLE")
     if added:
@@ -217,9 +217,9 @@ def _importing(file: int) -> Iterator[None]:
 def start_reaper(token: str) -> tuple[int, int]:
     """Start the reaper, which is not a descendant of this process and finds the run by its token.
 
-    Returns two descriptors, for the supervisor and the agent; each closes when its holder exits.
+    Returns two descriptors, for the supervisor and the agent to hold; the reaper sees them close.
     """
-    (supervisor, ours), (agent, theirs) = os.pipe(), os.pipe()
+    (supervisor, for_supervisor), (agent, for_agent) = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
         if os.fork() == 0:
             for signum in STOP_SIGNALS:
@@ -237,11 +237,11 @@ def start_reaper(token: str) -> tuple[int, int]:
     os.close(supervisor)
     os.close(agent)
     os.waitpid(child, 0)
-    return ours, theirs
+    return for_supervisor, for_agent
 
 
 def guard(agent: Agent) -> int:
-    """Wait for the agent to exit, then end leftover processes. Returns the agent's exit code."""
+    """Wait for the agent's exit, end leftover processes, and report a death. Returns the code."""
     memory_kills = count_memory_kills()
     status = _await_end(agent)
     left = processes.end_descendants()
@@ -256,8 +256,8 @@ def guard(agent: Agent) -> int:
     if os.WIFSIGNALED(status) or has_failed:
         has_kills = count_memory_kills() > memory_kills
         why = _explain_death(code, words, has_torch=has_torch, is_out_of_memory=has_kills)
-        is_asked = os.WTERMSIG(status) in agent.passed_on
-        _report_death(agent, code, None if is_asked else why, words, left=len(left))
+        was_forwarded = os.WTERMSIG(status) in agent.passed_on
+        _report_death(agent, code, None if was_forwarded else why, words, left=len(left))
 
     agent.notes.close()
     if agent.folder is not None:  # the agent may have exited before it recorded the run
@@ -306,6 +306,7 @@ def _report_death(
         run_json.note_end(folder, code, agent=agent.pid)
 
     if why is not None:
+        # The last line is the cause, unless a signal is.
         frames = words[-3:] if signal_name(code) else words[-4:-1]
         failure = Failure(
             *why, code, socket.gethostname(), note.node_rank, time.time(), frames=frames

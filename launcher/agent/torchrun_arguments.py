@@ -157,6 +157,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
 
 
 def _read(arguments: Sequence[str], master_port: str | None) -> argparse.Namespace:
+    """Parse the arguments as torchrun does; `master_port` is the default, and may be None."""
     parser = torchrun.get_args_parser()
     parser.set_defaults(master_port=master_port)  # the default is 29500 before torch 2.12
     parser.exit_on_error = False  # it would print its usage, of 90 lines
@@ -182,9 +183,9 @@ def _choose_program(args: argparse.Namespace, is_fresh: str | None) -> Program:
 
 
 def _place_in_step(args: argparse.Namespace, spares: int, environ: OwnEnviron) -> bool:
-    """In a SLURM step, take the node count, node rank and master from it unless they are given.
+    """In a SLURM step, set the node count, node rank and master in `args` unless they are given.
 
-    The last `spares` nodes of the step are spares. Returns whether this was done.
+    The last `spares` nodes of the step are spares. Returns whether they were set.
     """
     usual = vars(torchrun.get_args_parser().parse_args(["script"]))
     names = "nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "standalone"

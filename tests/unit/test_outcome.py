@@ -13,7 +13,7 @@ from agents import ROOT
 
 from launcher import failure
 from launcher.agent.facts import Facts
-from launcher.agent.rank.program import _record
+from launcher.agent.rank.program import _write_error_file
 from launcher.crash import read_crash
 from launcher.failure import Failure, RaisedError, read_error
 from launcher.failure_block import find_end, find_kept, print_outcome
@@ -433,7 +433,7 @@ def test_a_launcher_that_stood_still(nodes: list[NodePart], stopped_by: int, sho
 
 def test_the_time_of_an_error_is_the_ranks_own(tmp_path: Path) -> None:
     file = tmp_path / "error.json"
-    _record(ValueError("bad"), 1, file)
+    _write_error_file(ValueError("bad"), 1, file)
     os.utime(file, (1.0, 1.0))  # a file server whose clock is wrong
     raised = read_error(file)
     assert raised is not None and raised.time > 1e9

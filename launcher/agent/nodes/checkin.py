@@ -147,6 +147,7 @@ def gather(
     newcomers: list[tuple[int, Link]] = []  # they have checked in, but may still be rejected
 
     def admit(peer: Link, node: NodeReport) -> bool:
+        """Return False to turn a node of another run away. Raises Refused to end this run."""
         if node.run_id not in ("", me.run_id):
             cause = f"{node.host} has run id {node.run_id}, but {me.host} has {me.run_id}"
             say(f"warning: {cause}; rejected; still waiting for this run's nodes [wrong-world]")

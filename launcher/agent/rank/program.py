@@ -120,10 +120,10 @@ def run_and_exit(
 
     _hide_the_agent(program)
     kept = _keep_backends()
-    report = functools.partial(
+    set_state = functools.partial(
         ending.set_state, variables["HEARTBEAT_FILE"], int(variables["LOCAL_WORLD_SIZE"])
     )
-    code = _execute(program, error_file, report)
+    code = _execute(program, error_file, set_state)
 
     kept.clear()
     if reports_leaks():
@@ -133,6 +133,7 @@ def run_and_exit(
 
 
 def _restore_signals() -> None:
+    """Give signals the handlers of a new Python process, and unblock all."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for signum in (*handled_signals(), QUERY, *processes.OTHERS):
@@ -202,10 +203,10 @@ def _keep_backends() -> list[Any]:
     return kept
 
 
-def _execute(program: Program, error_file: Path, report: Callable[[int], None]) -> int:
+def _execute(program: Program, error_file: Path, set_state: Callable[[int], None]) -> int:
     """Run the program as `__main__`. Returns the exit code that Python would give it.
 
-    `report` tells the agent how far the end of a program has got that an error has ended.
+    `set_state` tells the agent how far the exit has got of a program that an error has ended.
     """
     with contextlib.suppress(OSError):  # a sandbox: no stack after a crash
         faulthandler.enable()
@@ -218,22 +219,23 @@ def _execute(program: Program, error_file: Path, report: Callable[[int], None]) 
     except SystemExit as leave:
         if hasattr(leave, "prepare"):  # the helper's finish()
             leave.prepare()
-        code = _code_of(leave)
+        code = _exit_code_of(leave)
         if code != 0:
-            _record(leave, code, error_file)
-            report(ending.MAY_SAVE if code == STOPPED else ending.ENDED)
+            _write_error_file(leave, code, error_file)
+            set_state(ending.MAY_SAVE if code == STOPPED else ending.ENDED)
         return code
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        _record(error, code, error_file)
-        report(ending.MAY_SAVE)
-        code = _report(error, code)
-        report(ending.ENDED)
+        _write_error_file(error, code, error_file)
+        set_state(ending.MAY_SAVE)
+        code = _show_error(error, code)
+        set_state(ending.ENDED)
         return code
     return 0
 
 
 def _run_script(path: str) -> None:
+    """Run a script as `python path` does: as `__main__`, with its own globals."""
     main = types.ModuleType("__main__")
     main.__file__ = os.path.abspath(path)
     main.__dict__["__builtins__"] = builtins
@@ -246,23 +248,24 @@ def _run_script(path: str) -> None:
     exec(code, main.__dict__)
 
 
-def _code_of(leave: SystemExit) -> int:
+def _exit_code_of(leave: SystemExit) -> int:
+    """Return the exit code that Python would give; like Python, print a message in its place."""
     if leave.code is None or isinstance(leave.code, int):
         return (leave.code or 0) & 0xFF
     warn(str(leave.code))
     return 1
 
 
-def _record(error: BaseException, code: int, file: Path) -> None:
+def _write_error_file(error: BaseException, code: int, file: Path) -> None:
     """Write the error file, in torch's format; torch itself writes it only for exceptions."""
     text = _text_of(error)
     fault = getattr(error, "fault", "")
     has_left = isinstance(error, SystemExit)
-    has_told = has_left and fault  # distributed.errors.Leave, which may be imported twice
-    stack = "" if has_told else traceback.format_exc()
+    is_own_exit = has_left and fault  # distributed.errors.Leave, which may be imported twice
+    stack = "" if is_own_exit else traceback.format_exc()
 
     message = {
-        "message": text if has_told else f"{type(error).__name__}: {text}",
+        "message": text if is_own_exit else f"{type(error).__name__}: {text}",
         "errorCode": code,
         "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))},
         "fault": fault,  # this field and the next ones are ours; torch ignores them
@@ -301,7 +304,7 @@ def _errors_of_group(error: BaseException) -> Iterator[BaseException]:
             yield from _errors_of_group(member) if hasattr(member, "exceptions") else (member,)
 
 
-def _report(error: BaseException, code: int) -> int:
+def _show_error(error: BaseException, code: int) -> int:
     """Print the traceback through the script's own hook, without our frames above it.
 
     Returns the exit code, or the one that the hook has chosen.
@@ -313,7 +316,7 @@ def _report(error: BaseException, code: int) -> int:
     try:
         sys.excepthook(type(error), error.with_traceback(frames), frames)
     except SystemExit as leave:
-        return _code_of(leave)
+        return _exit_code_of(leave)
     except BaseException as second:  # as Python does
         warn("Error in sys.excepthook:")
         sys.__excepthook__(type(second), second, second.__traceback__)

@@ -77,7 +77,7 @@ class Snapshots:
                 return Parts(step, folder, sorted(ranks - held))
         return None
 
-    def leave_to(self, first_node: Link, parts: Parts | None, limit_s: float) -> None:
+    def hand_over(self, first_node: Link, parts: Parts | None, limit_s: float) -> None:
         """On any node but the first, hand over its parts, and wait for the first node to finish.
 
         Launchers give the other nodes little time once one node has finished.
@@ -85,18 +85,23 @@ class Snapshots:
         deadline = own_time.now() + limit_s
         processes.die_with_parent(os.getppid())  # the event loop no longer watches the supervisor
         if parts is not None:
-            _run(self._files(parts), parts.step, deadline, folder=parts.folder, is_handed_over=True)
+            _save_in_child(
+                self._files(parts), parts.step, deadline, folder=parts.folder, is_handed_over=True
+            )
             first_node.send(HandedOver())
         while first_node.wait(deadline) is not None:
             pass
 
     def save_parts(self, parts: Parts, peers: Mapping[int, Link], limit_s: float) -> int:
-        """Save a snapshot, with the parts that other nodes hand over. Returns its step, or -1."""
+        """On the first node, save a snapshot with the parts that other nodes hand over.
+
+        Waits for them for half of `limit_s` at most. Returns its step, or -1 if that failed.
+        """
         deadline = own_time.now() + limit_s
         for peer in peers.values():
             while not isinstance(peer.wait(deadline - limit_s / 2), HandedOver | None):
                 pass
-        is_saved = _run(self._files(parts), parts.step, deadline, folder=parts.folder)
+        is_saved = _save_in_child(self._files(parts), parts.step, deadline, folder=parts.folder)
         return parts.step if is_saved else -1
 
     def save(self, saved_step: int, *, is_first_node: bool, limit_s: float) -> int:
@@ -113,7 +118,7 @@ class Snapshots:
 
         for step in sorted(newer, reverse=True):
             files = [buffer.fd for buffer in buffers if buffer.header().step == step]
-            if own_time.now() < deadline and _run(files, step, deadline):
+            if own_time.now() < deadline and _save_in_child(files, step, deadline):
                 return step
         return -1
 
@@ -130,6 +135,7 @@ def _is_shared(holders: int, buffers: Sequence[Memory]) -> bool:
 
 
 def _holders_of_parts(buffers: Sequence[Memory]) -> dict[str, list[int]]:
+    """Return the ranks whose parts of sharded snapshots these buffers hold, by step."""
     found: dict[str, list[int]] = {}
     for header in (buffer.header() for buffer in buffers):
         if header.holders > 1:
@@ -144,7 +150,7 @@ def _whole_steps(buffers: Sequence[Memory]) -> list[int]:
     return whole_steps([first | second for first, second in pairs])
 
 
-def _run(
+def _save_in_child(
     files: Sequence[int],
     step: int,
     deadline: float,
@@ -203,7 +209,7 @@ class Outgoing:
             self.next_at = now + self.rest_s
 
     def parts(self) -> Iterator[SnapshotData | None]:
-        """Yield the pieces of each new snapshot, header last, or None while none is ready.
+        """Yield the pieces of each new snapshot, header last, or None while none is ready; endless.
 
         The pieces come from a private copy, which the rank cannot overwrite.
         """

@@ -84,6 +84,7 @@ def _merge(parts: Sequence[Snapshot]) -> Snapshot:
 
 
 def _commit(taken: Snapshot) -> int:
+    """Write a complete snapshot as a checkpoint. Returns 0, or 1 if one as new is there."""
     folder = Path(taken.folder)
     folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock(folder, f"run {folder.name}")
