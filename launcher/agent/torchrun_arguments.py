@@ -96,8 +96,7 @@ class Arguments:
 def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str | None]:
     """Return torchrun's arguments, and the name of one, if any, that only torch's agent supports.
 
-    Removes variables that no rank needs from `environ`. Raises ValueError, with a one-line cause
-    and fix, if an argument is invalid.
+    Removes from `environ` what no rank needs. Raises ValueError with a one-line cause and fix.
     """
     args = _read(arguments, environ.get("PET_MASTER_PORT"))
     spares = int(environ.pop("SPARES", "") or 0)
