@@ -37,7 +37,7 @@ def receive_others(
         stack.enter_context(contextlib.closing(acceptor))
 
         file = ""
-        if folder is not None:
+        if folder:
             with contextlib.suppress(OSError):  # which check_folders reports
                 file = stack.enter_context(
                     tempfile.NamedTemporaryFile(dir=existing(folder), prefix=".shared-")

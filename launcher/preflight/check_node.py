@@ -42,7 +42,7 @@ def check_node(request: Request, environ: Environ) -> Report:
             faults = [Fault("gpu-unhealthy", machine.gpu_error, "give the number of processes")]
         files = must_match.hash_files(request.words, request.directory) if is_compared else {}
 
-    if is_compared and machine.script is not None:
+    if is_compared and machine.script:
         files.setdefault(machine.script.name, "")
     met, done = visit.result()
 
@@ -81,7 +81,7 @@ def _meet(
     """Return the faults found at the master's port, and the names of the checks made there."""
     can_meet = request.node_rank != 0 or listener is not None
     if not (request.has_checks and request.meeting_size > 1 and can_meet):
-        if listener is not None:
+        if listener:
             listener.close()
         return (), ()
 
@@ -89,7 +89,7 @@ def _meet(
     address = request.master_addr
     host = short_host_name()
     access = read_access(environ)
-    if listener is None:
+    if not listener:
         me = NodeReport(request.node_rank, request.num_nodes, 1, host, request.run_id)
         return between_nodes.visit_master(address, port, me, access.secret, wait)
 

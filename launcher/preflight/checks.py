@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import importlib.machinery
-import importlib.util
 import os
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -27,7 +24,8 @@ from launcher.wire.messages import Fault, Request
 
 OLDEST_TORCH = (2, 4)
 FIRST_DRIVER = {11: 450, 12: 525, 13: 580}  # by CUDA version: CUDA Compatibility, table 2 (NVIDIA)
-AGENT_FILES, RANK_FILES = 27, 6  # of a node agent, and for each of its ranks, beside connections
+AGENT_FILES = 27  # open files of a node agent, in addition to its connections
+RANK_FILES = 6  # the same, for each of its ranks
 LEAST_FILES = 1024  # open files of one process; Linux's own default
 LEAST_SHM = 512 << 20  # bytes; Docker's default of 64 MiB is too small for data workers
 LEAST_DISK = 2 << 30  # bytes free where checkpoints go
@@ -71,33 +69,13 @@ def check_program(machine: Machine) -> Iterator[Fault]:
     elif tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
         cause = f"{sys.executable} has torch {torch}, too old for the launchers"
         yield Fault("env-missing", cause, "install {}.{} or newer".format(*OLDEST_TORCH))
-    elif missing := missing_of_torch():
+    elif missing := must_match.missing_of_torch():
         cure = "set PYTHON to another Python, or repair its torch"
         yield Fault("env-missing", f"{sys.executable} cannot import torch: {missing}", cure)
     elif (path := machine.script) and not (path.is_file() or (path / "__main__.py").is_file()):
         cause = f"there is no script {str(path)!r}"
         cause = f"{str(path)!r} is a folder without __main__.py" if path.is_dir() else cause
         yield Fault("env-missing", cause, "correct its path; for a module, give -m and its name")
-
-
-def missing_of_torch() -> str:
-    """Return what an import of torch would not find, without importing it."""
-    spec = importlib.util.find_spec("torch")
-    folder = Path(spec.origin or "").parent if spec else Path()
-    names = [folder / f"_C{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    library = next(filter(Path.exists, names), None)
-    if library is None:
-        return f"{str(folder)!r} has no _C module for this Python"
-    try:
-        command = ["env", "LC_ALL=C", "ldd", str(library)]
-        traced = subprocess.run(command, capture_output=True, errors="replace", timeout=3)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""  # ldd is not on every system
-
-    lines = [line.split() for line in traced.stdout.splitlines()]
-    missing = {words[0] for words in lines if words[1:] == ["=>", "not", "found"]}
-    missing -= {file.name for file in folder.parent.glob("nvidia/*/lib/*")}  # torch loads these
-    return f"there is no {', '.join(sorted(missing))}" if missing else ""
 
 
 def check_gpus(machine: Machine) -> Iterator[Fault]:
@@ -110,9 +88,10 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
     elif machine.backend == "nccl" and not (machine.gpus or any(map(os.path.exists, DEVICES))):
         cause = "backend nccl needs a GPU, but there is none"
         yield Fault("too-few-gpus", cause, "set BACKEND=gloo")
-    gpus = {gpu.uuid for gpu in machine.gpus}  # CUDA_VISIBLE_DEVICES may name one several times
-    if 0 < len(gpus) < machine.nproc and machine.backend != "gloo":
-        cause = f"{machine.nproc} processes, but only {count(len(gpus), 'visible GPU')}"
+
+    different = {gpu.uuid for gpu in machine.gpus}  # CUDA_VISIBLE_DEVICES may name one twice
+    if 0 < len(different) < machine.nproc and machine.backend != "gloo":
+        cause = f"{machine.nproc} processes, but only {count(len(different), 'visible GPU')}"
         is_shared = machine.nproc <= len(machine.gpus)
         yield Fault("too-few-gpus", cause, "start fewer; see CUDA_VISIBLE_DEVICES", warns=is_shared)
 
@@ -144,7 +123,9 @@ def check_build(machine: Machine) -> Iterator[Fault]:
     if not machine.gpus or machine.backend == "gloo":
         return
 
-    cuda, driver, cure = torch.get("cuda"), machine.gpus[0].driver, "or set BACKEND=gloo"
+    cuda = torch.get("cuda")
+    driver = machine.gpus[0].driver
+    cure = "or set BACKEND=gloo"
     if torch and not cuda:
         cause = f"{count(len(machine.gpus), 'GPU')} here, but torch {torch['__version__']} is built"
         cure = f"install torch with CUDA, {cure} to train on the CPU"
@@ -160,17 +141,26 @@ def check_build(machine: Machine) -> Iterator[Fault]:
 
 def _contradictions(environ: Environ) -> Iterator[Fault]:
     """ROCm's variables choose the same GPUs, and only visible ones."""
-    names = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
-    shown, by_hip, by_cuda = (environ.get(name) for name in names)
+    shown = environ.get("ROCR_VISIBLE_DEVICES")
+    by_hip = environ.get("HIP_VISIBLE_DEVICES")
+    by_cuda = environ.get("CUDA_VISIBLE_DEVICES")
     if None not in (by_hip, by_cuda) and by_hip != by_cuda:
         cause = f"HIP_VISIBLE_DEVICES={by_hip} but CUDA_VISIBLE_DEVICES={by_cuda}"
         yield Fault("visible-devices", cause, "unset one of them")
-    wanted = by_cuda if by_hip is None else by_hip
+
+    name = "HIP_VISIBLE_DEVICES"
+    wanted = by_hip
+    if wanted is None:
+        name = "CUDA_VISIBLE_DEVICES"
+        wanted = by_cuda
     numbers = [int(word) for word in (wanted or "").split(",") if word.isdecimal()]
-    if shown is not None and numbers and max(numbers) >= len(shown.split(",")):
-        name = names[2] if by_hip is None else names[1]
+    if shown is None or not numbers:
+        return
+
+    left = len(shown.split(","))
+    if max(numbers) >= left:
         cause = f"{name}={wanted} asks for GPU {max(numbers)}, but ROCR_VISIBLE_DEVICES={shown}"
-        cause += f" leaves only {count(len(shown.split(',')), 'GPU')}, numbered from 0"
+        cause += f" leaves only {count(left, 'GPU')}, numbered from 0"
         yield Fault("visible-devices", cause, f"unset {name}")
 
 
@@ -188,12 +178,14 @@ def check_cpus(machine: Machine) -> Iterator[Fault]:
 
 def check_master(machine: Machine) -> Iterator[Fault]:
     """The master's name can be resolved here, other nodes can reach it, and its port is free."""
-    name, port = machine.master_addr, machine.port
+    name = machine.master_addr
+    port = machine.port
     addresses = []
     try:
         addresses = [str(address[0]) for *_, address in socket.getaddrinfo(name, None)]
     except OSError:
-        cause, cure = f"the master's name {name!r} is unknown", "correct it, or give its address"
+        cause = f"the master's name {name!r} is unknown"
+        cure = "correct it, or give its address"
         is_awaited = machine.num_nodes > 1 and machine.meeting_size == 0  # may not exist yet
         if is_awaited:
             cure = f"the nodes wait until it resolves; if it is wrong, {cure}"
@@ -208,6 +200,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
             cause += f" (/etc/hosts line {line})"
         cure = "give the master's address on the network the nodes share"
         yield Fault("loopback-address", cause, cure, warns=literal)
+
     if machine.num_nodes > 1 and machine.node_rank == 0 and addresses and not is_here(addresses[0]):
         cause = f"the master's address {addresses[0]} does not belong to this node (node rank 0)"
         cure = "set MASTER_ADDR to an address of this node; behind NAT or a service, ignore this"
@@ -237,10 +230,12 @@ def check_interfaces(machine: Machine) -> Iterator[Fault]:
     cure = f"unset it, or name one of {', '.join(names)}"
     if leads not in (None, "lo"):
         cure = f"unset it, or name {leads}, which leads to the master"
+
     gloo = machine.environ.get("GLOO_SOCKET_IFNAME", "")
     if missing := [name for name in gloo.split(",") if gloo and name not in names]:
         cause = f"GLOO_SOCKET_IFNAME={gloo}: this machine has no interface {', '.join(missing)}"
         yield Fault("no-such-interface", cause, f"{cure} (only NCCL supports ^ to exclude)")
+
     nccl = machine.environ.get("NCCL_SOCKET_IFNAME", "")
     if not any(infiniband.is_chosen(name, nccl) for name in names):
         named = infiniband.spell("NCCL_SOCKET_IFNAME", machine.environ)
@@ -251,6 +246,7 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
     """The ports that NCCL would use between nodes are active, and can be used from here."""
     if not machine.may_use_infiniband:
         return
+
     ports = infiniband.ports_of_nccl(machine.ports, machine.environ)
     active = [port.name for port in ports if port.is_active]
     down = [f"{port.name} is {port.state} ({port.physical})" for port in ports if port.is_down]
@@ -259,9 +255,12 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
         others = f"{count(len(active), 'other')} active" if active else "none active"
         cure = "check its cable and switch, or name the ports to use in NCCL_IB_HCA"
         yield warning("infiniband-down", f"port {', '.join(down)}, {others}", cure)
-    if not ports and (all_active := [port.name for port in machine.ports if port.is_active]):
+
+    all_active = [port.name for port in machine.ports if port.is_active]
+    if all_active and not ports:
         cause = infiniband.spell("NCCL_IB_HCA", machine.environ) + " does not match any active port"
         yield warning("nccl-on-sockets", cause, f"unset it, or name one of {', '.join(all_active)}")
+
     if active and not machine.can_open_ports:
         cause = f"port {active[0]} is active, but {infiniband.DEVICES} cannot be opened here"
         cure = "give the container access to it, or set NCCL_PROFILE=ethernet"
@@ -271,7 +270,7 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
 def check_limits(machine: Machine) -> Iterator[Fault]:
     """The limits are high enough for data workers and NCCL, and for InfiniBand's locked buffers."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 means no limit
-    # Those of node rank 0's agent: a connection to each node, and one of each rank to its store.
+    # Node rank 0's agent has a connection to each node, and one of each rank to its store.
     needed = (1 + machine.nproc) * machine.num_nodes + AGENT_FILES + RANK_FILES * machine.nproc
     if machine.node_rank == 0 and 0 <= most < needed:
         cause = f"the hard limit on open files is {most}, and this run's agent needs {needed}"
@@ -280,6 +279,7 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
         cause = f"the limit on open files is {files} (data workers need {LEAST_FILES})"
         yield warning("low-nofile", cause, "run ulimit -n 65536 before the launch")
     yield from cgroup.check_processes(machine.nproc, machine.num_workers)
+
     shm, _, free = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else (0, 0, 0)
     if free < LEAST_SHM:
         cause = f"/dev/shm has only {free >> 20} MiB free, of {shm >> 20} MiB"
@@ -306,6 +306,7 @@ def check_folders(machine: Machine) -> Iterator[Fault]:
         if directory.is_symlink():  # perhaps to a folder that was purged
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.realpath(directory), exist_ok=True)
+
         place = existing(directory)
         try:
             with tempfile.TemporaryFile(dir=place) as probe:

@@ -119,14 +119,15 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
         nvlinks = linked.result() if linked else {}
     instances = _mig_instances(until) if any(row[4] == "Enabled" for row in rows) else {}
 
-    for index, uuid, errors, driver, mode, *more in rows:
+    for index, uuid, errors, driver, mode, *more in rows:  # no more from an old nvidia-smi
         memory_errors = _number(errors) or 0  # "[N/A]" without ECC
         if mode != "Enabled":
             processes = tuple(f"pid {pid} ({name})" for gpu, pid, name in users if gpu == uuid)
             known: dict[str, Any] = dict(zip(FIELDS, more, strict=False))
-            known |= {field: _number(known[field]) for field in [*known][1:]}
+            known |= {field: _number(text) for field, text in known.items() if field != "model"}
             links = nvlinks.get(uuid)
             yield Gpu(index, uuid, memory_errors, driver, processes, nvlinks=links, **known)
+
         for number, instance in enumerate(instances.get(uuid, [])):
             yield Gpu(f"{index}:{number}", instance, memory_errors, driver)
 

@@ -1,13 +1,18 @@
-"""Versions and files that must be the same on every node, and how they differ (no torch)."""
+"""Versions and files that must be the same on every node, and how they differ.
+
+Of torch, it reads the files, without importing it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.machinery
 import importlib.util
 import os
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,10 +32,30 @@ def versions() -> dict[str, str]:
 def read_torch() -> dict[str, Any]:
     """Return the values in torch's version file, such as `cuda` and `hip` (a version or None)."""
     torch = importlib.util.find_spec("torch")
-    if torch is not None and torch.origin is not None:
+    if torch and torch.origin:
         with contextlib.suppress(OSError):  # a folder that merely has this name
             return runpy.run_path(str(Path(torch.origin).with_name("version.py")))
     return {}
+
+
+def missing_of_torch() -> str:
+    """Return what an import of torch would not find, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    folder = Path(spec.origin or "").parent if spec else Path()
+    names = [folder / f"_C{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    library = next(filter(Path.exists, names), None)
+    if not library:
+        return f"{str(folder)!r} has no _C module for this Python"
+    try:
+        command = ["env", "LC_ALL=C", "ldd", str(library)]
+        traced = subprocess.run(command, capture_output=True, errors="replace", timeout=3)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""  # ldd is not on every system
+
+    lines = [line.split() for line in traced.stdout.splitlines()]
+    missing = {words[0] for words in lines if words[1:] == ["=>", "not", "found"]}
+    missing -= {file.name for file in folder.parent.glob("nvidia/*/lib/*")}  # torch loads these
+    return f"there is no {', '.join(sorted(missing))}" if missing else ""
 
 
 def describe_program(
