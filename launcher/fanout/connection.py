@@ -10,9 +10,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from launcher import descriptors
 from launcher.fanout.loop import Child, Loop, Show, given_options, ssh_command
@@ -38,6 +38,14 @@ CURES = {
     "ssh-refused": "make sure that 'ssh {node} true' works without a prompt",
 }
 T = TypeVar("T")
+Turn = Callable[[float], None]  # handles events until this time, or for a shorter one
+
+
+class Gap(NamedTuple):
+    """A silence of a node."""
+
+    ended: float = 0.0  # monotonic time
+    seconds: float = 0.0
 
 
 class Connection(Child):
@@ -60,7 +68,7 @@ class Connection(Child):
         self.is_silent = False  # at the time it was lost
         self.is_left = False  # the run continues without it
         self.heard = time.monotonic()
-        self.gap = 0.0, 0.0  # end and length of the last silence that could have ended the run
+        self.gap = Gap()  # the last silence that could have ended the run
         self.silence_news = SilenceNews()
         self._fault = "ssh-refused"  # why there was no connection, once ssh has ended
         self._probe: threading.Thread | None = None
@@ -126,7 +134,7 @@ class Connection(Child):
 
     def _note_heard(self, now: float) -> None:
         if self.is_started and now - self.heard > limits.GAP_S:
-            self.gap = now, now - self.heard
+            self.gap = Gap(now, now - self.heard)
         self.heard = now
 
     # --- how the node's part of the run ends --------------------------------------------------
@@ -134,12 +142,15 @@ class Connection(Child):
     def forgive_silence(self) -> None:
         """Count anew from here: until now, the launcher itself was suspended."""
         self.heard = time.monotonic()
-        self.gap = 0.0, 0.0
+        self.gap = Gap()
 
     def lose(self, why: str, *, is_silent: bool) -> None:
         """Record that the node's part of the run has ended early."""
         self.lost = why
         self.is_silent = is_silent
+
+    def describe_loss(self) -> str:
+        return f"{self.name}: {self.lost}{' [link-lost]' if self.is_silent else ''}"
 
     def leave_behind(self) -> None:
         """End a part without which the run continues."""
@@ -150,21 +161,21 @@ class Connection(Child):
 
     def look_for_fault(self) -> None:
         """Find out in the background why ssh has not reached the node."""
-        if self._probe is None and self.code == SSH_FAILED and self.answer(Hello) is None:
+        if not self._probe and self.code == SSH_FAILED and not self.answer(Hello):
             self._probe = threading.Thread(target=self._find_fault, daemon=True)
             self._probe.start()
 
     @property
     def may_come(self) -> bool:
         """Whether the node may still say hello, or the reason why it did not is still unknown."""
-        is_told = self._probe is not None and not self._probe.is_alive()
-        return self.answer(Hello) is None and self.code in (None, SSH_FAILED) and not is_told
+        is_told = self._probe and not self._probe.is_alive()
+        return not self.answer(Hello) and self.code in (None, SSH_FAILED) and not is_told
 
     @property
     def is_dropped(self) -> bool:
         """Whether an sshd on the way has dropped the connection, as sshd does when overloaded."""
-        is_silent = self.answer(Hello) is None and not self.may_come
-        return is_silent and self.code == SSH_FAILED and self._fault == "ssh-refused"
+        has_failed = not self.answer(Hello) and not self.may_come
+        return has_failed and self.code == SSH_FAILED and self._fault == "ssh-refused"
 
     def _find_fault(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired, KeyError, ValueError):
@@ -172,9 +183,9 @@ class Connection(Child):
 
     def explain_silence(self, waited_s: float) -> Fault:
         """Return why the node has not reported its checks."""
-        if self._probe is not None:
+        if self._probe:
             self._probe.join(limits.PROBE_S)
-        is_there = self.answer(Hello) is not None
+        is_there = self.answer(Hello)
         if self.code is None:
             cause = f"no answer within {waited_s:g} s"
             cure = "check that the machine is up and that ssh logs in without a prompt"
@@ -190,18 +201,24 @@ class Connection(Child):
         return Fault(fault, cause, CURES[fault].format(node=self.name))
 
 
-def greet(
-    connections: list[Connection],
-    connect: Callable[[int], Connection],  # connects again to the node with this index
-    turn: Callable[[float], None],  # handles events until this time
+def connect_all(
+    connections: list[Connection],  # filled here; `turn` already handles their events
+    connect: Callable[[int], Connection],  # connects to the node with this index
+    num_nodes: int,
+    turn: Turn,
     until: float,
 ) -> None:
-    """Wait until every node has said hello, or has failed.
+    """Connect to all nodes, and wait until each has said hello or has failed.
 
     If many connections arrive at once, an sshd, especially a bastion's, drops some (MaxStartups).
     If others succeed, the dropped ones are tried again.
     """
-    tries = [1] * len(connections)
+    for place in range(num_nodes):
+        connections.append(connect(place))
+        if place % AT_ONCE == AT_ONCE - 1:
+            wait_for(Hello, connections, turn, time.monotonic() + limits.CONNECT_PACE_S)
+
+    tries = [1] * num_nodes
     while (now := time.monotonic()) < until:
         has_way = any(connection.answer(Hello) for connection in connections)
         dropped = [
@@ -218,6 +235,14 @@ def greet(
                 tries[place] += 1
                 connections[place] = connect(place)
         turn(min(until, now + limits.CONNECT_AGAIN_S))
+
+
+def wait_for(kind: type, connections: Sequence[Connection], turn: Turn, until: float) -> None:
+    """Wait until every node has sent an answer of this kind, or its connection has ended."""
+    while time.monotonic() < until and any(
+        node.code is None and not node.answer(kind) for node in connections
+    ):
+        turn(until)
 
 
 def find_fault(node: str, environ: Environ) -> str:

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from launcher.fanout.connection import Connection
+from launcher.fanout.connection import Connection, Gap
 from launcher.fanout.launch_end import NodePart
 from launcher.fanout.loop import Loop, Show
 from launcher.outcome import Outcome
@@ -33,20 +33,23 @@ class Nodes:
         self.can_change = can_change
         self._connect = connect
         self._membership: Membership | None = None  # the newest
-        self._until = math.inf
-        self._looks: dict[Connection, Connection] = {}  # the newest second connection to each
+        self._decide_by = math.inf  # when the run must have ended or continued
+        self._sweeps: dict[Connection, Connection] = {}  # the newest second connection to each
 
     def leave_behind(self) -> list[Connection]:
         """Leave the nodes that the run has begun to continue without. Returns them."""
-        known = filter(None, (node.answer(Membership) for node in self.connections))
+        answers = [node.answer(Membership) for node in self.connections]
+        known = [membership for membership in answers if membership]
         newest = max(known, key=lambda membership: membership.attempt, default=None)
         if newest is None or newest == self._membership:
             return []
+
         self._membership = newest
-        there = enumerate(self.connections)
-        left = [node for place, node in there if place not in newest.nodes and not node.is_left]
-        for node in left:
-            node.leave_behind()
+        left = []
+        for place, node in enumerate(self.connections):
+            if place not in newest.nodes and not node.is_left:
+                node.leave_behind()
+                left.append(node)
         return left
 
     @property
@@ -62,47 +65,57 @@ class Nodes:
         """The limit for the other nodes' parts to end after one has."""
         return limits.for_nodes(limits.OTHERS_S, len(self.connections))
 
-    def is_overdue(self, rest_s: float) -> bool:
-        """Whether a node has ended, and the run has neither ended nor continued in time."""
-        ended = any(node.lost or node.answer(Exit) is not None for node in self.current)
-        until = time.monotonic() + limits.DECIDE_S + rest_s
-        self._until = min(self._until, until) if ended else math.inf
-        return self.can_change and time.monotonic() > self._until
+    def check_deadline(self, rest_s: float) -> bool:
+        """Whether the run has neither ended nor continued in time after a node's end.
+
+        A call after the first end sets the deadline: DECIDE_S and `rest_s` from then. A call while
+        all current nodes are running clears it.
+        """
+        has_end = any(node.lost or node.answer(Exit) for node in self.current)
+        decide_by = time.monotonic() + limits.DECIDE_S + rest_s
+        self._decide_by = min(self._decide_by, decide_by) if has_end else math.inf
+        return self.can_change and time.monotonic() > self._decide_by
 
     def sweep(self, node: Connection) -> None:
         """Connect again to a lost node, to end the processes that are left there."""
-        look = self._connect(node.name, f"{os.urandom(16).hex()}.0", lambda line, is_error: None)
-        look.ask(Sweep(node.token))
-        self._looks[node] = look
+        token = f"{os.urandom(16).hex()}.0"
+        self._sweeps[node] = self._connect(node.name, token, lambda line, is_error: None)
+        self._sweeps[node].ask(Sweep(node.token))
 
     def find_unreachable(self, loop: Loop, within_s: float) -> dict[Connection, str]:
-        """Check that nothing is left on lost nodes. Returns the unreachable ones, and why."""
+        """Sweep the nodes that have not reported their end. Returns the unreachable ones, and why.
+
+        A node that was left behind is swept again if that has failed: it may be reachable by now.
+        """
         for node in self.connections:
-            look = self._looks.get(node)
-            has_failed = look is not None and look.code is not None and look.answer(Exit) is None
-            if node.answer(Exit) is None and (look is None or (node.is_left and has_failed)):
+            if node.answer(Exit):
+                continue
+            sweep = self._sweeps.get(node)
+            has_failed = sweep and sweep.code is not None and not sweep.answer(Exit)
+            if not sweep or (node.is_left and has_failed):
                 self.sweep(node)
-        self._await_looks(loop, within_s)
-        return {
-            node: look.last_words for node, look in self._looks.items() if not look.answer(Exit)
-        }
+
+        self._await_sweeps(loop, within_s)
+        failed = [(node, sweep) for node, sweep in self._sweeps.items() if not sweep.answer(Exit)]
+        return {node: sweep.last_words for node, sweep in failed}
 
     def end_hung(self, loop: Loop) -> None:
         """After a refusal, end what hangs, or was stopped, on nodes that did not report."""
         for node in self.connections:
-            is_there = node.code is None and node.answer(Hello) is not None
-            if is_there and node.answer(Report) is None:
+            is_there = node.answer(Hello) and node.code is None
+            if is_there and not node.answer(Report):
                 self.sweep(node)
-        self._await_looks(loop, limits.SSH_CONNECT_S + limits.SWEEP_S)
+        self._await_sweeps(loop, limits.SSH_CONNECT_S + limits.SWEEP_S)
 
-    def _await_looks(self, loop: Loop, within_s: float) -> None:
+    def _await_sweeps(self, loop: Loop, within_s: float) -> None:
+        """Wait until all second connections have ended. From here on, signals have no effect."""
         until = time.monotonic() + within_s
-        looks = self._looks.values()
-        while any(look.code is None for look in looks) and time.monotonic() < until:
-            for look in looks:
-                if look.answer(Exit) is not None:
-                    look.close_input()
-            loop.wait(until - time.monotonic())  # from here on, signals have no effect
+        sweeps = self._sweeps.values()
+        while any(sweep.code is None for sweep in sweeps) and time.monotonic() < until:
+            for sweep in sweeps:
+                if sweep.answer(Exit):
+                    sweep.close_input()
+            loop.wait(until - time.monotonic())
 
     def parts(self, unreachable: Container[Connection]) -> list[NodePart]:
         """Return how each node's part of the run ended, by node rank."""
@@ -134,11 +147,14 @@ class Silence:
         return [
             node
             for node in self.connections
-            if node.code is None and not node.is_left and node.answer(Exit) is None
+            if node.code is None and not node.is_left and not node.answer(Exit)
         ]
 
     def note_turn(self, *, is_ending: bool) -> None:
-        """Detect that this process or the machine was suspended; that does not count as silence."""
+        """Detect that this process or the machine was suspended; that does not count as silence.
+
+        It is forgotten once the run has survived it, unless the run is ending.
+        """
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         slept_s = now - (self._turned_at or now)
         self._turned_at = now
@@ -148,33 +164,36 @@ class Silence:
             for node in self.connections:
                 node.forgive_silence()
         elif now > self._recall_until and not is_ending:
-            self.still_s = 0.0  # the run has survived it
+            self.still_s = 0.0
 
     def due(self) -> float:
-        """Return when the first node will have been silent for too long."""
+        """Return when the first node will have been silent for too long (monotonic time)."""
         return min((node.heard + self.limit_s for node in self.awaited), default=math.inf)
 
-    def news(self) -> Iterator[str]:
-        """Name the nodes that have become silent, and those that are heard again."""
+    def describe(self) -> Iterator[str]:
+        """Yield a line for each node that has become silent, or is heard again, since last time."""
         for node in self.awaited:
             if news := node.silence_news.describe(time.monotonic() - node.heard, self.limit_s):
                 yield f"{node.name}: {news}"
 
-    def find(self) -> list[Connection]:
+    def find_lost(self) -> list[Connection]:
         """Return the nodes to give up on: all silent ones, once one has been silent too long."""
         now = time.monotonic()
         if now < self.due():
             return []
         return [node for node in self.awaited if now - node.heard > self.limit_s / 2]
 
-    def recall(self) -> list[Connection]:
-        """When the first node ends, return recently silent ones, which may have caused the end."""
+    def blame_recent(self) -> list[Connection]:
+        """Record as lost the nodes that were silent just before another one's end. Returns them.
+
+        Their silence may have caused that end.
+        """
         now = time.monotonic()
         blamed = []
         for node in self.connections:
-            lasts_s = now - node.heard
-            ended, seconds = (now, lasts_s) if lasts_s > limits.GAP_S else node.gap
-            if ended > now - limits.RECALL_S:
-                node.lose(f"no heartbeat for {seconds:.0f} s (network down?)", is_silent=True)
+            silent_s = now - node.heard
+            last = Gap(now, silent_s) if silent_s > limits.GAP_S else node.gap
+            if last.ended > now - limits.RECALL_S:
+                node.lose(f"no heartbeat for {last.seconds:.0f} s (network down?)", is_silent=True)
                 blamed.append(node)
         return blamed

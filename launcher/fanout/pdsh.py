@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from distributed.errors import Refused
-from launcher.fanout.connection import FAR_SIDE, Connection
+from launcher.fanout.connection import FAR_SIDE, Connection, wait_for
 from launcher.fanout.loop import Child, fixed_options, given_options
 from launcher.fanout.ssh import Fanout, quote_line
 from launcher.plan.plan import Plan
@@ -37,38 +37,44 @@ class PdshFanout(Fanout):
         self.pdsh: Child | None = None
 
     def require_tools(self) -> None:
-        if shutil.which("pdsh") is None:
+        if not shutil.which("pdsh"):
             cure = "install it, or use launch_torchrun_auto.sh"
             raise Refused("env-missing", f"pdsh is not installed here; {cure}")
         super().require_tools()
 
     def start_nodes(self, reports: Sequence[Report]) -> None:
+        """Send each node its start request, wait until all listen for pdsh, and start pdsh."""
         super().start_nodes(reports)
-        self.wait_for(Ready, time.monotonic() + limits.PDSH_READY_S + self.slack_s)
+        ready_by = time.monotonic() + limits.PDSH_READY_S + self.slack_s
+        wait_for(Ready, self.connections, self.turn, ready_by)
 
+        self.pdsh = Child(self.loop, self.pdsh_command(), self.terminals.show_behind(b""))
+        self.pdsh.close_input()
+
+    def pdsh_command(self) -> list[str]:
+        """Return pdsh's command, which connects to the waiting far side on every node."""
         environ = self.plan.environ
         given = [environ.get(name, "") for name in ("PDSH_SSH_ARGS_APPEND", "SSH_OPTS")]
         options = " ".join([*given, *(f"-o {option}" for option in fixed_options())])
         names = [node.name for node in self.plan.nodes]
+
         words = self.plan.inside(self.plan.module_command(FAR_SIDE))
         if "LD_LIBRARY_PATH" in self.plan.forwarded:  # may lead to Python's own library
             words = ["env", f"LD_LIBRARY_PATH={environ['LD_LIBRARY_PATH']}", *words]
         # On every node, pdsh replaces %n with the node rank.
         remote = f"exec {shlex.join(words).replace('%', '%%')} --pdsh {self.socket}.%n"
+
         command = ["env", f"PDSH_SSH_ARGS_APPEND={options}", "pdsh", "-R", "ssh", "-S"]
         command += ["-f", str(len(names)), "-w", ",".join(names)]
-        command += ["-t", str(limits.PDSH_CONNECT_S + self.slack_s), remote]
-
-        self.pdsh = Child(self.loop, command, self.terminals.show_behind(b""))
-        self.pdsh.close_input()
+        return [*command, "-t", str(limits.PDSH_CONNECT_S + self.slack_s), remote]
 
     def start_request(self, report: Report, node: Connection) -> Start:
         start = super().start_request(report, node)
         return replace(start, socket=f"{self.socket}.{report.node_rank}")
 
-    def check_end(self, node: Connection) -> None:
-        super().check_end(node)
-        if self.pdsh is not None and self.pdsh.code is not None:
+    def handle_end(self, node: Connection) -> None:
+        super().handle_end(node)
+        if self.pdsh and self.pdsh.code is not None:
             self.close_within(self.nodes.others_s)
 
     def paste_line(self, node: str, line: str) -> str:

@@ -12,7 +12,8 @@ from launcher.preflight.must_match import mismatches
 from launcher.text import MANY, count, fold_names
 from launcher.wire.messages import Fault, Report
 
-MOST_SHOWN, LONGEST = 200, 1000  # findings, and characters of each
+MOST_SHOWN = 200  # findings
+LONGEST = 1000  # characters of a finding
 COMPARED = 2  # versions and files; the rest is compared at the master's port
 
 
@@ -34,15 +35,23 @@ class Preflight:
     seconds: float
 
 
-def judge(reports: Sequence[Report], seconds: float | None = None) -> Preflight:
-    """Return all faults, followed by the differences between nodes; `reports` are by node rank."""
-    findings = [Finding(report.host, fault) for report in reports for fault in report.faults]
+def judge(
+    reports: Sequence[Report], silent: Sequence[Finding] = (), seconds: float | None = None
+) -> Preflight:
+    """Return all faults, first of the silent nodes, last the differences between the others.
+
+    `reports` are by node rank. Unless `seconds` says how long the preflight took, it is as long as
+    the slowest node's.
+    """
+    findings = [*silent]
+    findings += [Finding(report.host, fault) for report in reports for fault in report.faults]
     num_checks = sum(CHECKS.values())
     if len(reports) > 1:
         findings += differences(reports)
-        num_checks += COMPARED + len(set.intersection(*({*report.done} for report in reports[1:])))
-    took = max(report.seconds for report in reports) if seconds is None else seconds
-    return Preflight(num_checks, findings, len(reports), took)
+        done_by_each = [{*report.done} for report in reports[1:]]
+        num_checks += COMPARED + len(set.intersection(*done_by_each))
+    took_s = max(report.seconds for report in reports) if seconds is None else seconds
+    return Preflight(num_checks, findings, len(reports), took_s)
 
 
 def differences(reports: Sequence[Report]) -> Iterator[Finding]:
@@ -65,9 +74,10 @@ def differences(reports: Sequence[Report]) -> Iterator[Finding]:
 
 
 def print_findings(preflight: Preflight, program: str, *, is_strict: bool, out: TextIO) -> bool:
-    """Print one line for each fault, or for one that many nodes have.
+    """Print one line for each finding, or one for all nodes if many have the same fault.
 
-    Returns whether any fault prevents the start. With `is_strict`, every warning does.
+    Faults come before warnings. Returns whether any of them prevents the start; with `is_strict`,
+    warnings do too, and are printed as faults.
     """
     by_weight = sorted(preflight.findings, key=lambda finding: finding.fault.warns)
     hosts: dict[Fault, dict[str, None]] = {}  # each host once, in their order
@@ -77,13 +87,12 @@ def print_findings(preflight: Preflight, program: str, *, is_strict: bool, out: 
     lines = []
     for finding in by_weight:
         fault = finding.fault
-        names = [*hosts[fault]]
-        if len(names) <= MANY:
-            names = [finding.host]
-        elif finding.host != names[0]:
-            continue
+        having_it = [*hosts[fault]]
+        is_common = len(having_it) > MANY
+        if is_common and finding.host != having_it[0]:
+            continue  # the line of the first host names all
         kind = "warning: " if fault.warns and not is_strict else ""
-        who = ", ".join(fold_names(names))
+        who = ", ".join(fold_names(having_it)) if is_common else finding.host
         lines.append(f"{kind}{who}: {fault.cause}; {fault.cure} [{fault.name}]")
 
     for line in lines[:MOST_SHOWN]:

@@ -13,7 +13,7 @@ from agents import ROOT, eventually, run_program
 from job_tools import USUAL, make_tool
 
 from launcher import processes
-from launcher.fanout.connection import Connection
+from launcher.fanout.connection import Connection, Gap
 from launcher.fanout.loop import Loop
 from launcher.fanout.nodes import Silence
 from launcher.fanout.swap import find_ill, leave_out, swap
@@ -111,10 +111,10 @@ def test_a_node_that_is_silent_at_the_first_end_is_blamed(
     cut, other = connect("node1"), connect("node2")
     cut.heard -= silent_s  # TCP has yet to send its packets again
     silence = Silence([cut, other], limits.SILENCE_S)
-    silence.recall()
+    silence.blame_recent()
     assert bool(cut.lost) == cut.is_silent == is_blamed
     cut.heard -= limits.SILENCE_S
-    assert silence.find() == [cut]  # nothing waits for it any longer
+    assert silence.find_lost() == [cut]  # nothing waits for it any longer
     assert not other.lost
 
 
@@ -125,7 +125,7 @@ def test_only_the_far_sides_own_messages_are_signs_of_life(connect: Connect) -> 
     node._read_output(b"a warning\n", True)
     assert node.heard == 0.0
     node._read_output(b"step 2\n\x02token.0 \n", False)
-    assert node.heard > 0.0 and node.gap[1] > 0.0
+    assert node.heard > 0.0 and node.gap.seconds > 0.0
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_a_node_that_was_silent_just_before_is_blamed(
     connect: Connect, ago_s: float, is_blamed: bool
 ) -> None:
     cut = connect("node1")
-    cut.gap = time.monotonic() - ago_s, 9.0
-    Silence([cut], limits.SILENCE_S).recall()
+    cut.gap = Gap(time.monotonic() - ago_s, 9.0)
+    Silence([cut], limits.SILENCE_S).blame_recent()
     assert cut.lost == ("no heartbeat for 9 s (network down?)" if is_blamed else "")
 
 

@@ -20,7 +20,7 @@ from launcher.agent.output.stream import NodeLog, RankView, Stream
 from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.agent.torchrun_arguments import parse
 from launcher.failure import Failure
-from launcher.fanout.ssh import Terminals
+from launcher.fanout.terminals import Terminals
 from launcher.screen import LONGEST_HELD, View
 from launcher.terminal import BACKLOG_BYTES, Terminal, open_again
 from launcher.wire import limits
