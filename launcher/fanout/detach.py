@@ -52,8 +52,8 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
         os.close(writer)
         code = _wait_for_start(child, reader)
         if code is None:
-            is_default = plan.log_dir == Path(DEFAULT_LOG_DIR)
-            again = shlex.join([*([] if is_default else [f"LOG_DIR={plan.log_dir}"]), script])
+            variables = [] if plan.log_dir == Path(DEFAULT_LOG_DIR) else [f"LOG_DIR={plan.log_dir}"]
+            again = shlex.join([*variables, script])
             print_row("detached", f"tail -f {shlex.quote(str(log))}")
             print_row("status", f"{again} --status {shlex.quote(plan.run_id)}")
             print_row("stop", f"{again} --stop {shlex.quote(plan.run_id)}")
@@ -66,7 +66,10 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
 
 
 def _wait_for_start(child: int, reader: int) -> int | None:
-    """Return the exit code if the child exits before the run starts, otherwise None."""
+    """Wait until the run starts, and forward signals to the child until then.
+
+    Returns the child's exit code if it exits first, otherwise None.
+    """
     handled = handled_signals()
     for signum in handled:
         signal.signal(signum, lambda signum, _: os.kill(child, signum))

@@ -31,7 +31,10 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
         transcript.keep(transcript.new_file(plan))
     report = check_here(plan)
     outcome = compare.judge([report])
-    if compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr):
+    is_refused = compare.print_findings(
+        outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr
+    )
+    if is_refused:
         return REFUSED
 
     nproc = report.nproc

@@ -47,7 +47,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
         )
 
     checked = check_nodes(plan)
-    if checked is None:
+    if not checked:
         return REFUSED
     plan, first, outcome = checked
     counts = plan.rank_counts(first.nproc)
@@ -197,18 +197,23 @@ def silent_hosts(plan: Plan, reports: Iterable[Report]) -> list[str]:
 
 
 def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
-    """Return the command that starts the ranks of all nodes.
+    """Return the command that starts the ranks of all nodes: through an agent on each node.
 
     The run's variables are set on the nodes: srun forwards none under sbatch --export=NONE.
-    With LAUNCHER=srun, raises PlanError if the job has a different number of tasks.
+    With LAUNCHER=srun, there is no agent; raises PlanError if the tasks do not suit the ranks.
     """
-    if not plan.engine:
-        agent = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=None))
-        options = (
-            ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if plan.min_nodes else [KILL_ALL]
-        )
-        return node_step(plan, options, plan.with_variables(agent))
+    if plan.engine:
+        return rank_step(plan, nproc)
+    agent = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=None))
+    options = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if plan.min_nodes else [KILL_ALL]
+    return node_step(plan, options, plan.with_variables(agent))
 
+
+def rank_step(plan: Plan, nproc: int) -> list[str]:
+    """Return the command that starts each rank as a task of its own, for LAUNCHER=srun.
+
+    Raises PlanError if the job has a number of tasks per node other than `nproc`.
+    """
     environ = plan.environ
     tasks = environ.get("SLURM_TASKS_PER_NODE", "1") if environ.get("SLURM_NTASKS") else "1"
     if {*tasks_per_node(tasks, "SLURM_TASKS_PER_NODE")} != {nproc}:

@@ -77,7 +77,7 @@ class Output:
         self._answers = Answers(token)
         self._news = deque[tuple[int, object]]()  # filled by the thread
         self._screen = Terminal(1)
-        assert srun.stdout is not None
+        assert srun.stdout
         self._fd = srun.stdout.fileno()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -145,11 +145,12 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
 
     came = signal.sigtimedwait(NOTICES, 0)
     asked: list[int] = [came.si_signo] if came else []
-    if asked and plan.checkpoint_dir is not None and requeue(plan):
+    if asked and plan.checkpoint_dir and requeue(plan):
         return STOPPED
     for name in NOTICED.values():
         (plan.folder / name).unlink(missing_ok=True)  # of an earlier start
 
+    # Another engine reports nothing, so its output needs no reader.
     srun = start(plan, command, None if plan.engine else subprocess.PIPE)
     output = None if plan.engine else Output(srun, plan.environ["LAUNCH_TOKEN"])
     started = time.time()
@@ -157,10 +158,10 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
 
     code = processes.shell_code(srun.returncode)
     outcome = None
-    if output is not None:
+    if output:
         output.close()
         outcome = find_outcome(plan, output, code, started, asked)
-    if outcome is not None:
+    if outcome:
         outcome = as_slurm_ended(outcome, plan)
         code = outcome.code
         asked.append(outcome.signum)  # scancel may have sent the signal directly to the ranks
@@ -171,10 +172,10 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     is_preempted = is_stopped and "REQUEUE" in slurm.preempt_mode(plan.environ)
     comes_back = is_preempted or (has_saved and not {*asked}.isdisjoint(NOTICES))
 
-    if outcome is not None:  # before the requeue, which ends this job
+    if outcome:  # before the requeue, which ends this job
         shown = replace(outcome, command="") if comes_back else outcome
         print_outcome(shown, sys.stderr, plan.folder)
-    if comes_back and not requeue(plan, has_limit=not is_preempted) and outcome is not None:
+    if comes_back and not requeue(plan, has_limit=not is_preempted) and outcome:
         print_resume(outcome, sys.stderr)
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(plan.environ):
         signal.sigtimedwait(handled, limits.REQUEUE_S)
@@ -239,7 +240,7 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
 
     A time limit is reported as a failure because, unlike with scancel, nobody asked for a stop.
     """
-    is_stopped = outcome.failure is None and outcome.code not in (0, STOPPED)
+    is_stopped = not outcome.failure and outcome.code not in (0, STOPPED)
     if not is_stopped or outcome.signum == signal.SIGINT:
         return outcome
 
@@ -262,7 +263,7 @@ def forward_signal(signum: int, plan: Plan, srun: Srun) -> None:
         threading.Thread(target=stop_step, args=(plan, srun), daemon=True).start()
         return
     if not plan.engine:
-        with contextlib.suppress(OSError):  # a full disk
+        with contextlib.suppress(OSError):  # a full disk: try it through srun
             open_own(plan.folder / NOTICED[signum], "a").close()
             return
     srun.send_signal(signum)  # srun forwards the notice to the tasks that it knows have started
@@ -284,9 +285,9 @@ def stop_step(plan: Plan, srun: Srun) -> None:
 def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
     """Put the job back into the queue; SLURM starts it again under the same id.
 
-    With a limit, the job ends instead after three restarts in a row without a new checkpoint.
-    Returns False if SLURM rejects the request, or the user has cancelled the job. In a chain of
-    jobs, the next one resumes instead.
+    With a limit, the job ends instead after three restarts in a row without a new checkpoint. In a
+    chain of jobs, the next one resumes instead. Returns False if the user has to resume the run,
+    because SLURM rejects the request, or the user has cancelled the job.
     """
     if chain_of(plan.environ):
         return True
@@ -294,20 +295,8 @@ def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
     job = job_id(plan.environ)
     if has_limit and slurm.has_ended(job):  # scancel came after the notice
         return False
-
-    if has_limit and plan.checkpoint_dir is not None:
-        folder = plan.directory / plan.checkpoint_dir / plan.run_id
-        steps = [path.name[5:] for path in folder.glob("step-*")]
-        record = plan.folder / "requeues"
-        record.parent.mkdir(parents=True, exist_ok=True)
-        newest = f"step-{max(map(int, filter(str.isdecimal, steps)), default=0)}"
-        with open_own(record, "a") as file:
-            print(newest, file=file)
-        last = record.read_text().splitlines()[-MOST_STARTS:]
-        if last == [newest] * MOST_STARTS:
-            cause = f"{MOST_STARTS - 1} restarts made no progress"
-            warn(f"{plan.program}: {cause}; not requeuing the job")
-            return True
+    if has_limit and makes_no_progress(plan):
+        return True
 
     # SLURM ends the requeued job with SIGTERM, which is blocked here and in scontrol, and sends
     # SIGKILL only after KillWait, so there is time to print the line below.
@@ -320,3 +309,26 @@ def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
             cure = "ask for more --time, or for a later notice: --signal=B:USR1@30"
             warn(f"{plan.program}: warning: {cause}; {cure} [time-limit]")
     return is_back
+
+
+def makes_no_progress(plan: Plan) -> bool:
+    """Record the newest checkpoint. Warns if the last MOST_STARTS starts have all ended with it.
+
+    False if the folder of checkpoints is not known.
+    """
+    if not plan.checkpoint_dir:
+        return False
+    folder = plan.directory / plan.checkpoint_dir / plan.run_id
+    steps = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
+    newest = f"step-{max(map(int, filter(str.isdecimal, steps)), default=0)}"
+    record = plan.folder / "requeues"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    with open_own(record, "a") as file:
+        print(newest, file=file)
+
+    last = record.read_text().splitlines()[-MOST_STARTS:]
+    if last != [newest] * MOST_STARTS:
+        return False
+    cause = f"{MOST_STARTS - 1} restarts made no progress"
+    warn(f"{plan.program}: {cause}; not requeuing the job")
+    return True

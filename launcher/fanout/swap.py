@@ -46,13 +46,15 @@ def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
         return None
 
     nodes = list(plan.nodes[: plan.num_nodes])
-    rest = range(plan.num_nodes, plan.num_agents)
-    spares = [plan.nodes[place] for place in rest if place not in ill]
-    changes = [f"{plan.nodes[place].name} cannot be a spare" for place in rest if place in ill]
+    spare_places = range(plan.num_nodes, plan.num_agents)
+    spares = [plan.nodes[place] for place in spare_places if place not in ill]
+    changes = [
+        f"{plan.nodes[place].name} cannot be a spare" for place in spare_places if place in ill
+    ]
 
-    for place in sorted({*ill} - {*rest}):
+    for place in sorted({*ill} - {*spare_places}):
         spare = next((node for node in spares if node.nproc == nodes[place].nproc), None)
-        if spare is None:
+        if not spare:
             return None
         changes.append(f"{spare.name} replaces {nodes[place].name}")
         spares.remove(spare)
@@ -70,7 +72,8 @@ def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None
     All nodes of a step are alike, and keep the order of SLURM's list.
     """
     hosts = hostlist.expand(plan.hosts)
-    if (replaced := swap(replace(plan, nodes=[*map(NodePlan, hosts)]), ill)) is None:
+    replaced = swap(replace(plan, nodes=[*map(NodePlan, hosts)]), ill)
+    if not replaced:
         return None
 
     swapped, changes = replaced
