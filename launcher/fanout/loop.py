@@ -29,8 +29,11 @@ _CHUNK = 65536
 # ssh options that the user's ~/.ssh/config must not override. The keep-alives end ssh only after an
 # hour, because the launcher must be the first to notice a silent node.
 FIXED = (
-    *("BatchMode=yes", "RemoteCommand=none", "RequestTTY=no"),
-    *(f"ServerAliveInterval={limits.SILENCE_S:.0f}", "ServerAliveCountMax=60"),
+    "BatchMode=yes",
+    "RemoteCommand=none",
+    "RequestTTY=no",
+    f"ServerAliveInterval={limits.SILENCE_S:.0f}",
+    "ServerAliveCountMax=60",
 )
 SINCE_8_7 = ("StdinNull=no", "ForkAfterAuthentication=no", "SessionType=default")
 
@@ -41,7 +44,8 @@ class Loop:
     def __init__(self, environ: Environ, most_children: int) -> None:
         self.environ = environ  # the children's
         needed = 4 * most_children + 64  # open files
-        if 0 <= (limit := descriptors.raise_limit(needed)) < needed:
+        limit = descriptors.raise_limit(needed)
+        if 0 <= limit < needed:  # negative: there is none
             cause = f"{most_children} nodes need {needed} open files, and the limit is {limit}"
             raise Refused("low-nofile", f"{cause}; raise the hard limit (ulimit -Hn) here")
 
@@ -124,7 +128,8 @@ class Child:
         self._on_output = on_output
 
         stdin, self._stdin = os.pipe()
-        (out, stdout), (err, stderr) = os.pipe(), os.pipe()
+        out, stdout = os.pipe()
+        err, stderr = os.pipe()
         self._process = subprocess.Popen(
             command,
             env=loop.environ,
@@ -171,7 +176,8 @@ class Child:
 
     def reap(self) -> None:
         """Record the program's end, after its last output."""
-        if self.code is not None or (code := self._process.poll()) is None:
+        code = self._process.poll()
+        if self.code is not None or code is None:
             return
         for fd in list(self._open):
             while self._read(fd):

@@ -56,7 +56,7 @@ def await_input(fd: int, silence_s: float) -> bool:
     return False
 
 
-def send_message(mark: str, message: object | None = None, *, begins_line: bool = False) -> None:
+def send_message(mark: str, message: object = None, *, begins_line: bool = False) -> None:
     """Send the launcher a message, or a sign of life; `mark` is `<token>.<node>`.
 
     With `begins_line`, first end the previous line, which may lack its newline.
@@ -96,14 +96,14 @@ class Answers:
                 output.append(text[: end + 1])
             text = text[end + 1 :]
 
-        if at < 0:
-            at = text.rfind(self._mark[:1])
-        is_begun = at >= 0 and self._mark.startswith(text[at : at + len(self._mark)])
-        if not is_begun or not data or len(text) - at > LONGEST_MESSAGE:
-            at = len(text)
+        # Keep what may be the beginning of a message: a whole mark, or the start of one at the end.
+        begin = at if at >= 0 else text.rfind(self._mark[:1])
+        is_begun = begin >= 0 and self._mark.startswith(text[begin : begin + len(self._mark)])
+        if not is_begun or not data or len(text) - begin > LONGEST_MESSAGE:
+            begin = len(text)
 
-        self._text = text[at:]
-        return b"".join([*output, text[:at]]), told
+        self._text = text[begin:]
+        return b"".join([*output, text[:begin]]), told
 
     def _read_message(self, line: bytes) -> tuple[int, Any]:
         """Return the node, and its message, or None if that is incomplete. Raises MessageError."""

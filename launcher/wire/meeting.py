@@ -149,12 +149,13 @@ def try_pairs(
 
 
 def neighbours(members: Sequence[Member], node_id: int) -> Sequence[Member]:
-    """Return the members from the next one on, as many as each node tries; itself last, if at all.
+    """Return the members that a node tries: from the next one on; itself last, if at all.
 
     `members` are sorted by node id; the first follows the last.
     """
-    place = next((n for n, one in enumerate(members) if one.node_id > node_id), len(members))
-    return [*members[place:], *members[:place]][:MOST_TRIED]
+    after = [member for member in members if member.node_id > node_id]
+    before = [member for member in members if member.node_id <= node_id]
+    return [*after, *before][:MOST_TRIED]
 
 
 def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator[Fault]:

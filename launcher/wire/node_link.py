@@ -131,12 +131,15 @@ class Link:
 
     def loss(self, node_rank: int, host: str) -> Failure:
         """Return the failure of the agent at the other end, which is gone or out of reach."""
-        fault, cause = "agent-killed", "its node agent is gone"
+        fault = "link-lost"
         if self._error in UNREACHABLE:
-            fault, cause = "link-lost", f"{os.strerror(self._error)} (network down?)"
+            cause = f"{os.strerror(self._error)} (network down?)"
         elif self.is_silent:
             why = "its node agent is stopped, or hangs" if self._is_answered() else "network down?"
-            fault, cause = "link-lost", f"no heartbeat for {self.silence_s:g} s ({why})"
+            cause = f"no heartbeat for {self.silence_s:g} s ({why})"
+        else:
+            fault = "agent-killed"
+            cause = "its node agent is gone"
         return Failure(fault, cause, KILLED, host, node_rank, time.time())
 
     def _is_answered(self) -> bool:
