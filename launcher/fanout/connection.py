@@ -60,7 +60,10 @@ class Connection(Child):
         token: str,  # `<token>.<node>` begins the node's messages, and marks its processes
         show: Show,
     ) -> None:
-        """Connect to bash on the node; `show` gets all output that is not a message."""
+        """Connect to bash on the node; `show` gets all output that is not a message.
+
+        ssh gives up after `connect_s` seconds without a connection.
+        """
         self.name = node
         self.token = token
         self.is_started = False  # if so, stderr is output of the run
@@ -90,7 +93,7 @@ class Connection(Child):
         self.send(b"\n")
 
     def start(self, request: Start) -> None:
-        """Start the node's agent."""
+        """Start the node's agent. From now on, stderr is output of the run."""
         self.is_started = True
         self._words = b""
         self.heard = time.monotonic()
@@ -182,7 +185,10 @@ class Connection(Child):
             self._fault = find_fault(self.name, self._loop.environ)
 
     def explain_silence(self, waited_s: float) -> Fault:
-        """Return why the node has not reported its checks."""
+        """Return why the node has not reported its checks, for which it had `waited_s` seconds.
+
+        Waits up to PROBE_S for the reason why there is no connection.
+        """
         if self._probe:
             self._probe.join(limits.PROBE_S)
         is_there = self.answer(Hello)
@@ -246,19 +252,24 @@ def wait_for(kind: type, connections: Sequence[Connection], turn: Turn, until: f
 
 
 def find_fault(node: str, environ: Environ) -> str:
-    """Return the fault of a node that ssh cannot reach: its name, the network, or its sshd."""
+    """Return the fault of a node that ssh cannot reach: its name, the network, or its sshd.
+
+    Only a node without a jump host or proxy can be tried from here. Raises TimeoutExpired, KeyError
+    or ValueError if ssh does not report its configuration.
+    """
     command = ["ssh", *given_options(environ), "-T", "-G", "--", node]
     result = subprocess.run(command, capture_output=True, timeout=limits.PROBE_S)
     config = dict(line.partition(" ")[::2] for line in os.fsdecode(result.stdout).splitlines())
 
-    if result.returncode == 0 and not config.keys() & {"proxyjump", "proxycommand"}:
+    is_direct = not config.keys() & {"proxyjump", "proxycommand"}
+    if result.returncode == 0 and is_direct:
         try:
             address = (config["hostname"], int(config["port"]))
             socket.create_connection(address, timeout=limits.PROBE_S).close()
         except socket.gaierror:
             return "name-unresolved"
         except ConnectionRefusedError:
-            pass
+            pass  # the machine is there
         except OSError:
             return "host-unreachable"
     return "ssh-refused"  # ssh prints why
@@ -293,8 +304,9 @@ def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
 def unsent_names(plan: Plan, own: Collection[str]) -> list[str]:
     """Return the variables that a user may expect on the nodes, but that are not sent.
 
-    These are each machine's own, and those that the training script names. Each node has its own
-    HOME, PATH and so on; the launchers send their own variables.
+    A user may expect those that are set here to suit this machine, and those that the training
+    script names. Not meant are HOME, PATH and so on, which each node has, and the launchers' own
+    variables, which they send in other ways.
     """
     wanted = {*TABLE["machines"].own}
     script = plan.directory / next((word for word in plan.words if word[:1] != "-"), "")
@@ -308,7 +320,9 @@ def unsent_names(plan: Plan, own: Collection[str]) -> list[str]:
 def write_opening(plan: Plan, added: Environ) -> str:
     """Return the commands for a node's bash: say hello, then run the far side in this directory.
 
-    `added` are variables in addition to the forwarded ones.
+    `added` are variables in addition to the forwarded ones. The hello has the address at which ssh
+    reached the node, the third word of SSH_CONNECTION. Exit code 127 means that the node lacks the
+    directory or the project. A forwarded TMPDIR that does not exist there gives way to the node's.
     """
     names = *plan.forwarded, "LAUNCH_JOB", "TMPDIR", *JOB_VARIABLES
     environ = plan.environ

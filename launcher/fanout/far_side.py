@@ -33,7 +33,10 @@ from launcher.wire.messages import Cut, Exit, Ready, Request, Start, Sweep
 
 
 def main(arguments: list[str], environ: OwnEnviron) -> int:
-    """Serve the launcher, or pdsh. Returns the exit code."""
+    """Serve the launcher until it has no more requests, or the agent has ended; or serve pdsh.
+
+    Returns the exit code: that of the agent with --pdsh, otherwise 0.
+    """
     processes.outlive_others()
     if arguments[:1] == ["--pdsh"]:
         return hold_agent(arguments[1])
@@ -50,8 +53,8 @@ def main(arguments: list[str], environ: OwnEnviron) -> int:
                 has_come = pdsh is not None or not request.socket
                 code = run_agent(request, environ, token, pdsh) if has_come else CANNOT_START
                 send_message(token, Exit(code, processes.end_marked(token, limits.SWEEP_S)))
-                if pdsh is not None:
-                    with contextlib.suppress(OSError):  # pdsh's process is gone
+                if pdsh is not None:  # its process exits with the agent's code
+                    with contextlib.suppress(OSError):  # it is gone
                         os.write(pdsh, bytes([code]))
                 return 0
     return 0

@@ -28,7 +28,7 @@ from launcher.wire.messages import Report
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec does not return
     """Start this node's ranks. Returns only if nothing was started; the value is the exit code."""
     if plan.has_transcript and not plan.is_dry_run and not plan.is_detached:
-        transcript.keep(transcript.new_file(plan))
+        transcript.copy_output_to(transcript.new_file(plan))
     report = check_here(plan)
     outcome = compare.judge([report])
     is_refused = compare.print_findings(
@@ -56,7 +56,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     added = {"LAUNCH_START": "local", "LAUNCH_TOKEN": os.urandom(16).hex()}
     given = {**plan.environ, **plan.run_variables(), **added}
     if nproc > 1 and find_own(plan, read_begun()).is_default:
-        del given[THREADS]
+        del given[THREADS]  # PBS's choice, which is for one rank
     os.chdir(plan.directory)
     os.execvpe(command[0], command, given)
 

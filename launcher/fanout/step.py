@@ -73,7 +73,7 @@ class Output:
         self.outcomes: dict[int, Outcome] = {}  # by the node rank that each node started with
         self.exits: dict[int, int] = {}
         self.membership: Membership | None = None  # the nodes that the run still has; None: all
-        self.begun: set[int] = set()
+        self.begun: set[int] = set()  # the nodes that have sent anything
         self._answers = Answers(token)
         self._news = deque[tuple[int, object]]()  # filled by the thread
         self._screen = Terminal(1)
@@ -138,13 +138,17 @@ class Output:
 
 
 def run_step(plan: Plan, command: Sequence[str]) -> int:
-    """Run the step to its end, and handle signals. Returns the run's exit code."""
+    """Run the step to its end, report it, and requeue the job if it is to resume.
+
+    Returns the run's exit code. Does not start the step if a notice came first and the job is back
+    in the queue.
+    """
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, *processes.WAKING})
 
-    came = signal.sigtimedwait(NOTICES, 0)
-    asked: list[int] = [came.si_signo] if came else []
+    early = signal.sigtimedwait(NOTICES, 0)
+    asked: list[int] = [early.si_signo] if early else []  # the signals that ask for a stop
     if asked and plan.checkpoint_dir and requeue(plan):
         return STOPPED
     for name in NOTICED.values():
@@ -167,7 +171,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         asked.append(outcome.signum)  # scancel may have sent the signal directly to the ranks
 
     # 128 + SIGUSR1: the notice came before there was anything to save.
-    has_saved = code == STOPPED or (code - 128 in NOTICES and plan.checkpoint_dir is not None)
+    has_saved = code == STOPPED or (code - 128 in NOTICES and plan.checkpoint_dir)
     is_stopped = code in (STOPPED, 128 + signal.SIGTERM) and not (outcome and outcome.failure)
     is_preempted = is_stopped and "REQUEUE" in slurm.preempt_mode(plan.environ)
     comes_back = is_preempted or (has_saved and not {*asked}.isdisjoint(NOTICES))
@@ -177,6 +181,8 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         print_outcome(shown, sys.stderr, plan.folder)
     if comes_back and not requeue(plan, has_limit=not is_preempted) and outcome:
         print_resume(outcome, sys.stderr)
+    # srun was killed after the loss of a node: SLURM may requeue the job itself, and then sends a
+    # signal.
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(plan.environ):
         signal.sigtimedwait(handled, limits.REQUEUE_S)
     return code_for_shell(code, asked)
@@ -193,9 +199,9 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -
         if output:
             output.receive()
         if output and output.has_outcome:
-            may_go_on = plan.min_nodes and output.unreported  # without the ended nodes
+            may_continue = plan.min_nodes and output.unreported  # without the ended nodes
             end_s = limits.for_nodes(limits.SRUN_END_S, plan.num_agents)
-            end.set_within(limits.DECIDE_S + plan.grace_s if may_go_on else end_s)
+            end.set_within(limits.DECIDE_S + plan.grace_s if may_continue else end_s)
         else:
             end = Deadline()
 

@@ -25,10 +25,10 @@ def new_file(plan: Plan) -> Path:
     return folder / name
 
 
-def keep(file: Path) -> None:
-    """From now on, also write stdout and stderr of this process to a file.
+def copy_output_to(file: Path) -> None:
+    """From now on, also write stdout and stderr of this process to a file, through tee.
 
-    The copying process ignores the signals that stop the run.
+    tee ignores the signals that stop the run, so that it also copies how the run ends.
     """
     reader, writer = os.pipe()
     if os.fork() == 0:

@@ -54,7 +54,7 @@ def receive_others(
 def visit_master(
     address: str, port: int, me: NodeReport, secret: bytes, wait: Wait
 ) -> tuple[list[Fault], list[str]]:
-    """On any other node, connect to node rank 0, and compare the clocks and the folder.
+    """On any other node, connect to node rank 0, compare the clocks and the folder, and try links.
 
     Returns the faults, and the names of the checks that were made.
     """
@@ -99,7 +99,10 @@ def _compare(test: PairTest) -> Iterator[Fault]:
 
 
 def _reach(address: str, port: int, secret: bytes, wait: Wait) -> socket.socket:
-    """Connect to node rank 0, which may open its port after this node first tries it."""
+    """Connect to node rank 0, which may open its port after this node first tries it.
+
+    Raises OSError if it cannot be reached in time; WrongSecret and NotAccepted are among them.
+    """
     soon = own_time.now() + limits.GREETING_S  # for a network that has just come back
     until = {errno.EHOSTUNREACH: soon, errno.ENETUNREACH: soon}
     until |= {errno.ECONNREFUSED: wait.deadline, errno.ECONNRESET: wait.deadline}  # not open yet

@@ -19,8 +19,9 @@ FEW_PROCESSES = 4096  # with a higher limit for each user, nobody's processes ar
 
 def count_cpus() -> int:
     """Return the number of CPUs that this process may use, by its affinity and its quotas."""
-    limits = [*_limits("cpu.max"), *_limits("cpu.cfs_quota_us", "cpu.cfs_period_us")]
-    quotas = [quota // period for quota, period in limits]
+    # The files of cgroups v2, then of v1: both have the CPU time that each period allows.
+    pairs = [*_limits("cpu.max"), *_limits("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    quotas = [quota // period for quota, period in pairs]
     cpus = os.cpu_count() or 1
     with contextlib.suppress(OSError):  # a sandbox refuses it
         cpus = len(os.sched_getaffinity(0))
@@ -49,14 +50,15 @@ def check_processes(nproc: int, num_workers: int) -> Iterator[Fault]:
 
 def count_processes_left() -> int | None:
     """Return how many more processes and threads can start here; None if there is no limit."""
-    lefts = [most - now for most, now in _limits("pids.max", "pids.current")]
-    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if 0 <= most < FEW_PROCESSES and os.geteuid() != 0:  # root has no limit
-        lefts.append(most - _count_own_threads())
-    return max(0, min(lefts)) if lefts else None
+    rooms = [most - now for most, now in _limits("pids.max", "pids.current")]
+    users_most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if 0 <= users_most < FEW_PROCESSES and os.geteuid() != 0:  # root has no limit
+        rooms.append(users_most - _count_own_threads())
+    return max(0, min(rooms)) if rooms else None
 
 
 def _count_own_threads() -> int:
+    """Return the number of this user's threads on the machine, which RLIMIT_NPROC limits."""
     number = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -66,7 +68,10 @@ def _count_own_threads() -> int:
 
 
 def _limits(*names: str) -> Iterator[tuple[int, int]]:
-    """Yield the two numbers in these files of each cgroup that has a limit, not "max" or -1."""
+    """Yield the two numbers in each cgroup's files of these names, if the first is a limit.
+
+    It is not one if it is "max" or -1.
+    """
     for group in _groups():
         words = [word for name in names for word in _read(group / name)]
         if len(words) == 2 and words[0].isdecimal():
@@ -74,7 +79,7 @@ def _limits(*names: str) -> Iterator[tuple[int, int]]:
 
 
 def _groups() -> Iterator[Path]:
-    """Yield this process's cgroups and their parents."""
+    """Yield the folders of this process's cgroups, each followed by those of its parents."""
     for line in MINE.read_text(errors="surrogateescape").splitlines() if MINE.exists() else ():
         _, controllers, name = line.split(":", 2)
         top = CGROUPS / controllers  # cgroups v1 have a tree for each controller
@@ -83,6 +88,7 @@ def _groups() -> Iterator[Path]:
 
 
 def _read(file: Path) -> list[str]:
+    """Return the words in a file; none if it cannot be read."""
     try:
         return file.read_text().split()
     except OSError:

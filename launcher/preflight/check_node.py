@@ -29,7 +29,7 @@ MARK = "node"  # begins the messages of a node (launcher_link.py)
 
 
 def check_node(request: Request, environ: Environ) -> Report:
-    """Check this node, and meet the others at the same time."""
+    """Check this node, and meet the others at the same time, for the clocks, links and folders."""
     start = time.perf_counter()
     port, listener, port_error = open_master_port(request)
     is_compared = request.has_checks and request.num_nodes > 1
@@ -104,6 +104,10 @@ def _meet(
 
 
 def _look_at_machine(request: Request, environ: Environ, port: int, port_error: int) -> Machine:
+    """Return what the checks need: the request with its open questions answered, and the machine.
+
+    `nproc` is 0 if the number of ranks is not known: there is no GPU, and there must be one.
+    """
     try:
         gpus = visible_gpus(environ)
         gpu_error = ""

@@ -103,6 +103,7 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
     """
     more_until = time.monotonic() + limits.NVIDIA_SMI_MORE_S
     columns = "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version,mig.mode.current"
+    mig_mode = 4  # its place among the columns
     try:
         rows = _query("gpu", ",".join((columns, *FIELDS.values())), until)
     except UnknownField:  # an old nvidia-smi: ask only for what all versions know
@@ -117,7 +118,7 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
         linked = pool.submit(_nvlinks, more_until) if len(rows) > 1 else None
         users = _query("compute-apps", "gpu_uuid,pid,process_name", more_until)
         nvlinks = linked.result() if linked else {}
-    instances = _mig_instances(until) if any(row[4] == "Enabled" for row in rows) else {}
+    instances = _mig_instances(until) if any(row[mig_mode] == "Enabled" for row in rows) else {}
 
     for index, uuid, errors, driver, mode, *more in rows:  # no more from an old nvidia-smi
         memory_errors = _number(errors) or 0  # "[N/A]" without ECC
@@ -177,6 +178,7 @@ def newest_cuda() -> int:
 
 
 def _amd_gpus(until: float) -> Iterator[Gpu]:
+    """Yield the GPUs, of which only the index and the UUID are known."""
     answer = _run("rocm-smi", ["--showuniqueid", "--csv"], until)
     if answer.returncode != 0 and Path("/dev/kfd").exists():
         raise GpuError(f"rocm-smi: {' '.join((answer.stdout + answer.stderr).split())}")
@@ -186,6 +188,7 @@ def _amd_gpus(until: float) -> Iterator[Gpu]:
 
 
 def _run(tool: str, words: Sequence[str], until: float) -> subprocess.CompletedProcess[str]:
+    """Run nvidia-smi or rocm-smi. Raises GpuError if it has not ended by `until` (monotonic)."""
     try:
         left = until - time.monotonic()
         return subprocess.run([tool, *words], capture_output=True, errors="replace", timeout=left)
@@ -194,6 +197,10 @@ def _run(tool: str, words: Sequence[str], until: float) -> subprocess.CompletedP
 
 
 def _query(table: str, columns: str, until: float) -> list[list[str]]:
+    """Return the rows of one of nvidia-smi's tables; none if the machine has no NVIDIA GPU.
+
+    Raises UnknownField if nvidia-smi lacks a column, GpuError if it fails although there are GPUs.
+    """
     words = [f"--query-{table}={columns}", "--format=csv,noheader,nounits"]
     result = _run("nvidia-smi", words, until)
     if result.returncode == 0:
@@ -233,12 +240,15 @@ def find_slow(gpus: Sequence[Gpu]) -> Iterator[str]:
     for model in dict.fromkeys(gpu.model for gpu in gpus):
         alike = [gpu for gpu in gpus if gpu.model == model]
         full = [gpu for gpu in alike if gpu.lanes == gpu.max_lanes]
-        yield from _odd(full, "lanes", "{} PCIe lanes")
-        yield from _odd(_linked(alike), "nvlinks", "{} active NVLinks")
+        yield from _describe_odd(full, "lanes", "{} PCIe lanes")
+        yield from _describe_odd(_expect_nvlinks(alike), "nvlinks", "{} active NVLinks")
 
 
-def _odd(gpus: Sequence[Gpu], field: str, what: str) -> Iterator[str]:
-    """Yield which GPUs differ from most others; of equally common values, the lower ones differ."""
+def _describe_odd(gpus: Sequence[Gpu], field: str, what: str) -> Iterator[str]:
+    """Yield which GPUs differ from most others in a field, and how.
+
+    `what` is the text for a value. Of equally common values, the lower ones differ.
+    """
     values = {gpu.index: getattr(gpu, field) for gpu in gpus}
     counts = Counter(value for value in values.values() if value is not None)
     usual = max(counts, key=lambda value: (counts[value], value), default=0)
@@ -248,8 +258,12 @@ def _odd(gpus: Sequence[Gpu], field: str, what: str) -> Iterator[str]:
             yield f"{_have(indices)} {what.format(value)}, but others of this model have {usual}"
 
 
-def _linked(gpus: Sequence[Gpu]) -> Sequence[Gpu]:
-    """Omit GPUs without NVLinks (bridges join only some), unless they are few and may be faulty."""
+def _expect_nvlinks(gpus: Sequence[Gpu]) -> Sequence[Gpu]:
+    """Return the GPUs that should have NVLinks.
+
+    Those without active ones are omitted, because bridges join only some GPUs, unless they are so
+    few that they may be faulty.
+    """
     bare = [gpu for gpu in gpus if gpu.nvlinks == 0]
     if 3 * len(bare) < len(gpus):
         return gpus
@@ -257,4 +271,5 @@ def _linked(gpus: Sequence[Gpu]) -> Sequence[Gpu]:
 
 
 def _have(indices: Sequence[str]) -> str:
+    """Return how a sentence about these GPUs begins: "GPU 1 has", or "GPUs 1, 2 have"."""
     return f"GPU {indices[0]} has" if len(indices) == 1 else f"GPUs {', '.join(indices)} have"

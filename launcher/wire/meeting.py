@@ -64,10 +64,10 @@ def gather(
     wait: Wait,
     admit: Callable[[Link, NodeReport], bool] = lambda link, report: True,
 ) -> dict[int, tuple[Link, Member]]:
-    """Wait for nodes. Returns those that arrive in time, by node id.
+    """Wait for nodes. Returns those that arrive in time, by node id, with their open links.
 
-    A node that is not awaited, or not admitted, is turned away. Raises Refused if a node reports
-    that the run cannot start.
+    A node that is not awaited, or that `admit` rejects, is turned away: its link is closed. Raises
+    Refused if a node reports that the run cannot start.
     """
     here: dict[int, tuple[Link, Member]] = {}
     missing = {*awaited}
@@ -79,8 +79,8 @@ def gather(
             if isinstance(report, Refusal):
                 raise Refused(report.fault, report.message)
 
-            if isinstance(report, NodeReport):
-                if report.node_rank < 0:
+            if isinstance(report, NodeReport):  # otherwise it is none of the run's nodes
+                if report.node_rank < 0:  # the next free one
                     report = replace(report, node_rank=min(missing, default=0))
                 node_id = report.node_rank
                 if admit(link, report) and node_id in missing:

@@ -555,7 +555,7 @@ def test_a_copy_of_the_terminal_outlives_every_signal_that_stops_the_run(tmp_pat
         "from distributed.stop_signals import STOP_SIGNALS\n"
         "from launcher.fanout import transcript\n"
         "file = Path(sys.argv[1])\n"
-        "transcript.keep(file)\n"
+        "transcript.copy_output_to(file)\n"
         "print('first', flush=True)\n"
         "while not file.exists() or not file.read_bytes():\n"
         "    time.sleep(0.01)\n"
