@@ -67,7 +67,7 @@ class LaunchEnd:
     still_s: float  # how long the launcher was suspended just before the end
 
     def outcome(self) -> Outcome:
-        """Return how the run ended."""
+        """Return the account that counts, of all that can be given of how the run ended."""
         return choose([*self._told(), *self._losses(), *self._unreported(), *self._others()])
 
     def _told(self) -> Iterator[Account]:
@@ -77,7 +77,7 @@ class LaunchEnd:
             command = self.command if told.command else ""
             outcome = replace(told, run_id=self.run_id, command=command)
             failure = outcome.failure
-            if failure is None:
+            if not failure:
                 yield Basis.STOP if outcome.code else Basis.DONE, outcome
             elif failure.is_consequence or (failure.rank < 0 and failure.code == _TERMINATED):
                 yield Basis.CONSEQUENCE, outcome  # srun terminates the tasks of the other nodes
@@ -85,9 +85,9 @@ class LaunchEnd:
                 yield Basis.CAUSE if failure.rank >= 0 else Basis.LOST_AGENT, outcome
 
     def _losses(self) -> Iterator[Account]:
-        """Yield a single account of why nodes were lost."""
-        is_well = {part.code for part in self.parts} <= {0, STOPPED}
-        if self.still_s and not (self.stopped_by or is_well):
+        """Yield at most one account: why nodes were lost, or why all lost their launcher."""
+        has_gone_well = {part.code for part in self.parts} <= {0, STOPPED}
+        if self.still_s and not (self.stopped_by or has_gone_well):
             cause = f"the launcher was suspended for {self.still_s:.0f} s (SIGSTOP, Ctrl-Z, sleep)"
             cause += f"; nodes end a run after {self.silence_s:g} s without a heartbeat"
             yield Basis.SILENCE, self._blame(-1, "launcher-killed", cause)
@@ -95,20 +95,21 @@ class LaunchEnd:
 
         lost = [node for node, part in enumerate(self.parts) if part.lost or part.code is None]
         silent = [node for node in lost if self.parts[node].is_silent]
-        has_ended = lost == silent and all(self.parts[node].code is not None for node in lost)
-        if not lost or (has_ended and is_well):
+        # Each lost node was only silent for a while: its agent has reported its end after all.
+        have_ended = lost == silent and all(self.parts[node].code is not None for node in lost)
+        if not lost or (have_ended and has_gone_well):
             return
 
-        basis = Basis.SILENCE if has_ended else Basis.LOST_NODE
+        basis = Basis.SILENCE if have_ended else Basis.LOST_NODE
         if len(self.parts) > 1 and len(silent) == len(self.parts):
             cause = f"no heartbeat from any node for {self.silence_s:g} s (network down?)"
             yield basis, self._blame(-1, "link-lost", cause)
             return
 
-        is_link = silent or not all(part.is_reachable for part in self.parts)
+        is_unreachable = silent or not all(part.is_reachable for part in self.parts)
         first = (silent or lost)[0]
         cause = self.parts[first].lost or "this node did not end its part of the run in time"
-        yield basis, self._blame(first, "link-lost" if is_link else "launcher-killed", cause)
+        yield basis, self._blame(first, "link-lost" if is_unreachable else "launcher-killed", cause)
 
     def _unreported(self) -> Iterator[Account]:
         """Yield accounts of the agents that reported nothing, judged by their exit codes."""
@@ -117,14 +118,14 @@ class LaunchEnd:
         for node, part in enumerate(self.parts):
             code = part.code
             if not code or code in told:
-                pass
+                pass  # it succeeded, or an agent's own report explains the code
             elif code == CANNOT_START:
                 cause = "the node agent was not started; the lines above say why"
                 yield Basis.NOT_STARTED, self._blame(node, "env-missing", cause, code)
             elif code in (BAD_INPUT, REFUSED) and not self.engine:
                 yield Basis.REFUSAL, self._outcome(code)
             elif self.stopped_by:
-                pass
+                pass  # as _others() reports
             elif self.engine:
                 cause = f"a rank failed; the report of {self.engine} is above"
                 yield Basis.NO_REPORT, self._blame(node, "rank-error", cause, code)
@@ -135,6 +136,7 @@ class LaunchEnd:
                 yield Basis.NO_REPORT, self._blame(node, "agent-killed", cause, code)
 
     def _others(self) -> Iterator[Account]:
+        """Yield the accounts that count if there is no other: the launcher's stop, and success."""
         if self.stopped_by and any(part.code for part in self.parts):
             yield Basis.STOP, self._outcome(128 + self.stopped_by)
         yield Basis.DONE, self._outcome(0)
