@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 from distributed.environment import DEFAULT_LOG_DIR, printable
@@ -30,7 +30,7 @@ from launcher.explain.reading import (
     read,
     sections,
     shape_of,
-    split,
+    strip_prefix,
 )
 from launcher.failure import one_line
 from launcher.failure_block import find_end
@@ -46,35 +46,37 @@ COPIES = Path("/proc/self/fd")
 def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -> int:
     """Run the command line. Returns the exit code."""
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
-    names = arguments or [newest(log_dir)]
+    names = arguments or [find_newest(log_dir)]
 
     try:
-        return explain([*map(_without_pipe, names)], log_dir)
+        return explain([*map(_copy_if_pipe, names)], log_dir)
     except OSError as error:
+        name = str(error.filename)
         runs = find_all(log_dir)
-        if starting := [run for run in runs if run.id == str(error.filename)]:
+        if starting := [run for run in runs if run.id == name]:
             print(describe(starting))  # the run has no log yet
             return 1
 
         cure = "there is no run yet; give a FILE, or correct LOG_DIR"
         if arguments or runs:
             known = [*sections(), *(run.id for run in runs)]
-            cure = f"{did_you_mean(str(error.filename), known)}give a RUN, a FILE or a FAULT"
-        warn(f"{program}: {error.filename}: {error.strerror}; {cure}")
+            cure = f"{did_you_mean(name, known)}give a RUN, a FILE or a FAULT"
+        warn(f"{program}: {name}: {error.strerror}; {cure}")
         return BAD_INPUT
 
 
-def newest(log_dir: Path) -> str:
-    """Return the name of the newest run; if it has no record here, of the link to it."""
+def find_newest(log_dir: Path) -> str:
+    """Return the id of the newest run; if that run has no record, the path of the link to it."""
     link = log_dir / "latest"
-    ids = [run.id for run in find_all(log_dir)]
-    return ids[0] if ids and (link.resolve().name in ids or not link.is_dir()) else str(link)
+    ids = [run.id for run in find_all(log_dir)]  # the newest comes first
+    lacks_record = link.is_dir() and link.resolve().name not in ids
+    return str(link) if lacks_record or not ids else ids[0]
 
 
-def _without_pipe(name: str) -> str:
-    """Return the name of a copy if the name is that of a pipe, because a log is read several times.
+def _copy_if_pipe(name: str) -> str:
+    """Return the path of a copy of a pipe or of standard input; any other name as it is.
 
-    Raises OSError.
+    A log is read several times, and a pipe can be read only once. Raises OSError.
     """
     if name != STDIN and not Path(name).is_fifo():
         return name
@@ -90,46 +92,53 @@ def _without_pipe(name: str) -> str:
 
 def explain(names: Sequence[str], log_dir: Path) -> int:
     """Print what ended the runs or logs. Returns the exit code. Raises OSError."""
-    # Its logs may contain the failure of an earlier start.
+    # The logs of a run that ended well may contain the failure of an earlier start.
     if all(has_ended_well(name, log_dir) for name in names):
         print(f"no failure: {', '.join(names)} ended with code 0")
         return 1
+
     files = [file for name in names for file in find_logs(name, log_dir)]
     if not files[0].exists() and names[0] in sections():
         print(sections()[names[0]])
         return 0
 
-    ends = [end for file in files if (end := find_end(file, lambda row: split(row)[1]))]
-    has_stopped = bool(ends) and ends[0].startswith("stopped")
-    found = (find_refusals(file, has_stopped=has_stopped) for file in files)
-    refusals = {line: fault for lines in found for line, fault in lines.items()}
-    if ends:
+    first_end = next(filter(None, [find_end(file, strip_prefix) for file in files]), "")
+    has_stopped = first_end.startswith("stopped")
+    refusals: dict[str, str] = {}
+    for file in files:
+        refusals |= find_refusals(file, has_stopped=has_stopped)
+
+    if first_end:
         if has_stopped:  # while one node had refused, and the others were waiting for it
             print_refusals(refusals)
-        print(ends[0])
+        print(first_end)
         return 0
 
-    seen = [sighting for file in files for sighting in read(file)]
-    sightings = [sighting for sighting in seen if sighting.text not in refusals]
+    sightings = [seen for file in files for seen in read(file) if seen.text not in refusals]
     cause = find_cause(sightings)
     if refusals and (cause is None or cause.kind >= Kind.WARNING):
         print_refusals(refusals)
         return 0
     if cause is None:
         print(f"no failure found in {count(len(files), 'file')}")
-        folders = {file.resolve().parent for file in files}
-        if runs := [run for run in find_all(log_dir) if run.folder.resolve() in folders]:
-            print(describe(runs))  # the run is live, or was killed with its launcher
-            for run in runs:
-                if run.state == KILLED and (gone := run.record.launcher):
-                    print(
-                        f"the launcher (pid {gone.process} on {gone.host}) is gone "
-                        f"[launcher-killed]\nresume   RUN_ID={run.id} {run.record.command}"
-                    )
+        print_states({file.resolve().parent for file in files}, log_dir)
         return 1
 
     print_cause(cause, sightings, find_ranks(cause, files))
     return 0
+
+
+def print_states(folders: Container[Path], log_dir: Path) -> None:
+    """Print the states of the runs in these folders: live, or killed with their launchers."""
+    runs = [run for run in find_all(log_dir) if run.folder.resolve() in folders]
+    if runs:
+        print(describe(runs))
+    for run in runs:
+        if run.state == KILLED and (gone := run.record.launcher):
+            print(
+                f"the launcher (pid {gone.process} on {gone.host}) is gone "
+                f"[launcher-killed]\nresume   RUN_ID={run.id} {run.record.command}"
+            )
 
 
 def print_refusals(refusals: Mapping[str, str]) -> None:
@@ -147,7 +156,10 @@ def has_ended_well(name: str, log_dir: Path) -> bool:
 
 
 def find_logs(name: str, log_dir: Path) -> list[Path]:
-    """Return the logs that a word of the command line names."""
+    """Return the logs that a word of the command line names.
+
+    For a run, that is the block that its launcher kept; without one, the logs of its nodes.
+    """
     for place in (Path(name), log_dir / name):
         if (place / KEPT).is_file():
             return [place / KEPT]
@@ -165,11 +177,12 @@ def find_cause(sightings: Sequence[Sighting]) -> Sighting | None:
 def print_cause(cause: Sighting, sightings: Sequence[Sighting], ranks: Sequence[int]) -> None:
     """Print a cause in the form of the failure block; `ranks` printed the same error."""
     where = f" ({cause.host})" if cause.host else ""
-    others = sum(shape_of(sighting.text) != shape_of(cause.text) for sighting in sightings)
-    lines = count(others, "other line mentions", "other lines mention")
-    equal = [rank for rank in ranks if f"rank {rank}" != cause.rank]
-    also = [f"{name_ranks(equal)} with the same error"] if equal else []
-    also += [f"{lines} a failure, probably as a consequence"] if others else []
+    also = []
+    if same := [rank for rank in ranks if f"rank {rank}" != cause.rank]:
+        also.append(f"{name_ranks(same)} with the same error")
+    if others := sum(shape_of(seen.text) != shape_of(cause.text) for seen in sightings):
+        lines = count(others, "other line mentions", "other lines mention")
+        also.append(f"{lines} a failure, probably as a consequence")
 
     file = STDIN if cause.file.is_relative_to(COPIES) else cause.file
     rows = [

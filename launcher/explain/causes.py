@@ -7,7 +7,6 @@ from launcher.explain.kinds import cause, consequence, end
 
 CAUSES = (
     consequence(
-        "consequence",
         r"""
         (Deprecation|Future)Warning
         Error caught was: No module named

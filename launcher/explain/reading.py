@@ -96,8 +96,8 @@ class Sighting:
     kind: Kind
     fault: str
     text: str  # without what launchers put before it
-    rank: str = ""  # "rank 3", or "local rank 3" if only that is known
-    host: str = ""
+    rank: str  # "rank 3", or "local rank 3" if only that is known; "": unknown
+    host: str
     file: Path = Path()
     line: int = 0  # from 1
     frames: Sequence[str] = ()  # of the traceback above it, innermost first
@@ -109,7 +109,7 @@ class First(NamedTuple):
     time: str
     rank: str  # as in Sighting
     host: str
-    code: str = ""  # exit code, from torch's table
+    code: str  # exit code, from torch's table; "": unknown
 
 
 def read(file: Path) -> list[Sighting]:
@@ -117,9 +117,9 @@ def read(file: Path) -> list[Sighting]:
 
     Raises OSError.
     """
-    shapes: set[int] = set()
+    shapes = set[int]()  # hashes of the lines so far, without their digits
     recent = deque([b""] * TABLE, maxlen=ABOVE + 1)
-    sightings: list[Sighting] = []
+    sightings = list[Sighting]()
     first_seen = None
     tables = list[First]()
     lines = chain(_lines_of_last_start(file), [(0, b"")] * TABLE)  # they complete the last table
@@ -128,9 +128,10 @@ def read(file: Path) -> list[Sighting]:
         recent.append(text[:LONGEST_ABOVE])
         if b"Root Cause" in text:
             shapes.clear()  # how this rank ended may differ from the others only in a number
-        if b"Root Cause" in recent[-TABLE]:
+        if b"Root Cause" in recent[-TABLE]:  # the table is complete
             table = b"\n".join([*recent][-TABLE:]).decode(errors="replace")
-            tables += filter(None, [_read_first(table)])
+            if first := _read_first(table):
+                tables.append(first)
 
         shape = text.translate(None, _DIGITS)
         if hash(shape) in shapes:
@@ -140,25 +141,30 @@ def read(file: Path) -> list[Sighting]:
             continue
 
         line = text.decode(errors="replace")
-        if (seen := find_sighting(line)) is not None:
-            above = b"\n".join([*recent][:-1]).decode(errors="replace")
-            mine = _lines_of_same(above, line)
-            if _SOURCE.search("\n".join([*mine, split(line)[1]])):
-                continue
-            fault = refine(seen.fault, mine)
-            frames = _frames(mine)
-            sightings.append(replace(seen, fault=fault, file=file, line=row, frames=frames))
-            first_seen = first_seen or _read_first(f"{above}\n{line}")
+        seen = find_sighting(line)
+        if seen is None:
+            continue
+
+        above = b"\n".join([*recent][:-1]).decode(errors="replace")
+        mine = _lines_of_same(above, line)
+        is_source = _SOURCE.search("\n".join([*mine, strip_prefix(line)]))
+        if is_source:  # a traceback quotes the line; the program has not printed it
+            continue
+
+        fault = refine(seen.fault, mine)
+        frames = _frames(mine)
+        sightings.append(replace(seen, fault=fault, file=file, line=row, frames=frames))
+        first_seen = first_seen or _read_first(f"{above}\n{line}")
         if len(sightings) == MOST_SIGHTINGS:
             break
 
-    first = min(tables, default=first_seen)
-    return _with_first(sightings, first) if first else sightings
+    earliest = min(tables, default=first_seen)  # by its time
+    return _with_first(sightings, earliest) if earliest else sightings
 
 
 def find_sighting(line: str) -> Sighting | None:
     """Return what one line says about a failure; None if it says nothing."""
-    prefix, text = split(line)
+    prefix, text = split_prefix(line)
     if fault := own_fault(text):
         kind = min((rule.kind for rule in RULES if rule.fault == fault), default=Kind.CAUSE)
     elif rule := match(text):
@@ -171,7 +177,7 @@ def find_sighting(line: str) -> Sighting | None:
         return None
 
     found = _RANK.search(text)
-    mentioned = "".join(found.groups("")) if found else ""  # one of its two groups
+    mentioned = (found[1] or found[2]) if found else ""
     number = _rank_in(prefix, text) or mentioned
     return Sighting(kind, fault, text.strip(), number and f"rank {number}", prefix.get("host", ""))
 
@@ -182,20 +188,30 @@ def _rank_in(prefix: Mapping[str, str], text: str) -> str:
     return next(filter(None, ranks), "")
 
 
-def find_refusals(file: Path, *, has_stopped: bool = False) -> dict[str, str]:
+def find_refusals(file: Path, *, has_stopped: bool) -> dict[str, str]:
     """Return the lines that refused a start, each with its fault. Raises OSError.
 
     `has_stopped` means that a stopped line ends the log: the start before it is read.
     """
-    rows = (row.rstrip() for _, row in _lines_of_last_start(file, has_stopped=has_stopped))
-    lines = (split(row.decode(errors="replace"))[1] for row in rows if row.endswith(b"]"))
-    lines = (line for line in lines if _PROGRAM.match(line) and not _EXCEPTION.match(line))
-    return {line: fault for line in lines if (fault := own_fault(line))}
+    refusals = {}
+    for _, row in _lines_of_last_start(file, has_stopped=has_stopped):
+        stripped = row.rstrip()
+        if not stripped.endswith(b"]"):  # quick to check, and most lines fail it
+            continue
+
+        line = strip_prefix(stripped.decode(errors="replace"))
+        fault = own_fault(line)
+        if fault and _PROGRAM.match(line) and not _EXCEPTION.match(line):
+            refusals[line] = fault
+    return refusals
 
 
 def _lines_of_last_start(file: Path, *, has_stopped: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a log with their numbers, without those of earlier starts."""
-    marks = deque([0], maxlen=2)
+    """Yield the lines of a log with their numbers, without those of earlier starts.
+
+    With `has_stopped`, the last row that ends a start is the stopped line of the start to read.
+    """
+    marks = deque([0], maxlen=2)  # the numbers of the last two rows that begin or end a start
     marks.extend(number for number, row in lines_of(file) if _BEFORE.match(row))
     before = marks[0 if has_stopped else -1]
     return ((number, row) for number, row in lines_of(file) if number > before)
@@ -206,32 +222,36 @@ def lines_of(file: Path) -> Iterator[tuple[int, bytes]]:
     number, begun = 1, b""
     with file.open("rb") as opened:
         while piece := opened.read(_PIECE):
-            *rows, last = (begun + piece).split(b"\n")
+            *rows, rest = (begun + piece).split(b"\n")
             for row in rows:
                 for state in row.split(b"\r"):
                     yield number, state[:LONGEST]
                 number += 1
-            *states, last = last.split(b"\r")
+            *states, unfinished = rest.split(b"\r")
             for state in states:
                 yield number, state[:LONGEST]
-            begun = last[:LONGEST]
+            begun = unfinished[:LONGEST]
     yield number, begun
 
 
 def find_ranks(cause: Sighting, files: Sequence[Path]) -> list[int]:
     """Return the ranks that printed the cause's line, ignoring digits. Raises OSError."""
     shape = shape_of(cause.text)
-    sign = max(shape.split("\N{REPLACEMENT CHARACTER}"), key=len).encode()  # of such a line
-    ranks: set[int] = set()
+    # The longest part without bytes that are not text: searching each line for it is quick.
+    sign = max(shape.split("\N{REPLACEMENT CHARACTER}"), key=len).encode()
+
+    ranks = set[int]()
     for file in files:
         for _, line in lines_of(file):
             if sign not in line.translate(None, _DIGITS):
                 continue
-            prefix, text = split(line.decode(errors="replace"))
-            if shape_of(text) == shape:
-                named = _rank_in(prefix, text) + prefix.get("more", "")  # such as 3,5-7
-                for low, high in re.findall(r"(\d+)(?:-(\d+))?", named):
-                    ranks |= {*range(int(low), int(high or low) + 1)}
+            prefix, text = split_prefix(line.decode(errors="replace"))
+            if shape_of(text) != shape:
+                continue
+
+            named = _rank_in(prefix, text) + prefix.get("more", "")  # such as 3,5-7
+            for low, high in re.findall(r"(\d+)(?:-(\d+))?", named):
+                ranks |= {*range(int(low), int(high or low) + 1)}
     return sorted(ranks)
 
 
@@ -240,8 +260,11 @@ def shape_of(text: str) -> str:
     return re.sub("[0-9]", "", text).strip()
 
 
-def split(line: str) -> tuple[dict[str, str], str]:
-    """Return the prefixes that launchers have put before a line, and the rest of the line."""
+def split_prefix(line: str) -> tuple[dict[str, str], str]:
+    """Return what the launchers' prefixes of a line say, by group of _PREFIX, and the rest of it.
+
+    A group that occurs twice has its last value.
+    """
     named: dict[str, str] = {}
     while at := _PREFIX.match(line):
         named |= {name: value for name, value in at.groupdict().items() if value is not None}
@@ -249,10 +272,15 @@ def split(line: str) -> tuple[dict[str, str], str]:
     return named, line
 
 
+def strip_prefix(line: str) -> str:
+    return split_prefix(line)[1]
+
+
 def _lines_of_same(above: str, line: str) -> list[str]:
     """Return the lines above a line that have the same prefixes, without them."""
-    prefix, _ = split(line)
-    return [rest for head, rest in map(split, above.splitlines()) if head.keys() == prefix.keys()]
+    prefix, _ = split_prefix(line)
+    rows = map(split_prefix, above.splitlines())
+    return [text for its_prefix, text in rows if its_prefix.keys() == prefix.keys()]
 
 
 def _frames(above: Sequence[str]) -> list[str]:
@@ -262,9 +290,11 @@ def _frames(above: Sequence[str]) -> list[str]:
 
 
 def _read_first(text: str) -> First | None:
-    """Return the first failure that a launcher reports in these lines."""
-    if not (first := _FIRST.search("\n".join(split(line)[1] for line in text.split("\n")))):
+    """Return the first failure that a launcher reports in these lines; None if it reports none."""
+    first = _FIRST.search("\n".join(map(strip_prefix, text.split("\n"))))
+    if first is None:
         return None
+
     local = first["torch"] or first["spawn"] or first["deepspeed"]
     number = local or first["rank"] or first["reducer"] or first["task"]
     rank = f"{'local ' if local else ''}rank {number}"
@@ -273,20 +303,15 @@ def _read_first(text: str) -> First | None:
 
 
 def _with_first(sightings: Sequence[Sighting], first: First) -> list[Sighting]:
-    """Set the rank that a launcher saw fail first, in the lines that do not name a rank.
-
-    If torch reports how that rank ended, it has killed the others itself.
-    """
-    told = [
-        replace(seen, rank=first.rank, host=seen.host or first.host)
-        if seen.rank in ("", first.rank) or (first.code and seen.kind == Kind.CODE)
-        else seen
-        for seen in sightings
-    ]
-
-    if first.code in ("", "-9"):
-        return told
-    return [
-        replace(seen, kind=Kind.CONSEQUENCE) if seen.fault == "rank-killed" else seen
-        for seen in told
-    ]
+    """Return the sightings with the rank that a launcher saw fail first, where they name none."""
+    has_killed_others = first.code not in ("", "-9")  # torch has, if that rank was not killed
+    result = []
+    for seen in sightings:
+        told = seen
+        is_its_code = first.code and seen.kind == Kind.CODE
+        if is_its_code or seen.rank in ("", first.rank):
+            told = replace(seen, rank=first.rank, host=seen.host or first.host)
+        if has_killed_others and seen.fault == "rank-killed":
+            told = replace(told, kind=Kind.CONSEQUENCE)
+        result.append(told)
+    return result

@@ -169,7 +169,6 @@ SIGNS = (
         """,
     ),
     consequence(
-        "consequence",
         r"""
         pickle data was truncated
         Sending process \d+ closing signal

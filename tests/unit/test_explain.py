@@ -15,7 +15,7 @@ from agents import ROOT, run_program, written
 from launcher.cli import tools
 from launcher.explain.__main__ import find_cause, main
 from launcher.explain.kinds import Kind, Rule
-from launcher.explain.reading import HINT, Sighting, find_sighting, read, split
+from launcher.explain.reading import HINT, Sighting, find_sighting, read, strip_prefix
 from launcher.explain.rules import RULES
 from launcher.failure import Failure, RaisedError, describe_end
 from launcher.record import run_json
@@ -51,7 +51,7 @@ def test_a_rule_knows_the_texts_that_it_was_made_from(
     assert texts
     for one in texts:
         text, source = one["text"], one["source"]
-        assert rule.pattern.search(split(text)[1]), text
+        assert rule.pattern.search(strip_prefix(text)), text
         assert HINT.search(text.encode()), text
         assert source.startswith(("https://", "tests/")), source
 
@@ -106,7 +106,7 @@ def test_a_run_that_ended_well_has_no_cause(one: dict[str, str]) -> None:
 def test_what_launchers_put_before_a_line(
     line: str, rank: str | None, host: str, text: str
 ) -> None:
-    assert split(line)[1] == text
+    assert strip_prefix(line) == text
     seen = find_sighting(line)
     assert (seen and (seen.rank, seen.host)) == (None if rank is None else (rank, host))
 
