@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from launcher.explain.rules import find_rule
-from launcher.failure import CRASHED, RaisedError, explain, is_foreign, match_frame, signal_name
+from launcher.failure import (
+    CRASHED,
+    RaisedError,
+    explain_exit,
+    is_foreign,
+    match_frame,
+    signal_name,
+)
 
 # Of the C++ exception that nothing caught, or why there is none: as if no thread could start.
 _WHAT = re.compile(r"^(?: +what\(\): +|(?=terminate called without))(?P<text>\S.*)")
@@ -22,32 +30,34 @@ def read_crash(lines: Sequence[str], code: int, time: float) -> RaisedError | No
     They are its C++ exception, if there was one, and the Python stack that faulthandler wrote.
     Returns None if they have neither, or if the exit code is not that of a crash.
     """
-    fault, meaning = explain(code, out_of_memory=False)
+    fault, meaning = explain_exit(code, out_of_memory=False)
     if fault != CRASHED:
         return None
 
     fatal = _find_last(lines, lambda line: line.startswith(_FATAL))
     what = _find_last(lines, _WHAT.match)
     stack = _python_stack(lines[fatal:]) if fatal >= 0 else []
-    outermost_first = "\n".join(reversed(stack))
+    crash = RaisedError(meaning, "\n".join(reversed(stack)), code, time, fault)
     if what < 0:
-        return RaisedError(meaning, outermost_first, code, time, fault)
+        return crash
 
     end = fatal if fatal > what else len(lines)
     said = [_WHAT.sub(r"\g<text>", lines[what]), *lines[what + 1 : end]]
-    rule = find_rule("\n".join(said))
-    fault = rule.fault if rule else fault
-    message = "\n".join([f"{signal_name(code)}: {said[0]}", *said[1:]])
-    details = []
-    if fault == _MISMATCH:
+    text = "\n".join(said)
+    rule = find_rule(text)
+    if rule and rule.fault == _MISMATCH:
         message = _explain_mismatch(stack)
-        details = said[:1]
-    return RaisedError(message, outermost_first, code, time, fault, details=details)
+        return replace(crash, message=message, fault=_MISMATCH, details=said[:1])
+    message = f"{signal_name(code)}: {text}"
+    return replace(crash, message=message, fault=rule.fault if rule else fault)
 
 
-def _find_last(lines: Sequence[str], is_it: Callable[[str], object]) -> int:
-    """Return the index of the last line that `is_it` accepts; -1 if there is none."""
-    return next((at for at in reversed(range(len(lines))) if is_it(lines[at])), -1)
+def _find_last(lines: Sequence[str], accepts: Callable[[str], object]) -> int:
+    """Return the index of the last line that `accepts` is true for; -1 if there is none."""
+    for at in reversed(range(len(lines))):
+        if accepts(lines[at]):
+            return at
+    return -1
 
 
 def _python_stack(lines: Sequence[str]) -> list[str]:

@@ -142,17 +142,17 @@ def describe_end(
     """Return the failure of a rank that an error has ended, or is about to end."""
     if raised is None:
         code = code or 1
-        fault, cause = explain(code, out_of_memory=is_out_of_memory)
+        fault, cause = explain_exit(code, out_of_memory=is_out_of_memory)
         has_left = not signal_name(code)
         return replace(unknown, fault=fault, cause=cause, code=code, has_left=has_left)
 
     details = [*details_of(raised.message), *raised.details][:_SHOWN_DETAILS]
-    fault = raised.fault or fault_of("\n".join([raised.message, *raised.details]))
-    fault = refine(fault, raised.stack.splitlines())
-    cause = raised.message.removesuffix(f" [{fault}]")
-    if raised.has_left and last_text not in cause:
-        cause += f", after: {last_text}"
-    cause = one_line(cause) + install_cure(cause)
+    named = raised.fault or fault_of("\n".join([raised.message, *raised.details]))
+    fault = refine(named, raised.stack.splitlines())
+    message = raised.message.removesuffix(f" [{fault}]")
+    if raised.has_left and last_text not in message:
+        message += f", after: {last_text}"
+    cause = one_line(message) + install_cure(message)
 
     return replace(
         unknown,
@@ -186,14 +186,21 @@ def is_peer_lost(message: str) -> bool:
     return rule is not None and rule.kind >= Kind.END
 
 
-def explain(code: int, *, out_of_memory: bool) -> tuple[str, str]:
-    """Return the fault and the cause for an exit code, if there is no error file."""
+def explain_exit(code: int, *, out_of_memory: bool) -> tuple[str, str]:
+    """Return the fault and the cause for an exit code, if there is no error file.
+
+    `out_of_memory` means that this node recorded an out-of-memory kill during the attempt.
+    """
     name = signal_name(code)
     if name == "SIGKILL" and out_of_memory:
         return "out-of-memory", "SIGKILL from the kernel: this node's memory limit was reached"
+
+    fault = "rank-error"
+    if name == "SIGKILL":
+        fault = "rank-killed"
+    elif name in _CRASHES:
+        fault = CRASHED
     unknown = name or f"exited with code {code} without an exception"
-    fault = "rank-killed" if name == "SIGKILL" else "rank-error"
-    fault = CRASHED if name in _CRASHES else fault
     return fault, _MEANING.get(name or str(code), unknown)
 
 
@@ -231,13 +238,16 @@ def install_cure(cause: str) -> str:
     """Return how to install the package that a cause says is missing; "" for any other cause."""
     if ours := _OURS.match(cause):
         return f"; if it is the launch kit's: from {_KIT}.{ours[1]} import ..."
-    if not (missing := _MISSING.match(cause)):
+    missing = _MISSING.match(cause)
+    if missing is None:
         return ""
-    if missing[1] == _KIT:
+
+    module = missing[1]
+    if module == _KIT:
         return f"; start the script with scripts/launch.sh, or run {install_command(str(_ROOT))}"
-    if folder := _folder_of(missing[1]):
+    if folder := _folder_of(module):
         return f"; it is in {folder}: set PYTHONPATH={folder}"
-    return f"; if it is a package: {install_command(_PACKAGES.get(missing[1], missing[1]))}"
+    return f"; if it is a package: {install_command(_PACKAGES.get(module, module))}"
 
 
 def _folder_of(module: str) -> str:
@@ -249,12 +259,16 @@ def _folder_of(module: str) -> str:
 
 
 def match_frame(line: str) -> re.Match[str] | None:
-    """Return the file, the line and the name of a frame; None if the line shows none."""
+    """Match a frame's `file`, `line` and `name`; None if the line shows no frame."""
+    # Decode faulthandler's \x, \u and \U: the hexadecimal digits follow these two characters.
     return _FRAME.match(_ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), line))
 
 
 def user_frames(stack: str) -> list[str]:
-    """Return the last frames of the user's own code, innermost first: `file:line in name`."""
+    """Return the last frames of the user's own code, innermost first: `file:line in name`.
+
+    `stack` is a traceback: its innermost frame comes last.
+    """
     frames = [
         f"{short_path(frame['file'])}:{frame['line']} in {frame['name']}"
         for frame in filter(None, map(match_frame, stack.splitlines()))
@@ -272,5 +286,6 @@ def short_path(path: str) -> str:
     """Return a path relative to the working directory if it lies inside, otherwise unchanged."""
     with contextlib.suppress(OSError):  # the working directory was deleted
         relative = os.path.relpath(path)
-        path = path if relative.startswith("..") else relative
+        if not relative.startswith(".."):
+            return relative
     return path

@@ -39,7 +39,7 @@ _ENDS = re.compile(
 def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:
     """Print what a user sees last: the failure block, the stopped line, or nothing.
 
-    The text is also kept in the run's folder, if that is writable.
+    The text is also kept in the run's folder, and the cause in its run.json, if that is writable.
     """
     if not outcome.has_text:
         return
@@ -53,12 +53,17 @@ def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:
 
     if folder is not None:
         with contextlib.suppress(OSError):
-            new = folder / f".{KEPT}.{os.getpid()}"
-            with open_own(new, "w", encoding="utf-8") as file:
-                file.write(kept.getvalue())
-            new.replace(folder / KEPT)
-            if outcome.failure is not None and read(folder) is not None:
-                update(folder, fault=outcome.failure.fault, cause=outcome.failure.cause)
+            _keep(kept.getvalue(), outcome.failure, folder)
+
+
+def _keep(text: str, failure: Failure | None, folder: Path) -> None:
+    """Write what was printed to the run's folder, and the cause to run.json. Raises OSError."""
+    new = folder / f".{KEPT}.{os.getpid()}"
+    with open_own(new, "w", encoding="utf-8") as file:
+        file.write(text)
+    new.replace(folder / KEPT)
+    if failure is not None and read(folder) is not None:
+        update(folder, fault=failure.fault, cause=failure.cause)
 
 
 def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
@@ -68,8 +73,10 @@ def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
     """
     text = read_tail(log, TAIL_BYTES).replace("\r\n", "\n")
     rows = "\n".join(map(strip, COLOURS.sub("", text).split("\n")))
-    ends = [match["end"] or "" for match in _ENDS.finditer(rows)]
-    return "\n".join(printable(row, LONGEST_ROW) for row in (ends or [""])[-1].split("\n"))
+    end = ""
+    for match in _ENDS.finditer(rows):
+        end = match["end"] or ""  # "": a later start has begun
+    return "\n".join(printable(row, LONGEST_ROW) for row in end.split("\n"))
 
 
 def read_tail(file: Path, size: int, opener: Callable[..., IO[Any]] = open) -> str:
@@ -117,18 +124,20 @@ def print_block(outcome: Outcome, failure: Failure, out: TextIO) -> None:
 def _stacks(failure: Failure) -> list[str]:
     """Return where the ranks were; of many places, those of the most and of the fewest ranks."""
     lines = name_groups(failure.stacks)
-    half = MOST_STACKS // 2
-    if len(lines) > MOST_STACKS:
-        lines[half : 1 - half] = [f"... {len(lines) - MOST_STACKS + 1} more"]
+    num_hidden = len(lines) - MOST_STACKS + 1  # one row says how many are hidden
+    if num_hidden > 1:
+        begin = MOST_STACKS // 2
+        lines[begin : begin + num_hidden] = [f"... {num_hidden} more"]
     return lines
 
 
 def print_stop(outcome: Outcome, out: TextIO) -> None:
     """Print the line for a run that was stopped on request."""
-    how = outcome.ends or f"by {signal_name(outcome.code)}"
     if outcome.code == STOPPED:
         by = f"by {signal.Signals(outcome.signum).name} " if outcome.signum else ""
         how = f"{by}after saving a checkpoint"
+    else:
+        how = outcome.ends or f"by {signal_name(outcome.code)}"
     print(f"stopped  {how} (code {outcome.code}); nothing is left running", file=out, flush=True)
     print_resume(outcome, out)
 
@@ -139,6 +148,7 @@ def print_resume(outcome: Outcome, out: TextIO) -> None:
 
 
 def _others(outcome: Outcome, fault: str) -> str:
+    """Return what became of the other ranks, and whether processes are left."""
     parts = []
     if outcome.lost_peer:
         its = "its connection" if outcome.lost_peer == 1 else "their connections"
@@ -148,8 +158,8 @@ def _others(outcome: Outcome, fault: str) -> str:
         parts.append(f"{count(outcome.stopped, 'rank')} {were} stopped by the launcher")
 
     left = "nothing is left running"
-    if fault in ("link-lost", "node-lost"):
-        left += " on the reachable nodes"
     if outcome.left:
         left = f"{count(outcome.left, 'process', 'processes')} could not be ended"
+    elif fault in ("link-lost", "node-lost"):
+        left += " on the reachable nodes"
     return f"{', '.join(parts)}; {left}" if parts else left

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import IntEnum
 from operator import itemgetter
 
@@ -91,8 +91,9 @@ class NodeEnd:
     saved_step: int = -1  # of the newest checkpoint that one of its ranks reported; -1: none
     parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of snapshots: ranks by step
     copies: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the same, from another node
-    host: str = field(default="", kw_only=True)
-    node_rank: int = field(default=0, kw_only=True)
+    _: KW_ONLY
+    host: str = ""
+    node_rank: int = 0
 
     def __post_init__(self) -> None:
         if not all(0 <= code <= 255 for code in self.codes):
@@ -110,36 +111,41 @@ def end_attempt(
     nodes: Sequence[NodeEnd],  # node rank 0 first
     signals: Sequence[int],  # the stop signals that were sent to ranks
 ) -> Outcome:
-    """Return how an attempt ended."""
-    by_time = sorted(failures, key=lambda failure: failure.time)
-    accounts = [
-        (Basis.CONSEQUENCE if each.is_consequence else Basis.CAUSE, Outcome(each.code, each))
-        for each in by_time
-    ]
+    """Return how an attempt ended: with its first failure, or because it was stopped or is done."""
+    accounts = [(Basis.STOP, _end_without_failure(nodes, signals))]
+    for each in sorted(failures, key=lambda failure: failure.time):
+        basis = Basis.CONSEQUENCE if each.is_consequence else Basis.CAUSE
+        accounts.append((basis, Outcome(each.code, each)))
 
-    stops = sorted(signals, key=notices().__contains__)  # a notice ends nothing by itself
-    code = stop_code(nodes, stops)  # if no rank has failed
-    ends = describe_ends(nodes, stops) if code else ""
-    if code and stops:
-        ends = f"by {signal.Signals(stops[0]).name}: {ends}"
-    stop = Outcome(code, ends=ends, signum=next(iter(signals), 0))
-
-    chosen = choose([*accounts, (Basis.STOP, stop)])
-    chosen = replace(chosen, has_saved=has_saved(nodes))
-    if (first := chosen.failure) is None:
+    chosen = replace(choose(accounts), has_saved=has_saved(nodes))
+    first = chosen.failure
+    if first is None:
         return chosen
     if first.is_consequence:
         first = _exit_before(first, nodes) or first
 
     lost = {each.rank for each in failures if each.is_consequence} - {first.rank}
     stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
+
     stacks: dict[str, list[int]] = {}
     for each in failures:
         for text, ranks in each.stacks.items():
             stacks.setdefault(text, []).extend(ranks)
-    stacks = {text: sorted(ranks) for text, ranks in stacks.items()}
+    for on_all_nodes in stacks.values():
+        on_all_nodes.sort()
+
     first = replace(first, stacks=stacks, saved_step=max(nodes[0].saved_step, first.saved_step))
     return replace(chosen, failure=first, lost_peer=len(lost), stopped=len(stopped))
+
+
+def _end_without_failure(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> Outcome:
+    """Return how an attempt ended if no rank has failed: it was stopped, or it is done."""
+    stops = sorted(signals, key=notices().__contains__)  # a notice ends nothing by itself
+    code = stop_code(nodes, stops)
+    ends = describe_ends(nodes, stops) if code else ""
+    if code and stops:
+        ends = f"by {signal.Signals(stops[0]).name}: {ends}"
+    return Outcome(code, ends=ends, signum=next(iter(signals), 0))
 
 
 def _exit_before(victim: Failure, nodes: Iterable[NodeEnd]) -> Failure | None:
@@ -174,14 +180,18 @@ def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
     exits with 0 only on completion.
     """
     codes = [code for node in nodes for code in node.left.values() if code != 0]
-    if other := next((code for code in codes if code != STOPPED), 0):
-        return other
+    others = [code for code in codes if code != STOPPED]
+    if others:
+        return others[0]
     if codes and has_saved(nodes):
         return STOPPED
     if codes or any(node.stopped for node in nodes):
         return 128 + (signals[0] if signals else signal.SIGKILL)
-    wanted = [] if has_saved(nodes) else [signum for signum in signals if signum not in notices()]
-    return 128 + wanted[0] if wanted else 0
+
+    if has_saved(nodes):
+        return 0
+    stops = [signum for signum in signals if signum not in notices()]
+    return 128 + stops[0] if stops else 0
 
 
 def describe_ends(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> str:

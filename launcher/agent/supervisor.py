@@ -41,7 +41,7 @@ from launcher.command_line import find_option, read_for_torch, read_grace, read_
 from launcher.descriptors import wait_for_input
 from launcher.explain.kinds import Kind
 from launcher.explain.rules import find_rule
-from launcher.failure import Failure, explain, signal_name
+from launcher.failure import Failure, explain_exit, signal_name
 from launcher.interrupt import code_for_shell
 from launcher.outcome import Outcome
 from launcher.outer_job import leave_outer_job
@@ -334,7 +334,7 @@ def _explain_death(
     `words` are the agent's last lines. `is_out_of_memory` means that the kernel killed a process.
     """
     if is_out_of_memory and code == processes.KILLED:
-        fault, cause = explain(code, out_of_memory=True)
+        fault, cause = explain_exit(code, out_of_memory=True)
         return fault, f"the node agent: {cause}"
     if by_signal := signal_name(code):
         when = "from outside this run" if has_torch else "while it imported torch"
