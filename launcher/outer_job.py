@@ -8,7 +8,7 @@ from distributed.environment import tasks_per_node
 from distributed.job import ask_scheduler
 from launcher.outer_run import remove_variables
 from launcher.proc import read_proc
-from launcher.processes import read_stat
+from launcher.processes import PARENT, read_stat
 from launcher.text import OwnEnviron
 
 _OF_A_STEP = "SLURM_(STEP|SRUN|PTY|LAUNCH|DISTRIBUTION)"
@@ -29,11 +29,12 @@ def leave_outer_job(environ: OwnEnviron) -> None:
     remove_variables("S(QUEUE|INFO)_", environ)  # the user's filters and formats; we give our own
     job = environ.get("SLURM_JOB_ID", "")
     owner, step = _read_owner(environ.get("SLURM_TASK_PID", ""))
+    # The components of a heterogeneous job have ids of their own.
     if owner not in ("", job) and "SLURM_HET_SIZE" not in environ:
         remove_variables(_OF_A_TASK, environ)
     elif step == "batch":
         remove_variables(_OF_A_STEP, environ)
-    if "SLURM_STEP_ID" in environ:
+    if "SLURM_STEP_ID" in environ:  # srun has set the rest for its step
         return
 
     tasks = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "1"), "SLURM_TASKS_PER_NODE")
@@ -47,9 +48,9 @@ def leave_outer_job(environ: OwnEnviron) -> None:
         del signs["SLURM_GPUS_PER_NODE"]
     if any(name.startswith((*signs,)) for name in environ):
         record = ask_scheduler("scontrol", "show", "job", "-o", job)
-        for pattern, sign in signs.items():
+        for beginning, sign in signs.items():
             if record and not re.search(sign, record):
-                remove_variables(pattern, environ)
+                remove_variables(beginning, environ)
 
 
 def _read_owner(process: str) -> tuple[str, str]:
@@ -58,6 +59,6 @@ def _read_owner(process: str) -> tuple[str, str]:
     Its parent, slurmstepd, shows them in its title: [12.batch] or [12.0].
     """
     stat = read_stat(int(process)) if process.isdecimal() else []
-    title = read_proc(int(stat[1]), "cmdline").decode(errors="replace") if stat else ""
+    title = read_proc(int(stat[PARENT]), "cmdline").decode(errors="replace") if stat else ""
     found = re.search(r"\[(\d+)\.(\w+)", title)
     return (found[1], found[2]) if found else ("", "")

@@ -36,16 +36,17 @@ OTHERS = (
 )
 _spared = set[object]()  # pairs: a process id, and when the process started
 KILLED = 128 + signal.SIGKILL  # the exit code of a killed process, as a shell shows it
+STATE, PARENT, STARTED = 0, 1, 19  # fields of read_stat()
 
 
 def _prctl(option: int, value: int) -> None:
     """Call prctl. Where it fails, processes are only found by the run's token, and later."""
     if _libc_prctl(option, value, 0, 0, 0) != 0:
-        _warn_of("prctl", "if a process of the run is killed, the others may end seconds later")
+        _warn_once("prctl", "if a process of the run is killed, the others may end seconds later")
 
 
 @functools.cache
-def _warn_of(call: str, lost: str) -> None:
+def _warn_once(call: str, lost: str) -> None:
     warn(f"node agent: warning: this system refuses {call}(2); {lost}")
 
 
@@ -76,7 +77,7 @@ def leave_session() -> None:
     except OSError:  # a sandbox
         os.setpgid(0, 0)
         if os.isatty(0):
-            _warn_of("setsid", "a script that reads from the terminal is stopped")
+            _warn_once("setsid", "a script that reads from the terminal is stopped")
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
@@ -98,7 +99,7 @@ def outlive_parent() -> None:
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat from the third on: state, parent, ... (proc(5)).
+    """Return the fields of /proc/PID/stat from the third on, for STATE and the like (proc(5)).
 
     The list is empty if the process has ended or is not visible. The second field, the name, can
     contain any bytes; it is cut off after 15 bytes, even inside a character.
@@ -112,29 +113,33 @@ def start_ticks(pid: int) -> int | None:
     Together with the process id, this identifies a process: the kernel reuses process ids.
     """
     stat = read_stat(pid)
-    return int(stat[19]) if len(stat) > 19 and stat[0] not in (b"Z", b"X") else None
+    return int(stat[STARTED]) if len(stat) > STARTED and stat[STATE] not in (b"Z", b"X") else None
 
 
 def spare_descendants() -> None:
-    """Never touch what runs below this process now: `> >(tee log)` makes tee a launcher's child."""
+    """Let descendants() omit those of now: `> >(tee log)` makes tee a launcher's child."""
     _spared.update((pid, start_ticks(pid)) for pid in descendants(os.getpid()))
 
 
 def descendants(root: int) -> list[int]:
-    """Return the process ids of all living descendants of `root`, excluding zombies."""
+    """Return the process ids of all living descendants of `root`, except the spared."""
     children: dict[int, list[int]] = {}
+    zombies = set[int]()
     for pid in _all_pids():
-        if (stat := read_stat(pid)) and (pid, int(stat[19])) not in _spared:
+        stat = read_stat(pid)
+        if stat and (pid, int(stat[STARTED])) not in _spared:
+            children.setdefault(int(stat[PARENT]), []).append(pid)
             # A zombie still links its living children to us until they are reparented.
-            children.setdefault(int(stat[1]), []).append(-pid if stat[0] == b"Z" else pid)
-    living: list[int] = []
+            if stat[STATE] == b"Z":
+                zombies.add(pid)
+
+    found: list[int] = []
     pending = [root]
     while pending:
-        for child in children.get(pending.pop(), []):
-            pending.append(abs(child))
-            if child > 0:
-                living.append(child)
-    return living
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += below
+    return [pid for pid in found if pid not in zombies]
 
 
 def _all_pids() -> list[int]:
@@ -217,7 +222,7 @@ def reap() -> Iterator[tuple[int, int]]:
 
 def suspend() -> None:
     """Stop this process and all descendants, as Ctrl-Z does; continue them when it continues."""
-    stopped: list[int] = []
+    stopped = list[int]()
     for _ in turns(limits.KILL_S):
         running = [pid for pid in descendants(os.getpid()) if not is_stopped(pid)]
         if not running:
@@ -234,10 +239,8 @@ def suspend() -> None:
 def end_descendants(*, term_s: float = 0.0) -> list[int]:
     """End every descendant of this process: SIGTERM, then SIGKILL after `term_s` seconds.
 
-    Those that only remove shared memory after the others have ended come last.
-
-    Returns the ids of the processes that remain a second later: those in uninterruptible sleep,
-    which no signal ends.
+    Those that only remove shared memory come last, after the others have ended. Returns the ids of
+    the processes that remain a second later: those in uninterruptible sleep, which no signal ends.
     """
     if term_s > 0:
         send(_workers(), signal.SIGTERM)
@@ -253,16 +256,18 @@ def end_descendants(*, term_s: float = 0.0) -> list[int]:
 
 def _end_cleaners() -> list[int]:
     """End the last descendants, and remove the shared memory that they know. Returns the rest."""
-    me, files = os.getpid(), set[str]()
+    files = set[str]()
     begin = time.monotonic()
-    while alive := descendants(me):
-        now = time.monotonic()
-        if now > begin + limits.KILL_S:
+    while alive := descendants(os.getpid()):
+        waited_s = time.monotonic() - begin
+        if waited_s > limits.KILL_S:
             break
+
         managers = [pid for pid in alive if shared_files.is_manager(pid)]
         files.update(*map(shared_files.files_of, managers))
-        send(managers if now < begin + limits.CLEAN_S else alive, signal.SIGKILL)
+        send(managers if waited_s < limits.CLEAN_S else alive, signal.SIGKILL)
         time.sleep(limits.POLL_S)
+
     shared_files.remove(files)
     return alive
 
@@ -285,17 +290,18 @@ def kill_others(spared: Iterable[int]) -> None:
 def end_marked(token: str, wait_s: float) -> int:
     """Wait for the processes of a run to end, and kill the rest. Returns the number killed."""
     left, files = _await_marked(token, wait_s)
-    send([pid for pid in left if not shared_files.is_cleaner(pid)], signal.SIGKILL)
     if left:
-        cleaners, more = _await_marked(token, limits.CLEAN_S)
+        send([pid for pid in left if not shared_files.is_cleaner(pid)], signal.SIGKILL)
+        cleaners, more_files = _await_marked(token, limits.CLEAN_S)
         send(cleaners, signal.SIGKILL)
-        shared_files.remove(files | more)
+        shared_files.remove(files | more_files)
     return len(left)
 
 
 def _await_marked(token: str, wait_s: float) -> tuple[list[int], set[str]]:
     """Wait for the processes of a run to end. Returns the rest, and the shared files they know."""
-    deadline, files = time.monotonic() + wait_s, set[str]()
+    deadline = time.monotonic() + wait_s
+    files = set[str]()
     while left := _marked(f"LAUNCH_TOKEN={token}", f"{OUTER_TOKEN}={token}"):
         files.update(*map(shared_files.files_of, filter(shared_files.is_manager, left)))
         if time.monotonic() >= deadline:
@@ -318,11 +324,12 @@ def ranks_of(run_id: str) -> dict[str, int]:
 
     ranks = {}
     for pid in _marked(f"RUN_ID={run_id}"):
-        name, stat = name_of(pid), read_stat(pid)
-        # A data worker has its rank's name.
-        if re.fullmatch(r"rank\d+", name) and stat and name_of(int(stat[1])) != name:
+        name = name_of(pid)
+        stat = read_stat(pid)
+        # A data worker has the name of its parent, the rank.
+        if re.fullmatch(r"rank\d+", name) and stat and name_of(int(stat[PARENT])) != name:
             ranks[name] = pid
-    return dict(sorted(ranks.items(), key=lambda item: int(item[0][4:])))
+    return dict(sorted(ranks.items(), key=lambda item: int(item[0].removeprefix("rank"))))
 
 
 def _marked(*variables: str) -> list[int]:
