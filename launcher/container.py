@@ -49,13 +49,19 @@ class Container:
         if self.runtime != "pyxis":
             return []
         mounts = ",".join(f"{folder}:{folder}" for folder in self.binds)
-        words = [f"--container-image={self.image}", f"--container-name={name}"]
-        words += [f"--container-mounts={mounts}", f"--container-workdir={self.directory}"]
-        return [*words, *self.arguments]
+        return [
+            f"--container-image={self.image}",
+            f"--container-name={name}",
+            f"--container-mounts={mounts}",
+            f"--container-workdir={self.directory}",
+            *self.arguments,
+        ]
 
     def with_folder(self, folder: Path) -> Container:
         """Return the container with one more folder, or with the nearest parent that exists."""
-        return replace(self, binds=_outermost([*self.binds, _folder(self.directory / folder)]))
+        return replace(
+            self, binds=_outermost([*self.binds, _nearest_folder(self.directory / folder)])
+        )
 
     def __str__(self) -> str:
         return f"{self.image} ({self.runtime})"
@@ -79,13 +85,15 @@ def read_container(
     if not given:
         return None
 
-    runtime, image = _choose(here, given, in_job=in_job)
+    runtime, image = _choose_runtime(here, given, in_job=in_job)
     try:
         arguments = shlex.split(environ.get("CONTAINER_ARGS", ""))
     except ValueError as error:
         raise PlanError(f"CONTAINER_ARGS: {error}; quote it as for a shell") from None
 
-    binds = _outermost(_folder(directory / path) for path in _find_paths([directory, *paths]))
+    binds = _outermost(
+        _nearest_folder(directory / path) for path in _find_paths([directory, *paths])
+    )
     has_gpus = environ.get("BACKEND", "").lower() != "gloo"
     return Container(runtime, image, directory, binds, arguments, has_gpus)
 
@@ -102,7 +110,11 @@ def config_texts(config: Path) -> list[str]:
     return [file.read_text(errors="replace") for file in files if os.path.isfile(file)]
 
 
-def _choose(here: Path, given: str, *, in_job: bool) -> tuple[str, str]:
+def _choose_runtime(here: Path, given: str, *, in_job: bool) -> tuple[str, str]:
+    """Return the runtime for an image, and the name by which it loads the image.
+
+    `given` is the value of CONTAINER, `here` the folder of a relative path. Raises PlanError.
+    """
     if given.startswith("podman:"):
         return "podman", given.removeprefix("podman:")
     path = here / given
@@ -124,18 +136,23 @@ def _choose(here: Path, given: str, *, in_job: bool) -> tuple[str, str]:
 
 
 def _find_paths(paths: Iterable[Path | str]) -> Iterable[str]:
+    """Yield each path, and every absolute path in each text."""
     for path in paths:
         yield from [str(path)] if isinstance(path, Path) else _PATH.findall(path)
 
 
-def _folder(path: Path) -> Path:
+def _nearest_folder(path: Path) -> Path:
+    """Return a path if it is a folder, otherwise its nearest parent that is one."""
     while not os.path.isdir(path):  # unlike Path.is_dir, False if access is denied
         path = path.parent
     return Path(os.path.normpath(path))
 
 
 def _outermost(folders: Iterable[Path]) -> list[Path]:
-    """Return the folders that no other folder contains, except those that an image provides."""
+    """Return the folders that no other folder contains, except those that an image provides.
+
+    The root is also omitted: it has no second part.
+    """
     ours = {folder for folder in folders if folder.parts[1:2] and folder.parts[1] not in _OF_IMAGES}
     return sorted(folder for folder in ours if not ours & {*folder.parents})
 
@@ -146,9 +163,16 @@ def _outermost(folders: Iterable[Path]) -> list[Path]:
 def _apptainer(container: Container, command: Sequence[str]) -> list[str]:
     """Run image.sif. Apptainer forwards the environment, and mounts what the site configured."""
     gpus = "--rocm" if Path("/dev/kfd").exists() else "--nv"
-    words = ["apptainer", "exec", *([gpus] if container.has_gpus else [])]
-    words += [f"--pwd={container.directory}", *(f"--bind={folder}" for folder in container.binds)]
-    return [*words, *container.arguments, container.image, *command]
+    return [
+        "apptainer",
+        "exec",
+        *([gpus] if container.has_gpus else []),
+        f"--pwd={container.directory}",
+        *(f"--bind={folder}" for folder in container.binds),
+        *container.arguments,
+        container.image,
+        *command,
+    ]
 
 
 def _charliecloud(container: Container, command: Sequence[str]) -> list[str]:
@@ -180,9 +204,19 @@ def _enroot(container: Container, command: Sequence[str]) -> list[str]:
     """Run image.sqsh. Enroot forwards only the variables that are named with --env."""
     gpus = ["--env", "NVIDIA_VISIBLE_DEVICES=all"] if container.has_gpus else []
     mounts = [word for folder in container.binds for word in ("--mount", f"{folder}:{folder}")]
-    options = [*gpus, *mounts, *container.arguments]
-    inside = ["env", f"--chdir={container.directory}", *command]
-    return ["bash", "-c", _START_ENROOT, "enroot", *options, container.image, *inside]
+    return [
+        "bash",
+        "-c",
+        _START_ENROOT,
+        "enroot",
+        *gpus,
+        *mounts,
+        *container.arguments,
+        container.image,
+        "env",
+        f"--chdir={container.directory}",
+        *command,
+    ]
 
 
 # Each node checks for its own devices. In the background, podman must not read from a terminal.
