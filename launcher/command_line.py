@@ -28,13 +28,18 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         word = arguments[at].replace("_", "-")
         if word == "--":
             return [*arguments[:at]], [*arguments[at + 1 :]]
-        is_whole = "=" in word or (word[1] != "-" and len(word) > 2)  # such as -r3
-        at += 1 if is_whole or any(flag.startswith(word) for flag in _FLAGS) else 2
+
+        has_own_value = "=" in word or (word[1] != "-" and len(word) > 2)  # such as -r3
+        is_flag = any(flag.startswith(word) for flag in _FLAGS)
+        at += 1 if has_own_value or is_flag else 2  # the next word is the value
     return [*arguments[:at]], [*arguments[at:]]
 
 
 def find_option(arguments: Sequence[str], name: str) -> str:
-    """Return the value of a torchrun option, which may be abbreviated; empty if it is not given."""
+    """Return the last value of a torchrun option, which may be abbreviated; empty if none is given.
+
+    `name` has its dashes: --node-rank.
+    """
     options = split(arguments)[0]
     given = ""
     for word, value in itertools.zip_longest(options, options[1:], fillvalue=""):
@@ -46,17 +51,17 @@ def find_option(arguments: Sequence[str], name: str) -> str:
 
 def read_grace(arguments: Sequence[str], environ: Environ) -> float:
     """Return how long the ranks have to save, in seconds: by an option, or by a variable."""
-    given = find_option(arguments, "--shutdown-timeout")
     names = "GRACE", "PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-    given = given or next(filter(None, map(environ.get, names)), "")
+    given = [find_option(arguments, "--shutdown-timeout"), *map(environ.get, names)]
+    first = next(filter(None, given), GRACE_S)
     try:
-        return max(0.0, float(given or GRACE_S))
+        return max(0.0, float(first))
     except ValueError:
-        return GRACE_S  # torch's parser refuses what is no number
+        return GRACE_S  # torch's parser rejects what is not a number
 
 
 def read_silence(environ: Environ) -> float:
-    """Return after how long without a heartbeat another node or the launcher is lost."""
+    """Return after how many seconds without a heartbeat another node or the launcher is lost."""
     given = environ.get("SILENCE_SECONDS", "")
     return float(given) if given.isdecimal() and int(given) else SILENCE_S
 

@@ -85,7 +85,7 @@ def _read_private(file: Path) -> str:
         file = file.expanduser()
         if file.stat().st_mode & 0o077:
             raise PlanError("other users can read the file in RUN_SECRET; run chmod 600 on it")
-        return file.read_text().strip() or "-"
+        return file.read_text().strip() or "-"  # an empty file: too short, like any such secret
     except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: an unknown ~user
         why = error.strerror if isinstance(error, OSError) else "not text"
         raise PlanError(
@@ -125,10 +125,11 @@ def introduce(connection: socket.socket, secret: bytes) -> None:
         raise WrongSecret("the other end has a different RUN_SECRET")
 
 
-def _receive(connection: socket.socket, number: int) -> bytes:
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    """Return the next bytes, exactly so many. Raises OSError, as if the connection ends first."""
     data = b""
-    while len(data) < number:
-        if not (more := connection.recv(number - len(data))):
+    while len(data) < num_bytes:
+        if not (more := connection.recv(num_bytes - len(data))):
             raise ConnectionResetError("the connection was closed")
         data += more
     return data
@@ -187,11 +188,12 @@ class Acceptor:
         return next(iter(self._waiting.values()))
 
     def _accept(self) -> None:
+        """Accept a connection and send it a nonce, unless its address is not allowed."""
         try:
             connection, (address, *_) = self._listener.accept()
         except OSError as error:  # the peer may be gone already
             if error.errno == errno.EMFILE:
-                self._note_full()
+                self._make_room()
             return
 
         allowed = self._access.addresses
@@ -210,7 +212,11 @@ class Acceptor:
             connection.send(visitor.nonce)  # cannot block: the buffer is empty
 
     def _read(self, visitor: _Visitor) -> bool:
-        """Read what has arrived. Returns whether the visitor is known and has sent a line."""
+        """Read what has arrived: the proof, which is checked, then the first line.
+
+        Returns whether the visitor is known and has sent a line. Drops it if it has closed the
+        connection, or sends too much.
+        """
         missing = NONCE_BYTES + PROOF_BYTES - len(visitor.received)
         try:
             data = visitor.socket.recv(65536 if visitor.is_known else missing)
@@ -225,10 +231,11 @@ class Acceptor:
         elif visitor.is_known:
             return b"\n" in visitor.received
         elif len(data) == missing:
-            self._check(visitor)
+            self._check_proof(visitor)
         return False
 
-    def _check(self, visitor: _Visitor) -> None:
+    def _check_proof(self, visitor: _Visitor) -> None:
+        """Check the proof that was received, and answer it. Drops the visitor if it is wrong."""
         nonces = visitor.nonce + visitor.received[:NONCE_BYTES]
         proof = visitor.received[NONCE_BYTES:]
         visitor.received = b""
@@ -253,11 +260,16 @@ class Acceptor:
         if self.unauthenticated == 1:
             self._say(f"warning: {what}, and was dropped; others are dropped silently [stranger]")
 
-    def _note_full(self) -> None:
-        """This process has too many open files: make room for a node that knows the secret."""
+    def _make_room(self) -> None:
+        """Drop the oldest visitor, because this process has too many open files; say so once.
+
+        Without a visitor, wait a moment: the connection stays in the listener's queue.
+        """
         if not self._is_full:
-            cause = "warning: this process has too many open files, so nodes cannot connect"
-            self._say(f"{cause}; run ulimit -n 65536 before the launch [low-nofile]")
+            self._say(
+                "warning: this process has too many open files, so nodes cannot connect; "
+                "run ulimit -n 65536 before the launch [low-nofile]"
+            )
         self._is_full = True
         if self._waiting:
             self._drop(self._oldest)
@@ -265,5 +277,6 @@ class Acceptor:
             time.sleep(limits.POLL_S)
 
     def _forget(self, visitor: _Visitor) -> None:
+        """Stop waiting for a visitor, whose connection stays open."""
         del self._waiting[visitor.socket.fileno()]
         self._selector.unregister(visitor.socket)

@@ -18,25 +18,28 @@ from launcher.wire.messages import Request
 
 
 def open_master_port(request: Request) -> tuple[int, socket.socket | None, int]:
-    """Return the master's port, and on node rank 0 its listener, or the errno if listening fails.
+    """Return the master's port, its listener on node rank 0, and the errno if listening fails.
 
+    The listener is None on other nodes and after a failure; the errno is 0 if nothing has failed.
     The port is opened only once: a node that connected to a trial listener would be cut off. If
     no port is given, a single node uses the first free one from there upwards.
     """
     place = request.directory / (request.log_dir if request.num_nodes == 1 else "")
     port = request.port or port_from_id(str(place / request.run_id))
-    while request.node_rank == 0:
+    if request.node_rank != 0:
+        return port, None, 0
+
+    while True:
         try:
             return port, open_port(port, request.master_addr), 0
         except OSError as error:
             if request.port or request.num_nodes > 1 or error.errno != errno.EADDRINUSE:
                 return port, None, error.errno or errno.EINVAL
         port += 1
-    return port, None, 0
 
 
-def open_port(port: int, address: str = "") -> socket.socket:
-    """Listen on a port (0: any free one) at this machine's address.
+def open_port(port: int, address: str) -> socket.socket:
+    """Listen on a port (0: any free one) at this machine's address or name, `address`.
 
     Listen at all addresses if the name has several, if its address is translated on the way here,
     or if only this machine resolves the name to loopback. Raises OSError if listening fails.
@@ -82,12 +85,15 @@ def is_first(address: str, port: int) -> bool:
 
 
 def find_holder(port: int) -> str:
-    """Return " by pid 123 (command line)" if /proc shows which process listens on the port."""
+    """Return " by pid 123 (command line)" for the process that listens on a port.
+
+    Returns "" if /proc does not show it, as for another user's process.
+    """
     listeners = set()
     for table in Path("/proc/net").glob("tcp*"):
         for line in table.read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+            fields = line.split()  # the local address, the state and the inode are used
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:  # TCP_LISTEN
                 listeners.add(f"socket:[{fields[9]}]")
 
     for file in Path("/proc").glob("[0-9]*/fd/*"):

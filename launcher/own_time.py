@@ -57,13 +57,18 @@ class SilenceNews:
         self._before_s = 0.0
 
     def describe(self, silence_s: float, limit_s: float) -> str:
-        """Return the line that is due; empty if none is. A peer is lost after `limit_s`."""
+        """Take note of a silence. Returns the line that is due; empty if none is.
+
+        A peer is lost after `limit_s`.
+        """
         before_s = self._before_s
         self._before_s = silence_s
         quiet_s = min(limits.QUIET_S, limit_s / 2)
         if before_s <= quiet_s < silence_s:
-            since = f"warning: no heartbeat for {silence_s:.0f} s"
-            return f"{since}; after {limit_s:g} s, this node is lost (SILENCE_SECONDS)"
+            return (
+                f"warning: no heartbeat for {silence_s:.0f} s; "
+                f"after {limit_s:g} s, this node is lost (SILENCE_SECONDS)"
+            )
         if silence_s <= quiet_s < before_s:
             return f"heartbeats again, after {before_s:.0f} s without any"
         return ""

@@ -44,16 +44,16 @@ class View:
         start = text.rfind(b"\n") + 1
         whole, line = text[:start], text[start:]
         is_mine = self._is_alone or self._screen.open_by is self
-        newest = line.rfind(b"\r", 0, -1)
+        is_too_long = len(line) > LONGEST_HELD
+        newest = line.rfind(b"\r", 0, -1)  # of the states of a progress bar
+        is_waiting_bar = is_too_long and newest >= 0 and not self._screen.is_free_for(self)
+        is_shown = is_mine and not self.may_be_dropped(line)
 
-        if is_mine and not self.may_be_dropped(line):
+        if is_shown or (is_too_long and not is_waiting_bar):
             whole = text
             line = b""
-        elif len(line) > LONGEST_HELD and newest >= 0 and not self._screen.is_free_for(self):
-            line = line[newest:]  # a progress bar that waits for another line
-        elif len(line) > LONGEST_HELD:
-            whole = text
-            line = b""
+        elif is_waiting_bar:  # another stream's line is unfinished
+            line = line[newest:]
 
         if whole or not self._held:
             self._since = time.monotonic()
@@ -85,9 +85,13 @@ class View:
         self._screen.show(self._begin_lines(data) if self._prefix else data, self._source)
 
     def _begin_lines(self, data: bytes) -> bytes:
+        """Return data with the prefix before each line and each state of a line, except the next.
+
+        The last byte may end a line or a state. What follows it gets its prefix when it arrives.
+        """
         prefix = self._prefix
-        is_new = self._screen.open_by is not self
-        is_new = is_new or (self._is_redrawn and not data.startswith(b"\n"))
+        is_next_state = self._is_redrawn and not data.startswith(b"\n")
+        is_new = is_next_state or self._screen.open_by is not self
         self._is_redrawn = data.endswith(b"\r")
         data, last = data[:-1], data[-1:]
         data = _REDRAWN.sub(rb"\g<0>" + prefix, data.replace(b"\n", b"\n" + prefix))

@@ -57,12 +57,14 @@ def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
             environ.pop("CHAIN", None)  # the live run needs the jobs of its chain
         code = REFUSED
     except (PlanError, LauncherError, HostlistError) as error:
-        name = "" if re.search(r" \[[a-z-]+\]$", str(error)) else " [config-invalid]"
-        warn(f"{call.program}: {error}{name}")
+        fault = "" if re.search(r" \[[a-z-]+\]$", str(error)) else " [config-invalid]"
+        warn(f"{call.program}: {error}{fault}")
         code = BAD_INPUT
     except PermissionError as error:
-        cause = f"{error.filename!r}: {error.strerror}"
-        warn(f"{call.program}: {short_host_name()}: {cause}; set LOG_DIR [dir-unwritable]")
+        warn(
+            f"{call.program}: {short_host_name()}: {error.filename!r}: {error.strerror}; "
+            "set LOG_DIR [dir-unwritable]"
+        )
         code = REFUSED
     except SystemExit as leave:  # a wrong config, or a stop before the start
         code = int(leave.code or 0)
@@ -75,6 +77,7 @@ def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
 
 
 def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
+    """Do what was typed: show something, submit a job, or run. Returns the exit code."""
     leave_outer_job(environ)
     typed = parse(call, words, environ)
     if typed.fanout in ("help", "version"):  # bash prints these, because that needs no Python
@@ -137,10 +140,11 @@ def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:
 
 
 def prepare(plan: Plan, script: str) -> Callable[[], None]:
-    """Return the function that a fan-out calls after its last check, before the first agent starts.
+    """Make this launch the only one of its run. Returns the function that notes the start.
 
-    With --detach, this function forks and returns in the child, which the returned function
-    detaches from the terminal. Raises PlanError if a detached run has no id, and Refused if a
+    A fan-out calls the returned function after its last check, before it starts the first agent.
+    With --detach, prepare() forks and returns in the child, which the returned function detaches
+    from the terminal. Raises PlanError if a detached run has no id, and Refused if a
     live run has the same id.
     """
     if plan.is_dry_run:
