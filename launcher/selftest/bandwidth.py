@@ -62,7 +62,7 @@ Call = Callable[[Tensor, Tensor], object]  # takes the whole array and this rank
 COLLECTIVES: dict[str, tuple[Call, Callable[[int], float]]] = {  # with busbw / algbw for n ranks
     # A sum: NCCL's fastest algorithm is only for sums.
     "all-reduce": (lambda whole, part: dist.all_reduce(whole), lambda n: 2 * _share(n)),
-    "all-gather": (lambda whole, part: dist.all_gather_into_tensor(whole, part), _share),
+    "all-gather": (dist.all_gather_into_tensor, _share),
     "reduce-scatter": (lambda whole, part: dist.reduce_scatter_tensor(part, whole), _share),
     "broadcast": (lambda whole, part: dist.broadcast(whole, src=0), lambda n: 1.0),
     "reduce": (lambda whole, part: dist.reduce(whole, dst=0), lambda n: 1.0),

@@ -96,8 +96,11 @@ def measure_all(test: Test) -> int:
     host = socket.gethostname()
     mine = Member(host, env.node_rank, env.local_rank, where, torch.__version__)
     test.gather_members(mine)
-    members = findings.members
-    nodes = [Node(first.host, rank) for rank, first in enumerate(members) if not first.local_rank]
+    nodes = [
+        Node(member.host, rank)
+        for rank, member in enumerate(findings.members)
+        if member.local_rank == 0
+    ]
     findings.hosts = [node.host for node in nodes]
 
     if not is_basic:
@@ -106,7 +109,7 @@ def measure_all(test: Test) -> int:
             measure_links(test, nodes)
             findings.links_s = time.monotonic() - started
 
-        kinds = [member.kind for member in members]
+        kinds = [member.kind for member in findings.members]
         speeds, findings.slow_ranks = judge.find_slow_ranks(partial(compute_together, test), kinds)
         mine = replace(mine, speed=speeds[env.rank])
 
@@ -123,14 +126,23 @@ def measure_all(test: Test) -> int:
 
     is_right = not any(member.faults for member in findings.members)
     if not is_basic and env.world_size > 1 and is_right:
-        names = [*bandwidth.COLLECTIVES][: 1 if test.options.quick else None]
-        print_main(f"\n{bandwidth.HEAD}")
-        seconds = limits.COLLECTIVES_S / (5 if test.options.quick else 1)
-        for collective in bandwidth.measure(names, seconds):
-            print_main(collective)
-            findings.collectives.append(collective)
-        print_main()
+        measure_collectives(test)
     return len(checks) + 1
+
+
+def measure_collectives(test: Test) -> None:
+    """Measure the collectives by size, and print each result at once. All ranks call this."""
+    names = [*bandwidth.COLLECTIVES]
+    seconds = limits.COLLECTIVES_S
+    if test.options.quick:
+        names = names[:1]
+        seconds /= 5
+
+    print_main(f"\n{bandwidth.HEAD}")
+    for measured in bandwidth.measure(names, seconds):
+        print_main(measured)
+        test.findings.collectives.append(measured)
+    print_main()
 
 
 def measure_links(test: Test, nodes: Sequence[Node]) -> None:
