@@ -91,18 +91,19 @@ def find_slow_links(
         latest = measure([[pair] for pair in chosen])
         best |= {pair: max(speed, best[pair]) for pair, speed in latest.items()}
         suspects = {pair for pair in suspects if times_slower(pair) >= SLOW_LINK}
-        if 2 * len(suspects & {*chosen}) <= len(chosen):
+        still_slow = suspects & {*chosen}
+        if 2 * len(still_slow) <= len(chosen):  # clear those that were not measured again
             suspects &= looks.keys()
 
-    slow_ones = {node: usual for node, usual in nodes.items() if fastest[node] in suspects}
-    return best, slow_ones, {pair: usual for pair, usual in pairs.items() if pair in suspects}
+    slow = {node: usual for node, usual in nodes.items() if fastest[node] in suspects}
+    return best, slow, {pair: usual for pair, usual in pairs.items() if pair in suspects}
 
 
 def best_links(links: Links) -> dict[int, Pair]:
     """Return each node's best link: the one that is fastest in its slower direction."""
     best: dict[int, Pair] = {}
     for pair in sorted(links, key=lambda pair: slower_way(pair, links)):
-        best |= dict.fromkeys(pair, pair)
+        best |= dict.fromkeys(pair, pair)  # of both nodes, until a faster link follows
     return best
 
 
@@ -125,6 +126,7 @@ def slow_pairs(links: Links) -> dict[Pair, float]:
     if not rest:
         return {}
 
+    # A median of the two directions of one link would hide that one of them is slow.
     usual = max(rest.values()) if len(rest) == 2 else statistics.median(rest.values())
     return {
         pair: usual

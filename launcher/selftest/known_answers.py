@@ -27,13 +27,15 @@ class Check:
 
     def find_error(self, here: str) -> str | None:
         """Return what is wrong on this rank, or None."""
-        # bf16 has 8 significant bits.
-        loss, dtype = (2**-6, " in bf16") if self.got.dtype == torch.bfloat16 else (1e-4, "")
+        is_bf16 = self.got.dtype == torch.bfloat16  # it has 8 significant bits
+        tolerance = 2**-6 if is_bf16 else 1e-4
         got = self.got.double()
         want = self.want.double()
-        if torch.allclose(got, want, rtol=loss, atol=1e-6):
+        if torch.allclose(got, want, rtol=tolerance, atol=1e-6):
             return None
+
         worst = int((got - want).abs().argmax())
+        dtype = " in bf16" if is_bf16 else ""
         return (
             f"{self.name}{dtype} on {here} gave {got.flatten()[worst]:g}, "
             f"expected {want.flatten()[worst]:g}"
@@ -44,15 +46,18 @@ def run_checks(rank: int, ranks: int) -> Iterator[Check]:
     """Yield every check; all ranks iterate together."""
     for dtype in torch.float32, torch.bfloat16:
         yield from _collectives(rank, ranks, dtype)
+
     store = default_store()  # counts without a collective
     store.add("selftest/entered", 1)
     dist.barrier()
     entered = store.add("selftest/entered", 0)
     yield Check("barrier", torch.tensor(entered), torch.tensor(ranks))
+
     yield _ddp_step(rank, ranks)
 
 
 def _collectives(rank: int, ranks: int, dtype: torch.dtype) -> Iterator[Check]:
+    """Yield the checks of the collectives. Rank r contributes the number r % 4 + 1 to each."""
     every = torch.arange(ranks, device=device()).remainder(4).add(1).to(dtype)  # each rank's number
     mine = every[rank].repeat(NUMBERS)
     ones = torch.ones_like(mine)

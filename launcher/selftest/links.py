@@ -24,9 +24,12 @@ from launcher.wire import limits
 
 MOST_ROUNDS = 63  # enough for every pair of 64 nodes; more nodes have so many partners each
 SMALLEST, LARGEST = 2**16, 2**26  # bytes of one transfer
-_PINGS, _SENDING = 5, 0.75  # pings at most; the share of the time for data
-_GROWTH = 4
-_PING, _END = -1, 0  # special sizes: answer at once; no more transfers
+_MOST_PINGS = 5
+_DATA_SHARE = 0.75  # of the time: pings must leave so much for data
+_GROWTH = 4  # times: from one size of a transfer to the next
+# Special sizes of a transfer.
+_PING = -1  # answer at once
+_END = 0  # no transfer follows
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,9 @@ def rounds(nodes: int) -> list[list[Pair]]:
 def measure(
     nodes: Sequence[Node], plan: Iterable[Sequence[Pair]], me: int, barrier: Barrier, seconds: float
 ) -> Iterator[Link]:
-    """Yield the links from this node, round by round; one rank of each node calls this.
+    """Yield the links from node number `me`, round by round; one rank of each node calls this.
 
-    Raises StuckError if a transfer does not end.
+    Each pair is measured for about `seconds`. Raises StuckError if a transfer does not end.
     """
     for pairs in plan:
         for pair in pairs:
@@ -78,7 +81,7 @@ def measure(
 def _measure_pair(
     nodes: Sequence[Node], pair: Pair, me: int, barrier: Barrier, seconds: float
 ) -> Iterator[Link]:
-    """Measure both directions, one after the other. Yields the link from this node."""
+    """Measure both directions, one after the other. Yields the link from node number `me`."""
     for way in (pair, pair[::-1]):
         source, target = way
         peer = nodes[target if me == source else source]
@@ -100,16 +103,17 @@ def _send(peer: int, seconds: float) -> tuple[float, float]:
     """
     word = torch.zeros(1, dtype=torch.int64, device=device())
     deadline = time.monotonic() + seconds
+    last_ping = deadline - _DATA_SHARE * seconds
     pings = list[float]()
-    while not pings or (len(pings) < _PINGS and time.monotonic() < deadline - _SENDING * seconds):
-        pings.append(_timed(peer, word.fill_(_PING), None))
+    while not pings or (len(pings) < _MOST_PINGS and time.monotonic() < last_ping):
+        pings.append(_time_transfer(peer, word.fill_(_PING), None))
 
     latency = min(pings) / 2
     size = SMALLEST
-    took = []
+    took = []  # seconds of each transfer of this size
     while True:
         data = torch.empty(size, dtype=torch.uint8, device=device())
-        whole = _timed(peer, word.fill_(size), data)
+        whole = _time_transfer(peer, word.fill_(size), data)
         took.append(max(whole - latency, whole / 2))  # every ping may have been late
         left = deadline - time.monotonic()
         if left < took[-1]:
@@ -122,7 +126,7 @@ def _send(peer: int, seconds: float) -> tuple[float, float]:
     return size / statistics.median(took), latency
 
 
-def _timed(peer: int, size: Tensor, data: Tensor | None) -> float:
+def _time_transfer(peer: int, size: Tensor, data: Tensor | None) -> float:
     """Return the seconds from the announcement of some data to the reply that it has arrived."""
     start = time.perf_counter()
     _transfer(size, peer, is_sending=True)
@@ -133,6 +137,7 @@ def _timed(peer: int, size: Tensor, data: Tensor | None) -> float:
 
 
 def _receive(peer: int) -> None:
+    """Take part in the transfers of a peer's _send()."""
     size = torch.zeros(1, dtype=torch.int64, device=device())
     while True:
         _transfer(size, peer, is_sending=False)

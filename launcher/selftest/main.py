@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     ranks = f"{count(env.world_size, 'rank')} on {count(env.num_nodes, 'node')}"
     world = f"{ranks}, {dist.get_backend()}"
     try:
-        number = measure_all(test)
+        num_checks = measure_all(test)
         faults = findings.faults()
     except StuckError as stuck:
         faults = [*stuck.args]
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         verdict = f"FAIL  {world}: {faults[0]}{more}{advice(findings)}"
     else:
         took = time.monotonic() - started
-        verdict = f"PASS  {world}: {count(number, 'check')}, {fastest(findings)}{took:.1f} s"
+        verdict = f"PASS  {world}: {count(num_checks, 'check')}, {fastest(findings)}{took:.1f} s"
 
     print_main(*faults[1:], verdict, sep="\n")
     if options.json and env.is_main:
@@ -92,9 +92,10 @@ def measure_all(test: Test) -> int:
     env = test.env
     findings = test.findings
     is_basic = test.options.test == "basic"
-    where = f"{device()} {torch.cuda.get_device_name()}" if device().type == "cuda" else "cpu"
+
+    model = f"{device()} {torch.cuda.get_device_name()}" if device().type == "cuda" else "cpu"
     host = socket.gethostname()
-    mine = Member(host, env.node_rank, env.local_rank, where, torch.__version__)
+    mine = Member(host, env.node_rank, env.local_rank, model, torch.__version__)
     test.gather_members(mine)
     nodes = [
         Node(member.host, rank)
@@ -117,6 +118,7 @@ def measure_all(test: Test) -> int:
     here = f"rank {env.rank} ({host})"
     faults = [Fault("wrong-result", error) for check in checks if (error := check.find_error(here))]
     test.gather_members(replace(mine, faults=faults))
+
     print_main(*report.show_members(findings.members), sep="\n")
     if linked := findings.links.values():
         print_main(
@@ -152,6 +154,7 @@ def measure_links(test: Test, nodes: Sequence[Node]) -> None:
     """
     findings = test.findings
     leaders = Barrier(default_store(), "leaders", len(nodes))
+    # This node's number; None if another rank measures for it.
     me = {node.rank: number for number, node in enumerate(nodes)}.get(test.env.rank)
     # If there are many rounds, each is shorter, to limit the total time.
     seconds = max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (len(nodes) - 1)))
@@ -175,6 +178,7 @@ def compute_together(test: Test) -> list[float]:
     """Return the FLOP/s of all ranks, which all call this."""
     env = test.env
     turns = min(env.world_size, CPU_TURNS) if device().type == "cpu" else 1
+    # More than four turns are shorter, to limit the total time.
     seconds = limits.COMPUTE_S * min(1.0, 4 / turns) / (2 if test.options.quick else 1)
     speed = 0.0
     for turn in range(turns):

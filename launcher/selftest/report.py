@@ -55,11 +55,11 @@ class Findings:
     latencies: dict[Pair, float] = field(default_factory=dict)  # of the links, in s
 
     def faults(self) -> list[Fault]:
-        """Return all faults."""
+        """Return all faults, in the order in which they are shown: the first is in the verdict."""
         return [*self._versions(), *self._wrong_results(), *self._ranks(), *self._links()]
 
     def excluded(self) -> list[str]:
-        """Return the hosts to exclude."""
+        """Return the hosts to exclude, by node rank."""
         named = {fault.host for fault in self.faults()}
         return [host for host in self.hosts if host in named]
 
@@ -83,9 +83,10 @@ class Findings:
             host = self.hosts[node]
             cause = f"{host} has a slow link: {speed} at best; other nodes have {rate(usual)}"
             yield Fault("slow-link", cause, host)
-        slow = {self.members[rank].host for rank in self.slow_ranks}
+
+        hosts_of_slow_ranks = {self.members[rank].host for rank in self.slow_ranks}
         for (source, target), usual in self.slow_pairs.items():
-            if slow & {self.hosts[source], self.hosts[target]}:
+            if hosts_of_slow_ranks & {self.hosts[source], self.hosts[target]}:
                 continue  # a slow rank makes its node's links look slow, not the other way round
             cause = f"the link from {self.hosts[source]} to {self.hosts[target]} is slow: "
             cause += f"{rate(self.links[source, target])}; others have {rate(usual)}"
