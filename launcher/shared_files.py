@@ -44,10 +44,14 @@ def files_of(manager: int) -> set[str]:
 
 
 def _writable_parts(pid: int) -> list[tuple[int, int]]:
-    """Return the first and the last address of each part of a process's heap and stack."""
-    rows = [line.split() for line in read_proc(pid, "maps").splitlines()]
-    spans = [row[0].split(b"-") for row in rows if row[1].startswith(b"rw") and row[4] == b"0"]
-    return [(int(start, 16), int(end, 16)) for start, end in spans]
+    """Return the start and the end of each part of a process's heap and stack, as addresses."""
+    parts = []
+    for line in read_proc(pid, "maps").splitlines():
+        addresses, permissions, _, _, inode, *_ = line.split()
+        if permissions.startswith(b"rw") and inode == b"0":  # not a file's
+            start, end = addresses.split(b"-")
+            parts.append((int(start, 16), int(end, 16)))
+    return parts
 
 
 def remove(files: set[str]) -> None:

@@ -14,13 +14,15 @@ def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, 
     """Return the node count, node rank and master of a step with one task per node, or None.
 
     On several nodes, the master is the first of these that is set: `master`, MASTER_ADDR, the first
-    node.
+    node. Raises LauncherError if the step has several tasks per node.
     """
     if not is_task(environ):
         return None
 
+    # slurm() needs a port, which is not used here; a WORLD_SIZE could only contradict the step.
     v = Variables({**environ, "MASTER_PORT": "1", "WORLD_SIZE": ""})
-    v["MASTER_ADDR"] = "" if v["SLURM_STEP_NUM_NODES"] == "1" else master or v["MASTER_ADDR"]
+    is_alone = v["SLURM_STEP_NUM_NODES"] == "1"
+    v["MASTER_ADDR"] = "" if is_alone else master or v["MASTER_ADDR"]
     env = slurm(v)
     if env.world_size != env.num_nodes:
         cause = f"srun started {env.world_size} tasks on {env.num_nodes} nodes"

@@ -83,6 +83,7 @@ class Terminal(io.RawIOBase):
             self._dropped += max(1, data.count(b"\n"))
 
     def _add(self, data: bytes) -> None:
+        """Write what the stream accepts at once, and queue the rest for the thread."""
         self._last = data[-1:]
         if self._is_instant and not self._size:
             data = data[self._write(data) :]
@@ -95,6 +96,7 @@ class Terminal(io.RawIOBase):
             self._queue.append(data)
             self._size += len(data)
             self._changed.notify_all()
+
         if self._writer.ident is None:
             try:
                 self._writer.start()
@@ -116,6 +118,7 @@ class Terminal(io.RawIOBase):
             self._changed.wait_for(lambda: self._size == 0, limit_s)
 
     def _tell_dropped(self) -> None:
+        """Queue a notice about the lines that were dropped since the last one, if any were."""
         if self._dropped:
             lines = f"{count(self._dropped, 'line')} not shown"
             notice = f"... {lines}: the terminal is too slow\n".encode()
@@ -123,7 +126,7 @@ class Terminal(io.RawIOBase):
             self._add(notice if self._last == b"\n" else b"\n" + notice)
 
     def _write(self, data: bytes) -> int:
-        """Return the number of bytes that were written or discarded."""
+        """Write some of the data. Returns how many bytes were written, or discarded by an error."""
         try:
             return os.write(self.fd, data)
         except BlockingIOError:  # the terminal or pipe is full
@@ -134,6 +137,7 @@ class Terminal(io.RawIOBase):
             return len(data)
 
     def _tell_lost(self, why: str) -> None:
+        """Warn on stderr, once, that a write has failed."""
         if not self._is_lost:
             text = "warning: output cannot be written here from now on; the node logs have it"
             with contextlib.suppress(OSError):  # the terminal is gone
@@ -147,6 +151,7 @@ class Terminal(io.RawIOBase):
             self._write_next()
 
     def _write_next(self) -> None:
+        """Write the oldest entry of the queue, and wait for the reader as often as needed."""
         data = self._queue.popleft()
         while data:
             written = self._write(data[:_WRITE])

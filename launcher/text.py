@@ -47,9 +47,11 @@ def mend_streams() -> Stream:
 
     Returns stdout, without its buffer.
     """
+    # If the caller closed one, another file must not get its number.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
+
     for number, name in ((2, "stderr"), (1, "stdout")):
         old = getattr(sys, name)  # None: it was closed
         encoding, errors = (old.encoding, old.errors) if old else ("utf-8", "replace")
@@ -96,7 +98,8 @@ def count(number: int, noun: str, plural: str = "") -> str:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return sorted ranks as a person names them: "rank 3", "ranks 0-2, 7"."""
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(_in_runs([*map(str, ranks)]))}"
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(_in_runs([*map(str, ranks)]))}"
 
 
 def name_numbers(numbers: Sequence[int]) -> str:
@@ -110,7 +113,9 @@ def fold_names(names: Sequence[str]) -> list[str]:
     if len(names) <= MANY:
         return [*names]
     folded: list[str] = []
-    for (before, after, is_numbered), group in groupby(map(_split, names), itemgetter(0, 2, 3)):
+    for (before, after, is_numbered), group in groupby(
+        map(_split_number, names), itemgetter(0, 2, 3)
+    ):
         numbers = [number for _, number, _, _ in group]
         if is_numbered and len(numbers) > 1:
             numbers = [f"[{','.join(_in_runs(numbers))}]"]
@@ -118,8 +123,11 @@ def fold_names(names: Sequence[str]) -> list[str]:
     return folded
 
 
-def _split(name: str) -> tuple[str, str, str, bool]:
-    """Split a host's name before and after the last number of its first part, if it has one."""
+def _split_number(name: str) -> tuple[str, str, str, bool]:
+    """Return what stands before the last number of a host's first label, the number, and the rest.
+
+    The last value is whether there is a number; without one, the number is "".
+    """
     head, dot, domain = name.partition(".")
     before, number, rest = re.split(r"(\d*)(?=\D*$)", head, maxsplit=1)
     return before, number, f"{rest}{dot}{domain}", number != ""
@@ -131,7 +139,7 @@ def _in_runs(numbers: Sequence[str]) -> list[str]:
     following = ""
     for number in numbers:
         if number and number == following:
-            runs[-1][1:] = [number]
+            runs[-1][1:] = [number]  # a run is its first and its last number
         else:
             runs.append([number])
         following = f"{int(number) + 1:0{len(number)}}" if number else ""
@@ -171,11 +179,15 @@ def install_command(packages: str) -> str:
 
 
 def torch_cure() -> str:
-    """Return what to do if this Python lacks torch; pip and make init install no Makefile."""
+    """Return what to do if this Python lacks torch.
+
+    Outside an environment, a clone of this project can make one. An installation cannot: pip and
+    make init install no Makefile.
+    """
     root = Path(__file__).resolve().parents[1]
-    has_own = sys.prefix != sys.base_prefix or os.path.isdir(f"{sys.prefix}/conda-meta")
+    has_environment = sys.prefix != sys.base_prefix or os.path.isdir(f"{sys.prefix}/conda-meta")
     command = install_command("torch")
-    if not has_own and (root / "Makefile").exists():
+    if not has_environment and (root / "Makefile").exists():
         command = f"make -C {root} setup"
     return f"set PYTHON to a Python that has it, or run {command}"
 

@@ -66,6 +66,7 @@ _hints = cache(get_type_hints)
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
+    """Return a value of JSON as a `kind`. Raises MessageError, which names it as `where`."""
     if type(value) is kind and kind is not float:  # most values: lists of hosts, for example
         return value
     if is_dataclass(kind):
@@ -76,8 +77,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None:
             return None
-        (kind,) = (item for item in arguments if item is not type(None))
-        return _read(kind, value, where)
+        (other,) = (item for item in arguments if item is not type(None))
+        return _read(other, value, where)
 
     if origin in (tuple, Sequence) and isinstance(value, list):
         items = [_read(arguments[0], item, f"{where}[{n}]") for n, item in enumerate(value)]
@@ -95,6 +96,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 
 
 def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
+    """Return the dataclass `kind` that a JSON object describes, as _read() does."""
     hints = _hints(kind)
     if not isinstance(value, dict) or not value.keys() <= hints.keys():
         raise MessageError(f"{where}: {value!r:.80} is not a {kind.__name__}")
