@@ -140,7 +140,7 @@ def describe_end(
     last_text: str,  # the last line that the rank wrote to stderr
 ) -> Failure:
     """Return the failure of a rank that an error has ended, or is about to end."""
-    if raised is None:
+    if not raised:
         code = code or 1
         fault, cause = explain_exit(code, out_of_memory=is_out_of_memory)
         has_left = not signal_name(code)
@@ -177,7 +177,7 @@ def fault_of(message: str) -> str:
     """Return the fault behind an error that names none, from what torch and the system print."""
     rule = find_rule(message)
     # Up to Kind.END, the process that printed the line failed by itself, or timed out waiting.
-    return rule.fault if rule is not None and rule.kind <= Kind.END else "rank-error"
+    return rule.fault if rule and rule.kind <= Kind.END else "rank-error"
 
 
 def is_peer_lost(message: str) -> bool:
@@ -239,7 +239,7 @@ def install_cure(cause: str) -> str:
     if ours := _OURS.match(cause):
         return f"; if it is the launch kit's: from {_KIT}.{ours[1]} import ..."
     missing = _MISSING.match(cause)
-    if missing is None:
+    if not missing:
         return ""
 
     module = missing[1]

@@ -46,12 +46,12 @@ def print_outcome(outcome: Outcome, out: TextIO, folder: Path | None) -> None:
 
     kept = io.StringIO()
     for stream in (out, kept):
-        if outcome.failure is not None:
+        if outcome.failure:
             print_block(outcome, outcome.failure, stream)
         else:
             print_stop(outcome, stream)
 
-    if folder is not None:
+    if folder:
         with contextlib.suppress(OSError):
             _keep(kept.getvalue(), outcome.failure, folder)
 
@@ -62,7 +62,7 @@ def _keep(text: str, failure: Failure | None, folder: Path) -> None:
     with open_own(new, "w", encoding="utf-8") as file:
         file.write(text)
     new.replace(folder / KEPT)
-    if failure is not None and read(folder) is not None:
+    if failure and read(folder):
         update(folder, fault=failure.fault, cause=failure.cause)
 
 

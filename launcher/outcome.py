@@ -119,7 +119,7 @@ def end_attempt(
 
     chosen = replace(choose(accounts), has_saved=has_saved(nodes))
     first = chosen.failure
-    if first is None:
+    if not first:
         return chosen
     if first.is_consequence:
         first = _exit_before(first, nodes) or first

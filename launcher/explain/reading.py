@@ -142,7 +142,7 @@ def read(file: Path) -> list[Sighting]:
 
         line = text.decode(errors="replace")
         seen = find_sighting(line)
-        if seen is None:
+        if not seen:
             continue
 
         above = b"\n".join([*recent][:-1]).decode(errors="replace")
@@ -292,7 +292,7 @@ def _frames(above: Sequence[str]) -> list[str]:
 def _read_first(text: str) -> First | None:
     """Return the first failure that a launcher reports in these lines; None if it reports none."""
     first = _FIRST.search("\n".join(map(strip_prefix, text.split("\n"))))
-    if first is None:
+    if not first:
         return None
 
     local = first["torch"] or first["spawn"] or first["deepspeed"]
