@@ -9,7 +9,11 @@ from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """Execute the entry script, with this installation's Python unless the user chose another."""
+    """Execute the entry script that has the name of this command.
+
+    LAUNCH_PYTHON is the Python to use unless the user chose another; LAUNCH_AS is the name in
+    messages.
+    """
     scripts = Path(__file__).parents[1] / "scripts"
     name = Path(sys.argv[0]).stem.removeprefix("launch-")
     (script,) = (path for path in scripts.glob(f"**/{name}.sh") if path.parent.name != "lib")

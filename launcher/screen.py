@@ -85,9 +85,9 @@ class View:
         self._screen.show(self._begin_lines(data) if self._prefix else data, self._source)
 
     def _begin_lines(self, data: bytes) -> bytes:
-        """Return data with the prefix before each line and each state of a line, except the next.
+        """Return data with the prefix before each line, and before each state of a redrawn line.
 
-        The last byte may end a line or a state. What follows it gets its prefix when it arrives.
+        After a last byte that ends a line or a state, it is added only when more data arrives.
         """
         prefix = self._prefix
         is_next_state = self._is_redrawn and not data.startswith(b"\n")

@@ -19,7 +19,7 @@ def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, 
     if not is_task(environ):
         return None
 
-    # slurm() needs a port, which is not used here; a WORLD_SIZE could only contradict the step.
+    # slurm() needs a port, which is not used here, and would compare a WORLD_SIZE with the step's.
     v = Variables({**environ, "MASTER_PORT": "1", "WORLD_SIZE": ""})
     is_alone = v["SLURM_STEP_NUM_NODES"] == "1"
     v["MASTER_ADDR"] = "" if is_alone else master or v["MASTER_ADDR"]

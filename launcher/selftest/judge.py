@@ -21,8 +21,8 @@ def find_slow_ranks(
 ) -> tuple[list[float], dict[int, float]]:
     """Return each rank's speed, and how many times slower each slow rank is.
 
-    `compute` measures the speeds of all ranks, `kinds` has their devices. Interference makes a rank
-    slower, never faster, so the best of all measurements counts.
+    `compute` measures the speeds of all ranks; `kinds` has the models of their devices.
+    Interference makes a rank slower, never faster, so the best of all measurements counts.
     """
     best = compute()
     for _ in range(RANK_LOOKS):
@@ -44,7 +44,10 @@ def slow_ranks(
 
 
 def find_slow(speeds: Mapping[int, float], times: float) -> dict[int, float]:
-    """Return those so many times slower than the median of all others, with that median."""
+    """Return those that are `times` slower than the median of all others, each with that median.
+
+    They are given by number: of ranks, or of nodes.
+    """
     num_others = len(speeds) - 1
     if num_others < 1:
         return {}

@@ -55,7 +55,7 @@ class Findings:
     latencies: dict[Pair, float] = field(default_factory=dict)  # of the links, in s
 
     def faults(self) -> list[Fault]:
-        """Return all faults, in the order in which they are shown: the first is in the verdict."""
+        """Return all faults. The first is shown in the verdict, the others above it."""
         return [*self._versions(), *self._wrong_results(), *self._ranks(), *self._links()]
 
     def excluded(self) -> list[str]:
