@@ -33,7 +33,7 @@ _joined_pid = 0  # of the process that is in the group; a child that it has fork
 
 
 def has_group() -> bool:
-    """Return whether this process is in a process group.
+    """Return whether this process is in a process group; if so, note it: a forked child is not.
 
     Raises LauncherError if the launcher started several ranks and this one has not joined the
     others, or has left them: it would train alone.
@@ -44,9 +44,10 @@ def has_group() -> bool:
         return True
 
     if (ranks := _count_started()) > 1:
-        cause = f"this process is one of {ranks} ranks, but has not joined the others"
-        cure = "call init_distributed() first, or unset RANK in a process that is not a rank"
-        raise LauncherError(f"{cause}; {cure}")
+        raise LauncherError(
+            f"this process is one of {ranks} ranks, but has not joined the others; "
+            "call init_distributed() first, or unset RANK in a process that is not a rank"
+        )
     return False
 
 
@@ -71,8 +72,7 @@ def count_ranks() -> int:
 def gloo_group() -> dist.ProcessGroup:
     """Return a new group of all ranks, with gloo: its limit is at least the default group's."""
     limit = max(time_limit(), dist.default_pg_timeout)
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=limit)
-    return group
+    return dist.new_group(backend="gloo", timeout=limit)  # type: ignore[no-any-return]
 
 
 def barrier() -> None:
@@ -109,7 +109,7 @@ def add_up(
 
 def _sum(numbers: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
     sums = torch.tensor(numbers, dtype=torch.float64, device=_device(group))
-    with freed(sums):
+    with held_by_gloo(sums):
         dist.all_reduce(sums, group=group)
     return sums.tolist()
 
@@ -123,7 +123,7 @@ def _refuse_different(own: list[str], group: dist.ProcessGroup | None) -> None:
     """Raise ValueError on every rank, with what only some of the ranks have passed."""
     told = [json.loads(one) for one in gather_bytes(json.dumps(own).encode(), group)]
     common = set.intersection(*map(set, told))
-    ranks_of: dict[str, list[int]] = defaultdict(list)
+    ranks_of: dict[str, list[int]] = defaultdict(list)  # by what only they have passed
     for rank, words in enumerate(told):
         special = [word for word in words if word not in common]
         ranks_of[", ".join(special) or "nothing else"].append(rank)
@@ -164,7 +164,7 @@ def _gather(mine: Tensor, call: str, group: dist.ProcessGroup | None = None) -> 
     padded = mine.new_zeros(max(sizes) + 1)
     padded[: len(mine)] = mine
     everyone = [torch.empty_like(padded) for _ in sizes]
-    with freed(padded, *everyone):
+    with held_by_gloo(padded, *everyone):
         dist.all_gather(everyone, padded, group=group)
     return [one[:size] for one, size in zip(everyone, sizes, strict=True)]
 
@@ -182,7 +182,7 @@ def gather_json(value: Any, call: str = "gather_json") -> list[Any]:
 
 
 def _encode(value: Any) -> bytes:
-    """Return a value as JSON, beside an empty text, or else None and what JSON would change."""
+    """Return a pair as JSON: the value and ""; or null, and what JSON would change in the value."""
     try:
         problem = next(_changes(value), "")
         return json.dumps([None if problem else value, problem]).encode()
@@ -214,16 +214,16 @@ def gather(tensor: Tensor, *, samples: int | None = None) -> Tensor:
     The result has no gradient. Raises ValueError on every rank if rows differ in shape or dtype, or
     if there are more rows than such a loader yields.
     """
-    mine = tensor.detach() if tensor.dim() else tensor.detach().view(1)
+    mine = tensor.detach().view(tensor.shape or (1,))
     call = "gather" if samples is None else f"gather of {samples} samples"
-    told = gather_json([[*mine.shape], str(mine.dtype)[6:]], call=call)
-    kinds = [[shape[1:], dtype] for shape, dtype in told if shape[0]]
-    for one in kinds:
-        if one != kinds[0]:
-            cause = f"rows differ between ranks ({kinds[0]} and {one})"
+    told = gather_json([[*mine.shape], _dtype_name(mine)], call=call)
+    kinds = [[shape[1:], dtype] for shape, dtype in told if shape[0]]  # of the ranks with rows
+    for kind in kinds:
+        if kind != kinds[0]:
+            cause = f"rows differ between ranks ({kinds[0]} and {kind})"
             raise ValueError(f"gather: {cause}; make their shape and dtype match")
 
-    rows = sum(shape[0] for shape, _ in told)
+    rows = sum(shape[0] for shape, _ in told)  # of all ranks
     if samples is not None and rows >= samples + count_ranks():
         cure = "pass one row for each sample, of one epoch"
         raise ValueError(f"gather: the ranks have {rows} rows for {samples} samples; {cure}")
@@ -236,10 +236,14 @@ def gather(tensor: Tensor, *, samples: int | None = None) -> Tensor:
     return whole.to(tensor.device)
 
 
-def _interleave(parts: Sequence[Tensor]) -> Tensor:
+def _interleave(parts: list[Tensor]) -> Tensor:
     """Return first each part's first row, then each part's second row, and so on."""
     places = [rank + len(parts) * torch.arange(len(part)) for rank, part in enumerate(parts)]
-    return torch.cat([*parts])[torch.cat(places).argsort()]
+    return torch.cat(parts)[torch.cat(places).argsort()]
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -248,8 +252,8 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return whole.view(-1).view(torch.uint8)
 
 
-def _from_bytes(content: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
-    return content.view(getattr(torch, dtype)).view([*shape])
+def _from_bytes(content: Tensor, dtype: str, shape: list[int]) -> Tensor:
+    return content.view(getattr(torch, dtype)).view(shape)
 
 
 def broadcast(value: Any) -> Any:
@@ -259,21 +263,21 @@ def broadcast(value: Any) -> Any:
     otherwise on the CPU. Raises TypeError on every rank if JSON would change the value.
     """
     is_tensor = isinstance(value, Tensor)
-    mine = [[*value.shape], str(value.dtype)[6:], value.device.type] if is_tensor else value
+    mine = [[*value.shape], _dtype_name(value), value.device.type] if is_tensor else value
     told = gather_json([is_tensor, mine] if own_rank() == 0 else None, call="broadcast")
-    is_tensor, about = told[0]
-    if not is_tensor:
-        return about
-
-    shape, dtype, kind = about
+    is_tensor_sent, sent = told[0]
+    if not is_tensor_sent:
+        return sent
     if not has_group():
         return value.detach()
+
+    shape, dtype, device_type = sent
     empty = torch.empty(shape, dtype=getattr(torch, dtype))
     content = _as_bytes(value if own_rank() == 0 else empty)
     if len(content):
-        with freed(content):
+        with held_by_gloo(content):
             dist.broadcast(content, 0)
-    return _from_bytes(content, dtype, shape).to(kind)
+    return _from_bytes(content, dtype, shape).to(device_type)
 
 
 def mean(tensor: Tensor) -> Tensor:
@@ -286,10 +290,10 @@ def mean(tensor: Tensor) -> Tensor:
     if not has_group():
         return tensor.detach().to(dtype, copy=True)
 
-    add_up([], "mean", f"the shape {[*tensor.shape]}", f"the type {str(tensor.dtype)[6:]}")
+    add_up([], "mean", f"the shape {[*tensor.shape]}", f"the type {_dtype_name(tensor)}")
     whole = tensor.detach().resolve_conj().resolve_neg()
     sums = whole.to(_device(), dtype, copy=True).contiguous()
-    with freed(sums):
+    with held_by_gloo(sums):
         dist.all_reduce(sums)
     return (sums / count_ranks()).to(tensor.device)
 
@@ -323,24 +327,24 @@ def to_bytes(tensor: Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
-def take_first_ranks(module: nn.Module) -> None:
+def broadcast_weights(module: nn.Module) -> None:
     """Copy rank 0's parameters and buffers to all ranks, except those that are sharded."""
     for tensor in *module.parameters(), *module.buffers():
         if not hasattr(tensor, "full_tensor"):
             data = tensor.data
-            with freed(data):
+            with held_by_gloo(data):
                 dist.broadcast(data, src=0)
 
 
 @contextlib.contextmanager
-def freed(*tensors: Tensor) -> Iterator[None]:
+def held_by_gloo(*tensors: Tensor) -> Iterator[None]:
     """Run a collective in the body, then wait until gloo's thread has released its tensors.
 
-    If Python has already deleted a tensor, the thread takes the GIL to release it: a program that
-    is about to exit would abort, and a data worker forked just then may hang (Python 3.10).
+    Waits 0.1 s at most, on a CPU only. If Python has deleted a tensor, the thread needs the GIL to
+    release it: an exiting program would abort, a data worker forked then may hang (Python 3.10).
     """
     before = [*map(references, tensors)]
     yield
-    limit = time.monotonic() + (0.1 if tensors[0].is_cpu else 0)
-    while [*map(references, tensors)] != before and time.monotonic() < limit:
+    deadline = time.monotonic() + (0.1 if tensors[0].is_cpu else 0)
+    while [*map(references, tensors)] != before and time.monotonic() < deadline:
         time.sleep(0.0001)

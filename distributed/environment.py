@@ -71,12 +71,13 @@ class Environment:
 class Variables(dict[str, str]):
     """The variables of one process. Missing or invalid ones raise a LauncherError with the fix."""
 
-    cure = ""
+    cure = ""  # for a variable that is missing; each reader of a launcher's variables sets its own
 
     def __missing__(self, name: str) -> str:
         return ""
 
     def text(self, name: str) -> str:
+        """Return a variable that must be set."""
         if not self[name]:
             raise LauncherError(f"{name} is not set; {self.cure}")
         return self[name]
@@ -138,11 +139,15 @@ def mpi(launcher: str, names: tuple[str, ...], command: str, v: Variables) -> En
 
 
 def _starter() -> str:
-    """Return the parent of this rank's process group leader; MPICH's ranks on a node share it."""
+    """Name the parent of this rank's process group leader; MPICH's ranks on a node share it.
+
+    Returns a text such as "process 12", or "" if /proc does not show it.
+    """
     try:
         stat = Path(f"/proc/{os.getpgrp()}/stat").read_text(errors="replace")
     except OSError:
         return ""
+    # After the program's name come its state and its parent: proc(5).
     return f"process {stat.rpartition(')')[2].split()[1]}"
 
 
@@ -151,9 +156,10 @@ def no_local_rank(v: Variables) -> Environment:
     mark = next(mark for mark in _SIZES if v[mark])
     if v[_SIZES[mark]] == "1":
         return plain(v)
-    cause = f"{mark}={v[mark]}, but no variable gives this process's local rank"
-    cure = "start the ranks with torchrun or scripts/launch.sh; for a single process, unset"
-    raise LauncherError(f"{cause}; {cure} {mark}")
+    raise LauncherError(
+        f"{mark}={v[mark]}, but no variable gives this process's local rank; start the ranks with "
+        f"torchrun or scripts/launch.sh; for a single process, unset {mark}"
+    )
 
 
 def _ranks_of_equal_nodes(
@@ -245,10 +251,20 @@ def plain(v: Variables) -> Environment:
 
 
 # The variables that each MPI sets: rank, size, local rank, local size.
-_OPENMPI, _MVAPICH2, _MVAPICH3 = (
-    tuple(f"{prefix}_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    for prefix in ("OMPI", "MV2", "MVP")
+# fmt: off
+_OPENMPI = (
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
+_MVAPICH2 = (
+    "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+_MVAPICH3 = (
+    "MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE",
+    "MVP_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_LOCAL_SIZE",
+)
+# fmt: on
 _HYDRA = "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"  # MPICH, Intel MPI
 _CRAY = "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"
 _PALS = "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"
@@ -279,7 +295,8 @@ def detect(
     v = Variables(os.environ if environ is None else environ)
     if local_rank is not None:
         v["--local-rank"] = str(local_rank)
-    read = next((read for name, read in LAUNCHERS.items() if v[name]), plain)
+    read = next((reader for name, reader in LAUNCHERS.items() if v[name]), plain)
+    backend = v["BACKEND"].lower()
     restart_counts = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"  # an agent's, a job's
 
     return replace(
@@ -290,7 +307,7 @@ def detect(
         restart_count=sum(v.number(name, 0, default="0") for name in restart_counts),
         agent_store=v["TORCHELASTIC_USE_AGENT_STORE"] == "True",
         heartbeat_file=v["HEARTBEAT_FILE"] or None,
-        backend=word if (word := v["BACKEND"].lower()) in BACKENDS else None,
+        backend=backend if backend in BACKENDS else None,
     )
 
 
@@ -322,8 +339,12 @@ def new_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
-def refuse_others(who: str, *told: tuple[str, int | None, int]) -> None:
-    """Raise LauncherError if a number is given and differs from the actual one."""
-    for name, given, own in told:
+def check_numbers(actual: str, *numbers: tuple[str, int | None, int]) -> None:
+    """Raise LauncherError if a number is given and differs from the actual one.
+
+    Each of `numbers` is a name, what the caller has given (None: nothing), and the actual number,
+    which the message introduces with `actual`, such as "this run's is".
+    """
+    for name, given, own in numbers:
         if given not in (None, own):
-            raise LauncherError(f"{name} is {given} but {who} {own}; make them agree")
+            raise LauncherError(f"{name} is {given} but {actual} {own}; make them agree")

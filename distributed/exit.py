@@ -21,7 +21,7 @@ from .heartbeat import beat
 
 _PACKAGE = __name__.partition(".")[0]
 _FILES = io.TextIOWrapper, io.BufferedRandom, io.BufferedWriter, io.FileIO
-_NEEDED = types.ModuleType, types.FunctionType, type
+_NEEDED = types.ModuleType, types.FunctionType, type  # by destructors
 before_finish: list[Callable[[int], None]] = []  # what finish calls first, with the exit code
 
 
@@ -54,12 +54,11 @@ class _Finish(SystemExit):
     @property
     def code(self) -> int:  # type: ignore[override]
         """The exit code. When Python itself asks for it, the process exits."""
-        code: int = self.args[0]
         try:
             sys._getframe(1)
         except ValueError:  # no function has asked
             self.prepare()
-        return code
+        return self.args[0]  # type: ignore[no-any-return]
 
     def prepare(self) -> None:
         """Have the process end with this code; the node agent calls this for a script's end."""
@@ -73,6 +72,7 @@ _Finish.__name__ = SystemExit.__name__  # for a failure block, it is what sys.ex
 
 
 def _limit_time(code: int) -> None:
+    """From now on, give this process EXIT_S seconds to exit by itself."""
     try:
         threading.Thread(target=_exit_late, args=(code,), daemon=True).start()
     except RuntimeError:  # in an exit handler, from Python 3.12 on
@@ -90,7 +90,10 @@ def _exit_late(code: int) -> None:
 
 
 def _end_process(code: int, join_threads: Callable[[], None] | None) -> NoReturn:
-    """Do in order what Python does, up to where it would delete torch's modules."""
+    """Do in order what Python does, up to where it would delete torch's modules.
+
+    Without `join_threads`, the script's threads go on, so the objects that they use are kept.
+    """
     try:
         _call_each("flush", [sys.stdout, sys.stderr])  # what follows may take too long
         if join_threads:
@@ -108,7 +111,7 @@ def _end_process(code: int, join_threads: Callable[[], None] | None) -> NoReturn
 def _delete_objects() -> None:
     """Delete what the variables of the script's modules hold, newest first, then the modules."""
     threading.excepthook = lambda _: None  # daemon threads may still use the variables
-    for kept in (_NEEDED, ()):  # first those that destructors may need
+    for kept in (_NEEDED, ()):  # destructors may need modules, functions and classes: these go last
         for variables in reversed([vars(one) for one in sys.modules.values() if _is_own(one)]):
             for name in reversed([*variables]):
                 if not name.startswith("__") and not issubclass(type(variables[name]), kept):

@@ -8,14 +8,13 @@ passes. The import takes 0.7 s, so import this module only to shard a model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .collectives import take_first_ranks
+from .collectives import broadcast_weights
 from .environment import LauncherError, detect
 from .strategy import Sharding, check_strategy
 from .torch_internals import import_fsdp, set_time_limit
@@ -36,8 +35,10 @@ def shard(
         cause = f"with torch {torch.__version__}, strategy fsdp needs GPUs"
         raise LauncherError(f"{cause}; install torch 2.8 or newer, or use ddp", "env-missing")
     if how.cpu_offload and dist.get_backend() == "nccl":
-        cause = "fsdp.cpu_offload needs collectives on the CPU, which NCCL does not have"
-        raise LauncherError(f"{cause}; set it to false, or use the gloo backend")
+        raise LauncherError(
+            "fsdp.cpu_offload needs collectives on the CPU, which NCCL does not have; "
+            "set it to false, or use the gloo backend"
+        )
 
     mesh = _mesh(device, how.shard)
     set_time_limit(mesh.get_all_groups())
@@ -47,7 +48,7 @@ def shard(
 
     for module in *blocks, model:
         module.to(device)
-        take_first_ranks(module)
+        broadcast_weights(module)
         fsdp2.fully_shard(
             module,
             mesh=mesh,
@@ -57,16 +58,21 @@ def shard(
             offload_policy=offload,
         )
         if is_cpu:  # sum first, then divide: an older gloo cannot average
-            summing: Any = module
-            summing.set_force_sum_reduction_for_comms(True)
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
     return model
 
 
 def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
+    """Return the mesh of ranks: groups of `size` ranks, which is a number, "all" or "node"."""
     ranks = dist.get_world_size()
-    each = {"all": ranks, "node": detect().local_world_size}.get(str(size)) or int(size)
-    check_strategy("fsdp", ranks, each)
-    if each == ranks:
+    if size == "all":
+        size = ranks
+    elif size == "node":
+        size = detect().local_world_size
+
+    in_group = int(size)
+    check_strategy("fsdp", ranks, in_group)
+    if in_group == ranks:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    names = "replicate", "shard"
-    return init_device_mesh(device.type, (ranks // each, each), mesh_dim_names=names)
+    shape = ranks // in_group, in_group
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

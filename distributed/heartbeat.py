@@ -52,7 +52,7 @@ class Heart:
         self._first_step = -1
         self._longest_s = 0.0
         self._limit_s = float(os.environ.get("HANG_SECONDS") or 0)
-        self._limit_by = 1 if self._limit_s else 0
+        self._limit_by = 1 if self._limit_s else 0  # see Beat.limit_by
         with contextlib.suppress(OSError):  # a full disk, a lost folder, a sandbox: no stacks
             stack_file.unlink(missing_ok=True)  # it may be a pipe or a link of another user
             self._stack_file = stack_file.open("w")  # stays open: the handler writes to it
@@ -68,6 +68,7 @@ class Heart:
         self._record[: RECORD.size] = RECORD.pack(*record)  # pack_into() would clear it first
 
     def beat(self, step: int | None, saved: int | None, hang_seconds: float | None) -> None:
+        """Write the next record; the arguments are those of the function `beat` below."""
         now = time.monotonic()
         last = self.newest
         saved = last.saved if saved is None else saved
@@ -84,19 +85,27 @@ class Heart:
         elif self.is_counted or silence_s <= last.limit_s:  # a longer silence was a suspended job
             self._longest_s = max(self._longest_s, silence_s)
 
-        has_moved = step is not None and step != last.step
-        told = Beat(
-            step=last.step if step is None else step,
-            marks=0 if has_moved else last.marks + (step is not None),
+        if step is None:
+            step = last.step
+            marks = last.marks
+        elif step == last.step:
+            marks = last.marks + 1
+        else:
+            marks = 0
+
+        record = Beat(
+            step=step,
+            marks=marks,
             saved=saved,
             time=now,
             limit_s=self._limit_s or self._usual_limit(step or last.step),
             limit_by=self._limit_by,
             is_counted=self.is_counted,
         )
-        self._write(told)
+        self._write(record)
 
     def _usual_limit(self, step: int) -> float:
+        """Return the limit in seconds at a step, if neither the user nor the script has set one."""
         if step < self._first_step + 2:
             return limits.FIRST_SILENCE_S
         least_s = limits.FIRST_SILENCE_S if self.is_counted else limits.SILENCE_S
@@ -133,7 +142,9 @@ def beat(
 
 @functools.cache
 def _heart() -> Heart | None:
-    if (place := find_record(os.environ.get("HEARTBEAT_FILE", ""))) is None:
+    """Return this process's heart; None without a node agent, and in a rank's subprocess."""
+    place = find_record(os.environ.get("HEARTBEAT_FILE", ""))
+    if place is None:
         return None
     return Heart(*place, stack_file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"])))
 

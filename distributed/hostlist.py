@@ -44,6 +44,7 @@ def first(text: str) -> str:
 
 
 def _names(text: str) -> Iterator[str]:
+    """Yield every name of a list as it is read; raises HostlistError at the first bad item."""
     match = None
     for match in _ITEM.finditer(text):
         item, stray = match.groups()
@@ -58,11 +59,12 @@ def _names(text: str) -> Iterator[str]:
 
 
 def _expand_item(item: str) -> Iterator[str]:
+    """Yield the names of one item, such as `rack[1-2]n[01-03]`."""
     *parts, tail = re.split(r"\[(.*?)\]", item, flags=re.DOTALL)  # text, bracket, text, ...
     texts = parts[::2]
     brackets = [_read_bracket(one) for one in parts[1::2]]
-    for digits in product(*_slowest_first(brackets)):
-        yield "".join(map(add, texts, _slowest_first(digits))) + tail
+    for numbers in product(*_slowest_first(brackets)):
+        yield "".join(map(add, texts, _slowest_first(numbers))) + tail  # text, number, text, ...
 
 
 def _slowest_first(brackets: Sequence[Any]) -> Sequence[Any]:

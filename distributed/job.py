@@ -33,7 +33,9 @@ def is_task(environ: Mapping[str, str]) -> bool:
         task = Path("/proc", environ.get("SLURM_TASK_PID") or "-", "cmdline").read_bytes()
     except OSError:
         return True
-    return not task or any(not word.startswith(b"-") for word in task.split(b"\0")[1:-1])
+    arguments = task.split(b"\0")[1:-1]  # each ends with a zero byte
+    # An interactive shell has only options, if any; a task names a script or a command.
+    return not task or any(not word.startswith(b"-") for word in arguments)
 
 
 def job_id(environ: Mapping[str, str]) -> str:

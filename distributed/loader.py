@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torch.utils.data import get_worker_info as worker_info
 
 from .collectives import count_ranks, own_rank
-from .environment import refuse_others
+from .environment import check_numbers
 from .stop_signals import handled_signals
 
 
@@ -125,13 +125,14 @@ def get_dataloader_for_distributed(
     world size or rank, for a sampler, and for an IterableDataset, which cannot be sharded.
     """
     if isinstance(dataset, IterableDataset):
-        cause = f"{type(dataset).__name__} is an IterableDataset, whose samples cannot be divided"
-        cure = "make its __iter__ skip other ranks' samples, and pass it to DataLoader"
-        raise ValueError(f"{cause}; {cure}")
+        raise ValueError(
+            f"{type(dataset).__name__} is an IterableDataset, whose samples cannot be divided; "
+            "make its __iter__ skip other ranks' samples, and pass it to DataLoader"
+        )
     if given := sorted({"sampler", "batch_sampler"} & options.keys()):
         cause = f"{given[0]}= is not divided among the ranks"
         raise ValueError(f"{cause}; give DataLoader one that yields only this rank's samples")
-    refuse_others(
+    check_numbers(
         "this run's is",
         ("world_size", world_size, count_ranks()),
         ("rank", rank, own_rank()),

@@ -54,8 +54,10 @@ class RunLock:
         self.fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         os.write(self.fd, json.dumps(me).encode())
         if not _set_lock(self.fd, fcntl.F_WRLCK, _LIVE):
-            cure = "never start two runs with the same id"
-            _log.warning(f"warning: {folder}: this file system has no locks; {cure}")
+            _log.warning(
+                f"warning: {folder}: this file system has no locks; "
+                "never start two runs with the same id"
+            )
 
         try:
             while not self._take_place(new, me):
@@ -75,13 +77,17 @@ class RunLock:
         self.fd = -1
 
     def _take_place(self, new: Path, me: Mapping[str, Any]) -> bool:
+        """Put the lock file `new` in place of the folder's; returns False if that has just changed.
+
+        Raises Refused if the holder is live, or commits for too long, or belongs to another job.
+        """
         if self.path.is_symlink():  # not a lock of ours
             self.path.unlink(missing_ok=True)
         before = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            until = time.monotonic() + limits.COMMIT_S
+            deadline = time.monotonic() + limits.COMMIT_S
             while not _try_lock(before, _COMMIT):
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise _refusal(self.what, _holder(before))
                 time.sleep(0.01)
             if os.fstat(before).st_nlink == 0:
@@ -90,23 +96,24 @@ class RunLock:
             holder = _holder(before)
             if not holder and os.fstat(before).st_size:
                 _log.warning(f"warning: {self.path} is damaged; it is replaced")
-
-            name = self.path.parent.name
-            job = me.get("run_id")
-            is_named_after_it = f"{name}.".startswith(f"{job}.")
-            if is_named_after_it and _is_foreign(holder, me):
-                whose = f"cluster {holder.get('cluster')}, submitted {holder.get('submitted')}"
-                cause = f"{self.what} belongs to another job with the same id ({whose})"
-                is_log = self.path.with_name("run.json").exists()
-                saved = f"checkpoints/{name} (or in checkpoint.dir)" if is_log else self.path.parent
-                cure = f"choose another RUN_ID; to continue this run, add resume={saved}"
-                raise Refused("foreign-run", f"{cause}; {cure}")
-
+            self._refuse_foreign(holder, me)
             refuse_holder(before, self.what, me)
             os.replace(new, self.path)
             return True
         finally:
             os.close(before)
+
+    def _refuse_foreign(self, holder: Mapping[str, Any], me: Mapping[str, Any]) -> None:
+        """Raise Refused if the folder is named after this job's id, but belongs to another job."""
+        name = self.path.parent.name
+        is_named_after_job = f"{name}.".startswith(f"{me.get('run_id')}.")
+        if is_named_after_job and _is_foreign(holder, me):
+            whose = f"cluster {holder.get('cluster')}, submitted {holder.get('submitted')}"
+            cause = f"{self.what} belongs to another job with the same id ({whose})"
+            is_log = self.path.with_name("run.json").exists()
+            saved = f"checkpoints/{name} (or in checkpoint.dir)" if is_log else self.path.parent
+            cure = f"choose another RUN_ID; to continue this run, add resume={saved}"
+            raise Refused("foreign-run", f"{cause}; {cure}")
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
@@ -119,8 +126,10 @@ class RunLock:
             if os.fstat(self.fd).st_nlink == 0:
                 self.path.stat()  # raises if the folder is gone
                 _, host = locked_by(self.path.parent)
-                cause = f"{self.what} was restarted on {host}"
-                raise Refused("node-lost", f"{cause}, so this process can no longer save")
+                raise Refused(
+                    "node-lost",
+                    f"{self.what} was restarted on {host}, so this process can no longer save",
+                )
             yield
         finally:
             _set_lock(self.fd, fcntl.F_UNLCK, _COMMIT)
@@ -138,6 +147,7 @@ def _set_lock(fd: int, kind: int, byte: int, how: int = _SET) -> bool:
 
 
 def _try_lock(fd: int, byte: int) -> bool:
+    """Take a lock, if the file system has any; returns False if another process holds it."""
     try:
         _set_lock(fd, fcntl.F_WRLCK, byte)
     except (BlockingIOError, PermissionError):
@@ -151,19 +161,19 @@ def refuse_holder(fd: int, what: str, me: Mapping[str, Any]) -> None:
     If `me`, this process, is a restart of the holder, do neither.
     """
     holder = _holder(fd)
-    is_next = any(
-        me.get(one) and me[one] == holder.get(one) and me[number] > holder[number]
-        for one, number in (("job", "start"), ("launch", "attempt"))
+    is_restart = any(
+        me.get(origin) and me[origin] == holder.get(origin) and me[count] > holder[count]
+        for origin, count in (("job", "start"), ("launch", "attempt"))
     )
-    if not is_next and not _try_lock(fd, _LIVE):
+    if not is_restart and not _try_lock(fd, _LIVE):
         raise _refusal(what, holder)
 
 
 def _refusal(what: str, holder: Mapping[str, Any]) -> Refused:
     job = f"job {holder['run_id']}, " if "run_id" in holder else ""
     who = f"{job}process {holder['process']} on {holder['host']}" if holder else "it holds the lock"
-    cause = f"{what} is live: {who}"
-    return Refused("run-is-live", f"{cause}; wait until it ends, or choose another RUN_ID")
+    cure = "wait until it ends, or choose another RUN_ID"
+    return Refused("run-is-live", f"{what} is live: {who}; {cure}")
 
 
 def this_process() -> dict[str, Any]:
@@ -194,7 +204,7 @@ def _is_foreign(holder: Mapping[str, Any], me: Mapping[str, Any]) -> bool:
     start: int = me["start"]
     last_start: int = holder["start"]
     if holder.get("job") != me["job"]:
-        return start == 0
+        return start == 0  # at its first start, a job has no folder yet
     return differs("submitted") if start == last_start else start < last_start
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from .collectives import count_ranks, take_first_ranks
+from .collectives import broadcast_weights, count_ranks
 from .environment import LauncherError
 from .strategy import Sharding, check_strategy
 from .torch_internals import compiled_module
@@ -93,34 +93,37 @@ def setup_distributed_models(
     check_strategy(strategy, world_size)
     sync_batchnorm = sync_batchnorm and world_size > 1
     if sync_batchnorm and device().type == "cpu":
-        cause = "sync_batchnorm needs GPUs: torch's SyncBatchNorm does not compute on CPUs"
-        raise LauncherError(f"{cause}; pass sync_batchnorm=torch.cuda.is_available()")
+        raise LauncherError(
+            "sync_batchnorm needs GPUs: torch's SyncBatchNorm does not compute on CPUs; "
+            "pass sync_batchnorm=torch.cuda.is_available()"
+        )
 
-    def wrap(model: nn.Module) -> nn.Module:
+    def move_and_wrap(model: nn.Module) -> nn.Module:
         is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
         if sync_batchnorm and not is_frozen:
-            convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
-            model = convert(model)
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+
         if strategy == "fsdp" and world_size > 1 and not is_frozen:
             from . import fsdp
 
             fsdp.shard(unwrap(model), [*blocks(model)], device(), sharding or Sharding())
             return model
-        model = model.to(device())
-        if world_size > 1 and (is_frozen or isinstance(model, AveragedModel)):  # not for DDP
-            take_first_ranks(model)
-        elif world_size > 1:
-            return DistributedDataParallel(
-                model,
-                device_ids=[device()] if device().type == "cuda" else None,
-                gradient_as_bucket_view=True,  # avoids a copy of the gradients
-                **options,
-            )
-        elif strategy == "dp" and torch.cuda.device_count() > 1 and not is_frozen:
-            return DataParallel(model)
-        return model
 
-    wrapped = tuple(None if model is None else wrap(model) for model in models)
+        model = model.to(device())
+        if world_size == 1:
+            is_spread = strategy == "dp" and torch.cuda.device_count() > 1 and not is_frozen
+            return DataParallel(model) if is_spread else model
+        if is_frozen or isinstance(model, AveragedModel):  # no gradients that DDP could exchange
+            broadcast_weights(model)
+            return model
+        return DistributedDataParallel(
+            model,
+            device_ids=[device()] if device().type == "cuda" else None,
+            gradient_as_bucket_view=True,  # avoids a copy of the gradients
+            **options,
+        )
+
+    wrapped = tuple(None if model is None else move_and_wrap(model) for model in models)
     return wrapped[0] if len(wrapped) == 1 else wrapped
 
 
@@ -169,5 +172,5 @@ def clip_gradients(model: nn.Module, norm: float) -> Tensor:
     All ranks must call this; all get the same value. With a scaler, call its `unscale_` first.
     """
     before = nn.utils.clip_grad_norm_(model.parameters(), norm)
-    whole: Tensor = getattr(before, "full_tensor", before.detach)()  # of a DTensor
-    return whole
+    # A DTensor holds only this rank's part.
+    return getattr(before, "full_tensor", before.detach)()

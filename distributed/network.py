@@ -37,7 +37,7 @@ def choose_variables(
     is_alone = num_nodes == 1
     chosen = {} if is_alone else dict(PROFILES[profile])
     name = None if profile == "none" else interface_to("127.0.0.1" if is_alone else master_addr)
-    if name is not None and (is_alone or name != "lo"):
+    if name is not None and (is_alone or name != "lo"):  # loopback does not lead to other nodes
         chosen |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     return {variable: value for variable, value in chosen.items() if variable not in environ}
 
@@ -53,6 +53,7 @@ def interface_to(address: str) -> str | None:
 
 
 def _interface_of(address: str) -> str | None:
+    """Return the name of the interface that has an IPv4 or IPv6 address, or None."""
     if ":" in address:
         packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
@@ -61,6 +62,6 @@ def _interface_of(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
                 reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(reply[20:24]) == address:
+                if socket.inet_ntoa(reply[20:24]) == address:  # ifr_addr.sin_addr of struct ifreq
                     return name
     return None

@@ -77,32 +77,46 @@ def rendezvous(env: Environment, device: torch.device, owns_gpu: bool, timeout_s
         try:
             store.wait(["gate"], timedelta(seconds=timeout_s))
         except dist.DistStoreError:
-            missing = [r for r in range(env.world_size) if not store.check([f"rank {r} is used"])]
-            meeting = f"at {env.master_addr}:{env.master_port} within {timeout_s:g} s"
-            cause = f"{len(missing)} of {env.world_size} ranks did not join {meeting}"
-            cure = "check whether they started, and read their nodes' logs"
-            text = f"{cause}: rank {some_of(missing, 16)}; {cure}"
+            text = _describe_missing(store, env, timeout_s)
             store.set("gate", json.dumps(["node-missing", text]))
         told = store.get("gate")
     except dist.DistNetworkError:
-        cause = f"lost rank 0's store ({env.master_addr}:{env.master_port}) before all ranks joined"
-        cure = "rank 0's message says why"
-        raise with_fault(ConnectionError, "node-missing", f"{cause}; {cure}") from None
+        raise with_fault(
+            ConnectionError,
+            "node-missing",
+            f"lost rank 0's store ({env.master_addr}:{env.master_port}) before all ranks joined; "
+            "rank 0's message says why",
+        ) from None
 
     with contextlib.suppress(RecursionError, json.JSONDecodeError, UnicodeDecodeError):
         match json.loads(told):
             case []:
                 return store
             case [str(fault), str(text)]:
-                with contextlib.suppress(RuntimeError):  # rank 0 serves the store until all know
-                    if store.add("told", 1) >= store.add("here", 0):
-                        store.set("over", "")
-                    if env.is_main:
-                        store.wait(["over"], timedelta(seconds=30))  # enough on a busy machine
+                _leave_store(store, env)
                 if fault == "node-missing":
                     raise with_fault(TimeoutError, fault, text)
                 raise LauncherError(text, fault)
     raise ConnectionError(f"{told!r:.80} in the store is not from a rank of this run")
+
+
+def _describe_missing(store: Store, env: Environment, timeout_s: float) -> str:
+    """Return the message about the ranks that have not checked in."""
+    missing = [rank for rank in range(env.world_size) if not store.check([f"rank {rank} is used"])]
+    return (
+        f"{len(missing)} of {env.world_size} ranks did not join at "
+        f"{env.master_addr}:{env.master_port} within {timeout_s:g} s: "
+        f"rank {some_of(missing, 16)}; check whether they started, and read their nodes' logs"
+    )
+
+
+def _leave_store(store: Store, env: Environment) -> None:
+    """Record that this rank has read the fault; rank 0 serves the store until all ranks have."""
+    with contextlib.suppress(RuntimeError):
+        if store.add("told", 1) >= store.add("here", 0):
+            store.set("over", "")
+        if env.is_main:
+            store.wait(["over"], timedelta(seconds=30))  # enough on a busy machine
 
 
 def _open_store(env: Environment, timeout_s: float) -> TCPStore:
@@ -150,13 +164,13 @@ def _check_in(
     """Claim this rank and, if it shares none, its GPU; return fault and text if one is taken."""
     host = socket.gethostname().encode(errors="replace").decode()  # the store takes only UTF-8
     me = f"{host} (rank {env.rank}, {device}, process {os.getpid()})"
-    taken = {f"rank {env.rank} is used": ("duplicate-node-rank", "give each node its own rank")}
+    claims = {f"rank {env.rank} is used": ("duplicate-node-rank", "give each node its own rank")}
     if owns_gpu:
         uuid = torch.cuda.get_device_properties(device).uuid
         cure = "start no more ranks than GPUs, or use the gloo backend"
-        taken[f"GPU-{uuid} is used"] = ("duplicate-gpu", cure)
+        claims[f"GPU-{uuid} is used"] = ("duplicate-gpu", cure)
 
-    for key, (fault, cure) in taken.items():
+    for key, (fault, cure) in claims.items():
         other = store.compare_set(key, "", me).decode()
         if other != me:
             return fault, f"{key} twice, on {other} and on {me}; {cure}"

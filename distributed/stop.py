@@ -80,9 +80,7 @@ class Stop:
         if not self.reason and now >= self._end:
             self.reason = "max_seconds"
 
-        self._flags[0] = bool(self.reason)
-        self._flags[1] = now >= self._save_at
-        self._flags[2] = self._ends
+        self._flags.copy_(torch.tensor([bool(self.reason), now >= self._save_at, self._ends]))
         if dist.is_initialized():
             self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, self._group, async_op=True)
 
@@ -95,7 +93,10 @@ class Stop:
         return False
 
     def agreed(self) -> bool:
-        """At a step's end, return whether any rank has asked to stop; the same on all ranks."""
+        """At a step's end, return whether any rank has asked to stop; the same on all ranks.
+
+        Also sets `is_save_agreed` and `is_end_agreed`.
+        """
         if self._work is not None:
             self._work.wait()
         is_stop, is_save, self.is_end_agreed = map(bool, self._flags.tolist())

@@ -27,9 +27,13 @@ def check_strategy(strategy: str, world_size: int = 1, shard: str | int = "all")
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is unknown; use {', '.join(STRATEGIES)}")
     if strategy in ("single", "dp") and world_size > 1:
-        cause = f"strategy {strategy} runs in one process but the launcher started {world_size}"
-        raise LauncherError(f"{cause}; use strategy ddp, or start one process")
+        raise LauncherError(
+            f"strategy {strategy} runs in one process but the launcher started {world_size}; "
+            "use strategy ddp, or start one process"
+        )
     if strategy == "fsdp" and isinstance(shard, int) and world_size > 1 and world_size % shard:
-        cause = f"fsdp.shard: {world_size} ranks cannot be split into groups of {shard}"
-        raise LauncherError(f"{cause}; use all, or a divisor of {world_size}")
+        raise LauncherError(
+            f"fsdp.shard: {world_size} ranks cannot be split into groups of {shard}; "
+            f"use all, or a divisor of {world_size}"
+        )
     return strategy

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from . import collectives
 from .collectives import barrier, broadcast, gather, gather_bytes, gather_json, main_first, mean
-from .environment import BACKENDS, Environment, detect, refuse_others
+from .environment import BACKENDS, Environment, check_numbers, detect
 from .errors import STOPPED
 from .exit import before_finish, finish
 from .heartbeat import beat
@@ -99,7 +99,7 @@ def init_distributed(
     ranks that did not join, and ValueError for nccl without a GPU.
     """
     env = detect(local_rank=local_rank)  # from the variables of torchrun, MPI or SLURM
-    refuse_others(
+    check_numbers(
         f"{env.launcher} started",
         ("nodes", nodes, env.num_nodes),
         ("ranks_per_node", ranks_per_node, env.local_world_size),
@@ -121,6 +121,7 @@ def init_distributed(
 
 
 def _choose_backend(asked: str | None, env: Environment) -> str:
+    """Return "nccl" or "gloo"; raises ValueError for any other, or for nccl without a GPU."""
     cuda = torch.cuda.is_available()
     chosen = asked if asked not in (None, "auto") else env.backend or ("nccl" if cuda else "gloo")
     if chosen not in BACKENDS:
@@ -151,7 +152,7 @@ def sync_metrics(
     means are NaN. Raises TypeError for a value that is no number, ValueError for a world size other
     than the process group's and, on every rank, for names that differ.
     """
-    refuse_others("this run's is", ("world_size", world_size, collectives.count_ranks()))
+    check_numbers("this run's is", ("world_size", world_size, collectives.count_ranks()))
     own = {name: _to_number(name, value) for name, value in values.items()}
     if not dist.is_initialized():
         return own
@@ -177,7 +178,8 @@ def cleanup_distributed() -> None:
         dist.destroy_process_group()
 
 
-def _leave_torch_as_it_is(_: int) -> None:
+def _leave_torch_as_it_is(_code: int) -> None:
+    """Skip what torch would tear down at the exit; see `finish`."""
     skip_worker_joins()
     keep_groups()
 

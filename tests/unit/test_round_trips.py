@@ -557,7 +557,7 @@ def _sync_batchnorm(rank: int, folder: Path) -> None:
     patched: dict[str, Any] = {
         "device": lambda: torch.device("meta"),
         "DistributedDataParallel": lambda model, **_: model,
-        "take_first_ranks": lambda model: None,
+        "broadcast_weights": lambda model: None,
     }
     with mock.patch.multiple(models, **patched):
         frozen = nn.Sequential(nn.BatchNorm1d(3)).requires_grad_(False)

@@ -157,7 +157,7 @@ def _held_after_calls() -> int:
     held = 0
     for _ in range(200):
         tensor = torch.ones(1)
-        with collectives.freed(tensor):
+        with collectives.held_by_gloo(tensor):
             torch.distributed.all_reduce(tensor)
         held += references(tensor) - 1  # without the variable's
     return held
