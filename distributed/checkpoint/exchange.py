@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import limits
 from ..collectives import gather_json, gloo_group
-from .memory import BEGIN, Header, Memory, reused, whole_steps
+from .memory import BEGIN, Header, Memory, to_overwrite, whole_steps
 
 _PIECE = 1 << 22  # bytes
 _PATIENCE = timedelta(seconds=25)  # for one transfer, which all ranks begin after the same step
@@ -41,14 +41,14 @@ class Neighbours:
         With one node, or unequal numbers of ranks, there are no neighbours.
         """
         self.moved = 0  # pieces
-        step = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        everyone = gather_json(step)
-        world = len(everyone)
-        self._are_there = len({*everyone}) == 1 and step < world
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks
+        by_rank = gather_json(on_node)
+        world = len(by_rank)
+        self._are_there = len({*by_rank}) == 1 and on_node < world
         if self._are_there:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-            self._next = (dist.get_rank() + step) % world
-            self._last = (dist.get_rank() - step) % world
+            self._next = (dist.get_rank() + on_node) % world
+            self._last = (dist.get_rank() - on_node) % world
 
     def meet(self) -> None:
         """Wait until the previous exchange is over on all ranks."""
@@ -63,7 +63,7 @@ class Neighbours:
         """
         if self._are_there:
             with self._may_be_lost():
-                theirs = reused(copies, mine.header().step)
+                theirs = to_overwrite(copies, mine.header().step)
                 for _ in _transfer(self._group, mine, self._next, theirs, self._last):
                     self.moved += 1
                     time.sleep(limits.SNAPSHOT_PIECE_S)
@@ -91,22 +91,22 @@ def agree_on_step(
     """
     mine = [[[one.step, one.rank, one.holders] for one in some] for some in (own, copies)]
     rows = gather_json(mine)
-    ranks = len(rows)
+    ranks = len(rows)  # snapshots of another number of ranks do not count
     held = [{step: n for step, _, n in parts if n in (1, ranks)} for parts, _ in rows]
 
-    copied = {
+    holder_of = {  # of a copy, by its step and the rank whose part it is
         (step, rank): holder
         for holder, (_, parts) in enumerate(rows)
         for step, rank, holders in parts
         if holders == ranks
     }
-    anywhere = [{**steps} for steps in held]
-    for step, rank in copied:
+    anywhere = [{**steps} for steps in held]  # what is held, or could be brought back
+    for step, rank in holder_of:
         anywhere[rank].setdefault(step, ranks)
 
     newest = max(whole_steps(anywhere), default=-1)
     lacking = [rank for rank, steps in enumerate(held) if newest not in steps]
-    return newest, [(rank, copied[newest, rank]) for rank in lacking if (newest, rank) in copied]
+    return newest, [(n, holder_of[newest, n]) for n in lacking if (newest, n) in holder_of]
 
 
 def deliver_copies(lacking: Sequence[tuple[int, int]], copy: Memory | None, own: Memory) -> None:
@@ -117,23 +117,24 @@ def deliver_copies(lacking: Sequence[tuple[int, int]], copy: Memory | None, own:
     group = gloo_group()
     for rank, holder in lacking:
         if dist.get_rank() == holder:
-            any(_transfer(group, copy, rank, None, -1))
+            list(_transfer(group, mine=copy, to=rank))
         elif dist.get_rank() == rank:
-            any(_transfer(group, None, -1, own, holder))
+            list(_transfer(group, theirs=own, source=holder))
     dist.barrier(group)  # a rank that left now would cut off ranks that are connecting
     dist.destroy_process_group(group)
 
 
 def _transfer(
     group: dist.ProcessGroup | None,
-    mine: Memory | None,
-    to: int,
-    theirs: Memory | None,
-    source: int,
+    mine: Memory | None = None,
+    to: int = -1,
+    theirs: Memory | None = None,
+    source: int = -1,
 ) -> Iterator[None]:
-    """Send a buffer and receive another; yields after each piece.
+    """Send the buffer `mine` to a rank, and receive `theirs` from another; yields after each piece.
 
-    The header comes last, and completes the received buffer.
+    Without one of the buffers, it only sends or only receives. The header comes last, and completes
+    the received buffer.
     """
 
     def swap(out: Tensor, into: Tensor) -> None:
@@ -145,15 +146,16 @@ def _transfer(
         for work in filter(None, works):
             work.wait()
 
-    sizes = torch.tensor([mine.header().size if mine else 0]), torch.zeros(1, dtype=torch.int64)
-    swap(*sizes)
+    own_size = torch.tensor([mine.header().size if mine else 0])
+    their_size = torch.zeros(1, dtype=torch.int64)
+    swap(own_size, their_size)
     if theirs is not None:
         theirs.set_header(None)
-        os.ftruncate(theirs.fd, int(sizes[1]))
+        os.ftruncate(theirs.fd, int(their_size))
 
-    out = _content(mine, int(sizes[0]))
-    into = _content(theirs, int(sizes[1]))
-    for start in range(BEGIN, max(map(int, sizes)), _PIECE):
+    out = _content(mine, int(own_size))
+    into = _content(theirs, int(their_size))
+    for start in range(BEGIN, int(max(own_size, their_size)), _PIECE):
         swap(out[start : start + _PIECE], into[start : start + _PIECE])
         yield
 

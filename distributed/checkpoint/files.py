@@ -62,7 +62,7 @@ class CheckpointError(RuntimeError):
 
 
 @contextlib.contextmanager
-def told_as(cause: str) -> Iterator[None]:
+def as_checkpoint_error(cause: str) -> Iterator[None]:
     """Turn any error in the body into a CheckpointError: a line that begins with the cause.
 
     Damaged content, and torch, can raise errors of any kind and of many lines.
@@ -177,7 +177,8 @@ def commit(temporary: Path, final: Path) -> None:
 def prune(run_folder: Path, step: int, keep_last: int) -> None:
     """Delete old checkpoints, and those of later steps, which the run will repeat.
 
-    Damaged ones are kept, with a warning.
+    Keeps the last ones up to this step, and the one with the lowest score, to which it points
+    `best`. Damaged ones are kept too, with a warning.
     """
     scores = {}
     for folder in steps(run_folder):
@@ -244,13 +245,15 @@ def _remove(path: Path) -> None:
 
 def steps(run_folder: Path) -> list[Path]:
     """Return the committed checkpoints of a run, oldest first. They may still be damaged."""
-    found = [path for path in run_folder.glob("step-*") if path.name[5:].isdecimal()]
+    found = [
+        path for path in run_folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()
+    ]
     return sorted(found, key=step_of)
 
 
 def step_of(folder: Path) -> int:
     """Return the step in the name of a checkpoint's folder."""
-    return int(folder.name[5:])
+    return int(folder.name.removeprefix("step-"))
 
 
 def candidates(folder: Path) -> list[Path]:
@@ -270,28 +273,31 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 def _read_file(folder: Path, files: Content, name: str) -> bytes:
     is_part = _PART.fullmatch(name)
-    with told_as(f"{folder}: unreadable"):
-        content = b"" if is_part else (folder / name).read_bytes()
-        found = hash_file(folder / name) if is_part else hashlib.sha256(content).hexdigest()
+    file = folder / name
+    with as_checkpoint_error(f"{folder}: unreadable"):
+        content = b"" if is_part else file.read_bytes()
+        found = hash_file(file) if is_part else hashlib.sha256(content).hexdigest()
     if found != files[name]["sha256"]:
-        raise CheckpointError(f"{folder}/{name} differs from what was written (SHA-256)")
+        raise CheckpointError(f"{file} differs from what was written (SHA-256)")
     return content
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest. Raises CheckpointError if it is damaged, or if a file's size differs."""
-    with told_as(f"{folder}: unreadable"):
+    with as_checkpoint_error(f"{folder}: unreadable"):
         _size_of(folder / MANIFEST)  # refuses a pipe, which would never end
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
-        is_whole = manifest["version"] == 1 or manifest["sha256"] == _hash_manifest(manifest)
-        others = {name for name in manifest["files"].keys() - FILES if not _PART.fullmatch(name)}
-        if not is_whole or not manifest["files"].keys() >= FILES or others - {INDEX}:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        is_intact = manifest["version"] == 1 or manifest["sha256"] == _hash_manifest(manifest)
+        entries = manifest["files"]
+        others = {name for name in entries.keys() - FILES - {INDEX} if not _PART.fullmatch(name)}
+        if not is_intact or not entries.keys() >= FILES or others:
             raise CheckpointError(f"{folder}/{MANIFEST} differs from what was written")
-        time.localtime(manifest["saved"])
-        for name, entry in manifest["files"].items():
+
+        time.localtime(manifest["saved"])  # raises if it is not a time, which a list shows
+        for name, entry in entries.items():
             if (size := _size_of(folder / name)) != entry["size"]:
                 raise CheckpointError(f"{folder}/{name} has {size} bytes, not {entry['size']}")
-    return manifest
+    return manifest  # type: ignore[no-any-return]
 
 
 def _size_of(file: Path) -> int:
@@ -304,18 +310,19 @@ def _size_of(file: Path) -> int:
 
 def parse_file(folder: Path, name: str, data: bytes) -> Any:
     """Return what a file of a checkpoint holds. Raises CheckpointError if it cannot be read."""
-    with told_as(f"{folder}/{name}: unreadable"):
+    with as_checkpoint_error(f"{folder}/{name}: unreadable"):
         if name != "progress.json":
             return unpack(data)
         progress = json.loads(data)
-        score(progress)
+        score(progress)  # raises if it is not a number
         return progress
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
     """Return progress.json. Raises CheckpointError if it is damaged, or if the manifest is."""
     name = "progress.json"
-    return dict(parse_file(folder, name, _read_file(folder, read_manifest(folder)["files"], name)))
+    data = _read_file(folder, read_manifest(folder)["files"], name)
+    return parse_file(folder, name, data)  # type: ignore[no-any-return]
 
 
 def score(progress: Any) -> float:

@@ -8,7 +8,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .files import (
     INDEX,
     CheckpointError,
     Ranks,
+    as_checkpoint_error,
     candidates,
     pack,
     parse_file,
@@ -29,10 +30,9 @@ from .files import (
     set_aside,
     step_of,
     steps,
-    told_as,
 )
 from .saver import State, wait_for_saves
-from .snapshots import newest_snapshot
+from .snapshots import Snapshot, newest_snapshot
 
 _log = logging.getLogger(__name__)
 
@@ -49,43 +49,55 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
     """
     folder = Path(folder)
     wait_for_saves()
-    taken = newest_snapshot(folder)
+    snapshot = newest_snapshot(folder)
+    found = _find_newest(folder, snapshot) if own_rank() == 0 else _Found(folder, {})
 
-    content: dict[str, bytes] = {}
-    state = None
-    damage = ""
-    is_snapshot = False
-    if own_rank() == 0:
-        if taken is None or any(step_of(one) >= taken.step for one in steps(folder)):
-            content, state, folder, damage = _read_newest(folder)
-        if taken is not None and not (content and step_of(folder) >= taken.step):
-            content = taken.content()
-            state = None
-            damage = ""
-            is_snapshot = True
-
-    found = [damage, str(folder), [name for name in content if content[name]], is_snapshot]
-    damage, place, names, is_snapshot = broadcast(found)
-    folder = Path(place)
-    content = {name: _broadcast(content.get(name)) for name in names}
+    names = [name for name, data in found.content.items() if data]
+    damage, place, names, is_snapshot = broadcast(
+        [found.damage, str(found.folder), names, found.is_snapshot]
+    )
+    content = {name: _broadcast(found.content.get(name)) for name in names}
 
     if damage:
-        damage += "; move it away, or use another RUN_ID"
-        raise with_fault(CheckpointError, "checkpoint-damaged", damage)
+        raise with_fault(
+            CheckpointError,
+            "checkpoint-damaged",
+            f"{damage}; move it away, or use another RUN_ID",
+        )
     if not content:
         return None
 
-    state = replace(state or _parse_state(folder, content), is_snapshot=is_snapshot)
-    if is_snapshot and taken is not None and taken.holders > 1:
-        state = replace(state, fetch=taken.fetch)
+    state = replace(found.state or _parse_state(Path(place), content), is_snapshot=is_snapshot)
+    if is_snapshot and snapshot is not None and snapshot.holders > 1:
+        state = replace(state, fetch=snapshot.fetch)
     return replace(state, **state.fetch(state.trees())) if whole else state
 
 
-def _read_newest(folder: Path) -> tuple[dict[str, bytes], State | None, Path, str]:
-    """Return the newest intact checkpoint's files and state, its folder, and no damage.
+class _Found(NamedTuple):
+    """What rank 0 loads: a checkpoint, a snapshot, or nothing."""
 
-    If none is intact, return the damage. Damaged ones that are newer are set aside if this process
-    holds the run's lock.
+    folder: Path  # the checkpoint's; without one, as given
+    content: dict[str, bytes]  # of each file
+    state: State | None = None  # the same, if it has been parsed
+    damage: str = ""  # set if there are only damaged checkpoints
+    is_snapshot: bool = False
+
+
+def _find_newest(folder: Path, snapshot: Snapshot | None) -> _Found:
+    """Return the newest intact checkpoint, or the snapshot if that is of a later step."""
+    if snapshot is None:
+        return _read_newest(folder)
+    if any(step_of(one) >= snapshot.step for one in steps(folder)):
+        found = _read_newest(folder)
+        if found.content and step_of(found.folder) >= snapshot.step:
+            return found
+    return _Found(folder, snapshot.content(), is_snapshot=True)
+
+
+def _read_newest(folder: Path) -> _Found:
+    """Return the newest intact checkpoint or, if none is intact, the damage.
+
+    Damaged ones that are newer are set aside if this process holds the run's lock.
     """
     damaged: dict[Path, str] = {}
     for candidate in candidates(folder):
@@ -101,16 +113,18 @@ def _read_newest(folder: Path) -> tuple[dict[str, bytes], State | None, Path, st
             update_link(folder / "latest", candidate.name)
             for one in damaged:
                 set_aside(one)
-        return content, state, candidate, ""
+        return _Found(candidate, content, state)
 
     cause = next(iter(damaged.values()), "")
-    return {}, None, folder, cause and f"{cause}, and no intact checkpoint is left in {folder}"
+    if cause:
+        cause += f", and no intact checkpoint is left in {folder}"
+    return _Found(folder, {}, damage=cause)
 
 
 def _parse_state(folder: Path, content: dict[str, bytes]) -> State:
     """Return the state in a checkpoint's files. Raises CheckpointError if no save wrote them."""
     found = {Path(name).stem: parse_file(folder, name, content[name]) for name in FILES}
-    with told_as(f"{folder}: unreadable"):
+    with as_checkpoint_error(f"{folder}: unreadable"):
         state = State(**{**found, "ranks": Ranks(found["ranks"])})
     if INDEX in content:
         from .sharded import reader

@@ -55,10 +55,14 @@ class Memory:
         os.pwrite(self.fd, _HEADER.pack(*header) if header else bytes(_HEADER.size), 0)
 
 
-def reused(buffers: Sequence[AnyMemory], step: int) -> AnyMemory:
-    """Return the older buffer, or one that holds this or a later step, which the run repeats."""
+def to_overwrite(buffers: Sequence[AnyMemory], step: int) -> AnyMemory:
+    """Return the buffer for a snapshot of this step.
+
+    It is one that holds this or a later step, which the run repeats, otherwise the older one.
+    """
     held = {one.header().step: one for one in buffers}
-    return held[min(held, key=lambda one: (one < step, one))]
+    repeated = [one for one in held if one >= step]
+    return held[min(repeated or held)]
 
 
 def whole_steps(held: Sequence[Mapping[int, int]]) -> list[int]:

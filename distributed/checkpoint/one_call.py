@@ -84,8 +84,12 @@ def _saver_of(folder: Path, keep_last: int, model: nn.Module) -> Saver:
     if folder in _savers:
         return _savers[folder]
 
-    format = "sharded" if is_sharded(model) else "full"
-    return Saver(folder, keep_last=keep_last, enabled=own_rank() == 0, format=format)
+    return Saver(
+        folder,
+        keep_last=keep_last,
+        enabled=own_rank() == 0,
+        format="sharded" if is_sharded(model) else "full",
+    )
 
 
 def load(
@@ -110,35 +114,38 @@ def load(
 
     objects = {"model": model, "optimizer": optimizer, **objects}
     cause = "the checkpoint is from a different model, optimizer or other object"
-    with files.told_as(f"{cause}; use those that it was saved with, or another RUN_ID"):
+    with files.as_checkpoint_error(f"{cause}; use those that it was saved with, or another RUN_ID"):
         return _restore(state, {name: one for name, one in objects.items() if one is not None})
 
 
 def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
     """Load a state, of which nothing has been read yet, into objects; return its progress."""
     rank = own_rank()
-    ranks = state.ranks
-    is_new = rank >= len(ranks)
-    mine = ranks[0 if is_new else rank] if ranks else {}
+    is_new = rank >= len(state.ranks)
+    mine = state.ranks[0 if is_new else rank] if state.ranks else {}
     progress = {**mine.get("progress", state.progress)}
     # Earlier versions of train.py saved its objects beside the random state.
     own = {**mine.get("objects", {name: mine[name] for name in mine.keys() - {"rng"}})}
     if "scaler" in progress:  # as saved by earlier versions
         own["scaler"] = progress.pop("scaler")
-    moments = {**state.optimizer}
-    saved = {"model": state.model, "optimizer": moments, **moments.pop("objects", {})}
+    optimizer = {**state.optimizer}
+    shared = optimizer.pop("objects", {})
+    saved = {"model": state.model, "optimizer": optimizer, **shared}
 
     names = own.keys() | saved.keys()
-    for name in sorted(names ^ targets.keys()) if rank == 0 and "optimizer" in targets else ():
-        where = "only in the checkpoint" if name in names else "not in the checkpoint"
-        _log.warning(f"load: {name} is {where}, so it is not loaded")
+    if rank == 0 and "optimizer" in targets:
+        for name in sorted(names ^ targets.keys()):
+            where = "only in the checkpoint" if name in names else "not in the checkpoint"
+            _log.warning(f"load: {name} is {where}, so it is not loaded")
 
     scatter = is_sharded(targets["model"])
     parts = {n: _part_of(one, targets[n], scatter) for n, one in saved.items() if n in targets}
     weights = parts.pop("model")
-    moments = parts.pop("optimizer", {})
+    moments = parts.pop("optimizer", {})  # the other parts are those of `shared`
     found = state.fetch({"model": weights, "optimizer": {**moments, "objects": parts}})
-    for name, one in {**own, **found["optimizer"].pop("objects"), **found}.items():
+    objects = found["optimizer"].pop("objects")
+
+    for name, one in {**own, **objects, **found}.items():
         if name in targets and (one or name in saved):  # not of a scaler that does nothing
             _fill_target(targets[name], one)
     if "rng" in mine and not is_new:

@@ -107,8 +107,11 @@ class Saver:
                 run_folder.mkdir(parents=True, exist_ok=True)
                 self._lock = RunLock(run_folder, f"run {run_folder.name}")
             except OSError as error:
-                cause = f"cannot write under '{run_folder}' ({error.strerror}); set checkpoint.dir"
-                raise with_fault(CheckpointError, "dir-unwritable", cause) from None
+                raise with_fault(
+                    CheckpointError,
+                    "dir-unwritable",
+                    f"cannot write under '{run_folder}' ({error.strerror}); set checkpoint.dir",
+                ) from None
 
     def check_folder(self) -> None:
         """Raise CheckpointError if this rank's node does not see the folder of sharded checkpoints.
@@ -168,7 +171,7 @@ class Saver:
         tensors = dict(named_tensors(trees := state.trees()))
         if len(tensors) != self._checked:  # the first time, or it has grown
             for name, tensor in tensors.items():
-                if cause := unfit(tensor, must_be_dense=self._parts is not None):
+                if cause := why_not_loadable(tensor, must_be_dense=self._parts is not None):
                     raise CheckpointError(f"{name} {cause}")
             packed = getattr(state.ranks, "data", state.ranks)
             contents = tree_map_only(Tensor, lambda _: 0, trees)
@@ -196,6 +199,7 @@ class Saver:
         return self._memory
 
     def _write(self, step: int, state: State, copies: Sequence[Tensor]) -> None:
+        """Write and commit a checkpoint; an error is kept for `check`."""
         temporary = self.folder / f"step-{step}.tmp-{socket.gethostname()}-{os.getpid()}"
         parts: dict[str, Any] = {}
         try:
@@ -238,7 +242,7 @@ def wait_for_saves() -> None:
 threading._register_atexit(wait_for_saves)  # type: ignore[attr-defined]
 
 
-def unfit(tensor: Tensor, must_be_dense: bool) -> str:
+def why_not_loadable(tensor: Tensor, must_be_dense: bool) -> str:
     """Return why a tensor could be saved, but not loaded again; "" if it could."""
     kind = type(tensor).__name__
     is_dense = tensor.layout == torch.strided and not tensor.is_quantized
@@ -263,6 +267,7 @@ def check_types(contents: Mapping[str, Any]) -> None:
             unpack(one if isinstance(one, bytes) else pack(plain(one)))
         except Exception as error:  # torch's, or that of an object's own pickling
             kind = re.search(r"GLOBAL ([\w.]+)", str(error))
-            cause = f"{name} holds {kind[1] if kind else 'an object'}, which is not loaded"
-            cure = "keep only tensors, numbers, text, lists and dicts in it"
-            raise CheckpointError(f"{cause} from a file, for safety; {cure}") from None
+            raise CheckpointError(
+                f"{name} holds {kind[1] if kind else 'an object'}, which is not loaded "
+                "from a file, for safety; keep only tensors, numbers, text, lists and dicts in it"
+            ) from None

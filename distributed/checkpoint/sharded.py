@@ -30,7 +30,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 from ..collectives import gather_bytes, gloo_group, own_rank
 from ..torch_internals import tree_map_only
-from .files import INDEX, CheckpointError, check_shared, entry_of, pack, sync, told_as, unpack
+from .files import (
+    INDEX,
+    CheckpointError,
+    as_checkpoint_error,
+    check_shared,
+    entry_of,
+    pack,
+    sync,
+    unpack,
+)
 from .snapshots import named_tensors
 
 Trees = dict[str, Any]  # "model" and "optimizer": what their state_dict() returned
@@ -112,7 +121,9 @@ class Parts:
         return {name: entry for own, _ in replies for name, entry in json.loads(own).items()}
 
     def _write(self, writer: FileSystemWriter, copies: Sequence[Tensor]) -> bytes:
-        check_shared(folder := Path(writer.path))
+        """Write this rank's part; returns its manifest entries, a newline, and torch's results."""
+        folder = Path(writer.path)
+        check_shared(folder)
         plan = self._planner.plan
         self._planner.copies = {i.index: one for i, one in zip(plan.items, copies, strict=True)}
         results = writer.write_data(plan, self._planner).wait()
@@ -154,8 +165,8 @@ def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
     Raises CheckpointError if this node cannot see the folder, or if no save wrote the index.
     """
     check_shared(folder)
-    with told_as(f"{folder}/{INDEX}: unreadable"):
-        found: metadata.Metadata = unpack(index)
+    with as_checkpoint_error(f"{folder}/{INDEX}: unreadable"):
+        found = unpack(index)
         parts = FileSystemReader(folder)
         parts.set_up_storage_reader(found, True)
 
@@ -166,7 +177,7 @@ def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
     def read(trees: Trees) -> Trees:
         trees = tree_map_only(Tensor, place, trees)
         plans = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with told_as(f"{folder}: its parts are unreadable"):
+        with as_checkpoint_error(f"{folder}: its parts are unreadable"):
             plans.set_up_planner(dict(named_tensors(trees)), found, True)
             parts.read_data(plans.create_local_plan(), plans).wait()
         return trees

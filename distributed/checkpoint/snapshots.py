@@ -23,7 +23,7 @@ from ..heartbeat import beat, find_record
 from ..torch_internals import copy_each, tree_map_only
 from .exchange import Neighbours, agree_on_step, deliver_copies
 from .files import numbers, pack, unpack
-from .memory import BEGIN, FILES, Header, Memory, reused
+from .memory import BEGIN, FILES, Header, Memory, to_overwrite
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
 _MARK = "\0tensor "  # stands for a tensor in the trees: packing many tensors is slow
@@ -47,22 +47,26 @@ class Snapshot:
     def content(self) -> dict[str, bytes]:
         """Return the files of a checkpoint; they hold the tensors if rank 0 has all of them."""
         trees = self.fetch(self.trees) if self.holders == 1 else self.trees
-        tensors = {**trees, "ranks": self.ranks}
-        packed = {f"{name}.pt": pack(content) for name, content in tensors.items()}
-        return {**packed, "progress.json": json.dumps(self.progress).encode()}
+        files = {f"{name}.pt": pack(tree) for name, tree in trees.items()}
+        files["ranks.pt"] = pack(self.ranks)
+        files["progress.json"] = json.dumps(self.progress).encode()
+        return files
 
     def fetch(self, trees: dict[str, Any]) -> dict[str, Any]:
         """Fill trees of meta tensors and DTensors with their content. All holders call this."""
         names = iter([name for name, _ in named_tensors(trees)])
-        return dict(tree_map_only(Tensor, lambda one: self._content(next(names), one), trees))
+        return tree_map_only(  # type: ignore[no-any-return]
+            Tensor, lambda one: self._content(next(names), one), trees
+        )
 
     def _content(self, name: str, wanted: Tensor) -> Tensor:
+        """Return a tensor's content, like `wanted`: of a DTensor, this rank's part of it."""
+        mine = self.contents[name]
         mesh = getattr(wanted, "device_mesh", None)
         if mesh is not None:
             filled = torch.empty_like(wanted, device=mesh.device_type)
-            filled.to_local().copy_(self.contents[name])  # type: ignore[attr-defined]
+            filled.to_local().copy_(mine)  # type: ignore[attr-defined]
             return filled
-        mine = self.contents[name]
         if name not in self.shared:
             return mine
         parts = gather_bytes(to_bytes(mine.contiguous()))
@@ -115,7 +119,8 @@ class Buffer(Memory):
         header = self.header()
         if header.step < 0 or header.checksum not in (-1, self._checksum(header)):
             return None
-        return dict(unpack(os.pread(self.fd, header.size - header.rest, header.rest)))
+        rest = os.pread(self.fd, header.size - header.rest, header.rest)
+        return unpack(rest)  # type: ignore[no-any-return]
 
     def read(self, rest: dict[str, Any]) -> Snapshot:
         """Return the snapshot, copied out of the buffer; `rest` is the result of `about()`."""
@@ -189,7 +194,7 @@ class Snapshots:
         self.finish()
         if self._neighbours is not None:  # no rank may overwrite what another still needs
             self._neighbours.meet()
-        older = reused(self._buffers, step)
+        older = to_overwrite(self._buffers, step)
         older.write(step, holders, parts, pack(rest), dist.get_rank() if holders > 1 else 0)
         if holders > 1 and self._neighbours is None:
             self._neighbours = Neighbours()
@@ -197,6 +202,7 @@ class Snapshots:
         self._sealing.start()
 
     def _complete(self, taken: Buffer) -> None:
+        """In the background, add the checksum, and exchange copies with the other nodes."""
         if self._neighbours is None:  # no rank waits for this thread: training goes first
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -216,8 +222,9 @@ class Snapshots:
 def newest_snapshot(folder: Path) -> Snapshot | None:
     """Return this rank's part of a run's newest complete snapshot.
 
-    A part that was lost with its node comes from the node that holds a copy. If rank 0 holds
-    everything, the other ranks get None. All ranks must call this.
+    A part that was lost with its node comes from the node that holds a copy. Later snapshots, which
+    are incomplete, are emptied. If rank 0 holds everything, the other ranks get None. All ranks
+    must call this.
     """
     if FILES not in os.environ:
         return None
@@ -235,7 +242,7 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
             buffer.set_header(None)
     if lacking:
         copy = copies[newest][0] if newest in copies else None
-        deliver_copies(lacking, copy, reused(opened[:2], newest))
+        deliver_copies(lacking, copy, to_overwrite(opened[:2], newest))
         own = _of_run(folder, opened[:2])
 
     if newest not in own:
@@ -293,7 +300,8 @@ def _offsets(tensors: Sequence[Tensor]) -> list[int]:
     """Return where each tensor's content begins, and the end of the last."""
     offsets = [BEGIN]
     for tensor in tensors:
-        offsets.append(-(-(offsets[-1] + tensor.nbytes) // _ALIGN) * _ALIGN)
+        end = offsets[-1] + tensor.nbytes
+        offsets.append(end + -end % _ALIGN)
     return offsets
 
 

@@ -274,12 +274,12 @@ def test_each_rank_holds_a_part_which_is_on_two_nodes(
 def _deliver_slowly(rank: int, folder: Path) -> None:
     """Rank 1 sends rank 3 its part; no rank returns before it arrives."""
 
-    def slowly(*_: object) -> Iterator[None]:
+    def slowly(*_: object, **__: object) -> Iterator[None]:
         time.sleep(0.5)  # a slow transfer: a rank that did not wait would have returned by then
         (folder / f"moved-{rank}").touch()
         return iter(())
 
-    exchange._transfer = slowly  # type: ignore[assignment]
+    exchange._transfer = slowly
     exchange.deliver_copies([(3, 1)], None, Memory(-1))
     assert {one.name for one in folder.glob("moved-*")} == {"moved-1", "moved-3"}
 
