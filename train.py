@@ -91,8 +91,8 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         is_stopped = is_stopped and not is_over
         is_logged = is_over or step == 1 or step % settings.train.log_every == 0
         is_validated = is_due(step, settings.train.eval_every, is_over)
-        is_saved = is_over or is_stopped or run.stop.is_save_agreed
-        is_saved = is_saved or is_due(step, settings.checkpoint.every)
+        is_asked_for = run.stop.is_save_agreed or is_due(step, settings.checkpoint.every)
+        is_saved = is_over or is_stopped or is_asked_for
         is_copied = is_due(step, settings.checkpoint.snapshot_every) and not is_stopped
 
         if is_logged or is_saved or is_copied:
@@ -145,10 +145,9 @@ class Run:
     def __init__(
         self, settings: Settings, environment: helper.Environment, command: str | None
     ) -> None:
-        # `command` is the launcher's, and resumes the run; None without a launcher.
         self.settings = settings
         self.environment = environment
-        self.command = command
+        self.command = command  # the launcher's, which resumes the run; None without a launcher
         is_main = environment.is_main
         self.folder = Path(os.path.expanduser(settings.checkpoint.dir)) / environment.run_id
         self.logs = environment.log_dir / environment.run_id
@@ -238,7 +237,7 @@ class Run:
             helper.beat(step)  # here and below: the last beat identifies a stuck rank
             with helper.no_sync(self.model, enabled=not is_last):
                 precision = helper.autocast(dtype_of(self.settings))
-                with self.batches.noted(), self.stopwatch.running(), precision:
+                with self.batches.naming_samples(), self.stopwatch.running(), precision:
                     loss = loss_of(self.task, self.model, batch)
                 helper.beat(step)
                 if is_last:
@@ -342,6 +341,7 @@ class Run:
 
 
 def is_due(step: int, every: int, is_over: bool = False) -> bool:
+    """Return whether what is done every `every` steps (0: never), and at the end, is due now."""
     return every > 0 and (is_over or step % every == 0)
 
 

@@ -108,7 +108,10 @@ def refuse_alone(environment: Environment) -> Iterator[None]:
 
 
 def start(description: str) -> tuple[argparse.Namespace, Settings]:
-    """Read the arguments and the config. With --check, or if they are invalid, exit here."""
+    """Read the arguments and the config. With --check, or if they are invalid, exit here.
+
+    Also adds the folders of the user's own task to sys.path, and sets the variables of a debug log.
+    """
     arguments = _parse(description)
     for stream in (sys.stdout, sys.stderr):  # the locale may lack characters of sampled text
         if isinstance(stream, io.TextIOWrapper):
@@ -135,29 +138,12 @@ def _check_only(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     chosen = settings.distributed
     world_size = int(os.environ.get("WORLD_SIZE") or 1)
     check_strategy(chosen.strategy, world_size, chosen.fsdp.shard)
-    train = settings.train
-    is_own = settings.task != BUILT_IN_TASK
-    samples = train.batch_size_on(world_size)
-    if not is_own:
+    samples = settings.train.batch_size_on(world_size)
+    if settings.task == BUILT_IN_TASK:
         data_path(settings.data.path)
 
-    if arguments.json:  # for launchers
-        module = importlib.util.find_spec(settings.task.partition(":")[0]) if is_own else None
-        facts = {
-            "backend": chosen.backend,
-            "join_timeout_s": chosen.join_timeout,
-            "checkpoint_dir": os.path.expanduser(settings.checkpoint.dir),
-            "task_file": (module and module.origin) or "",
-            "prepare": settings.prepare or "",
-            "resume": settings.resume,
-            "num_workers": settings.data.num_workers,
-            "batch": {
-                "samples": train.batch_size or 0,
-                "samples_in_all": train.global_batch_size or 0,
-                "accumulation": train.grad_accumulation,
-            },
-        }
-        print(json.dumps(facts))
+    if arguments.json:
+        print(json.dumps(_facts_for_launchers(settings)))
     else:
         print(
             f"ok: {arguments.config}, task {settings.task}, "
@@ -165,6 +151,26 @@ def _check_only(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
         )
 
     sys.exit(0)
+
+
+def _facts_for_launchers(settings: Settings) -> dict[str, object]:
+    train = settings.train
+    is_own = settings.task != BUILT_IN_TASK
+    module = importlib.util.find_spec(settings.task.partition(":")[0]) if is_own else None
+    return {
+        "backend": settings.distributed.backend,
+        "join_timeout_s": settings.distributed.join_timeout,
+        "checkpoint_dir": os.path.expanduser(settings.checkpoint.dir),
+        "task_file": (module and module.origin) or "",
+        "prepare": settings.prepare or "",
+        "resume": settings.resume,
+        "num_workers": settings.data.num_workers,
+        "batch": {
+            "samples": train.batch_size or 0,
+            "samples_in_all": train.global_batch_size or 0,
+            "accumulation": train.grad_accumulation,
+        },
+    }
 
 
 def _parse(description: str) -> argparse.Namespace:

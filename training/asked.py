@@ -89,26 +89,34 @@ def make_task(kind: Any, base: Any, name: str, settings: Any) -> Any:
     for method, plain in vars(base).items():
         if not method.startswith("_") and inspect.isfunction(plain):
             _check_method(task, base, method, name)
-    for data in ("validation", "train")[: 1 + (task.loader == base.loader.__get__(task))]:
+    needed = ["validation"]
+    if task.loader == base.loader.__get__(task):  # the default, which reads self.train
+        needed.append("train")
+    for data in needed:
         if not hasattr(task, data):
             _refuse(kind.__init__, f"{name} has no {data}; set self.{data} in __init__")
     return task
 
 
 def _check_method(task: Any, base: Any, method: str, name: str) -> None:
+    """Refuse a task that lacks a method of `base`, or whose method takes other arguments."""
     if not hasattr(task, method):
         _refuse(None, f"{name} has no {method}; make it a subclass of training.tasks.Task")
     given = getattr(task, method)
     plain = getattr(base, method)
     if method in ("model", "loss") and given == plain.__get__(task):
         own = {one: getattr(task, one) for one in dir(task) if not hasattr(base, one)}
-        near = difflib.get_close_matches(method, own, 1)
-        cure = f"did you mean {near[0]}?" if near else "write one"
-        _refuse(own[near[0]] if near else task.__init__, f"{name} has no method {method}; {cure}")
+        place = task.__init__
+        cure = "write one"
+        for near in difflib.get_close_matches(method, own, 1):
+            place = own[near]
+            cure = f"did you mean {near}?"
+        _refuse(place, f"{name} has no method {method}; {cure}")
     _check_call(given, plain, given, f"{name}.{method}")
 
 
 def _check_call(called: Any, plain: Any, place: Any, name: str) -> None:
+    """Refuse a function, defined at `place`, that does not accept the arguments of `plain`."""
     _, *takes = inspect.signature(plain).parameters.values()
     by_name = [one.name for one in takes if one.kind == one.KEYWORD_ONLY]
     in_order = [one.name for one in takes if one.name not in by_name]
@@ -122,6 +130,7 @@ def _check_call(called: Any, plain: Any, place: Any, name: str) -> None:
 
 
 def _refuse(place: Any, cause: str) -> NoReturn:
+    """Raise SettingsError; it begins with the file and line of `place`, a function or None."""
     raise SettingsError(f"task: {where(place)}{cause}")
 
 

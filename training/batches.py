@@ -63,8 +63,9 @@ class Batches:
         self.per_epoch: int | None = None  # batches, if known
         self.sizes = [len(task.validation)]  # type: ignore[arg-type] # the same on all nodes
         if settings.train.eval_every and not self.sizes[0]:
-            cure = "give it samples, or set train.eval_every=0"
-            raise SettingsError(f"data: validation has no samples; {cure}")
+            raise SettingsError(
+                "data: validation has no samples; give it samples, or set train.eval_every=0"
+            )
         self._epoch = position["epoch"]
         self._batch = position["samples"] // self.samples
         self._sampler: Any = None  # of data with a length
@@ -87,16 +88,16 @@ class Batches:
         self._rest = _epochs(load, self._epoch, self._batch)
 
     def __next__(self) -> Any:
-        with self.noted(-1):
+        with self.naming_samples(-1):
             self._epoch, self._batch, batch = next(self._rest)
         if self._batch == self.per_epoch:
-            self._epoch = self._epoch + 1
+            self._epoch += 1
             self._batch = 0
         return batch
 
     @contextlib.contextmanager
-    def noted(self, back: int = 0) -> Iterator[None]:
-        """Add to an exception the samples of the newest batch, or of the one `back` earlier."""
+    def naming_samples(self, back: int = 0) -> Iterator[None]:
+        """Add to an exception the samples of the newest batch; with -1, those of the next one."""
         try:
             yield
         except Exception as error:
@@ -176,7 +177,7 @@ def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterat
         if number == 0:
             cure = "iter(train) must start again in each epoch" if epoch else "give it more samples"
             raise SettingsError(f"data: epoch {epoch} is too small for one batch per rank; {cure}")
-        epoch = epoch + 1
+        epoch += 1
         done = 0
 
 
@@ -193,10 +194,11 @@ def _read_all(task: Task, own: slice, seed: int, *, epoch: int, skip: int) -> It
 
     make_batch = task.collate or default_collate
     stream = iter(task.train)
-    groups = iter(lambda: list(itertools.islice(stream, own.stop)), [])
+    size = own.stop  # samples of a batch on all ranks
+    groups = iter(lambda: list(itertools.islice(stream, size)), [])  # up to an empty one
     for number, group in enumerate(groups):
         beat()  # reading what was trained on before can take long
-        if number >= skip and len(group) == own.stop:
+        if number >= skip and len(group) == size:
             inside = rng_state()
             set_rng_state(outside)
             yield make_batch(group[own])

@@ -36,13 +36,14 @@ def check_name(text: str, *known: str) -> str:
             f"put {module}.py into this folder, into the config's, or on PYTHONPATH"
         )
 
-    if (spec.origin or "").endswith(".py"):
+    origin = spec.origin or ""
+    if origin.endswith(".py"):
         try:
-            source = importlib.util.decode_source(Path(spec.origin or "").read_bytes())
+            source = importlib.util.decode_source(Path(origin).read_bytes())
             symbols = symtable.symtable(source, module, "exec").get_symbols()
         except SyntaxError as error:
-            raise ValueError(f"{spec.origin}, line {error.lineno}: {error.msg}") from None
+            raise ValueError(f"{origin}, line {error.lineno}: {error.msg}") from None
         names = [one.get_name() for one in symbols if one.is_assigned() or one.is_imported()]
         if name not in names and "import *" not in source:
-            raise ValueError(f"{spec.origin} has no class {name}")
+            raise ValueError(f"{origin} has no class {name}")
     return text

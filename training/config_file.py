@@ -52,16 +52,11 @@ def with_ending(name: str) -> str:
 
 
 def read_file(path: Path) -> Tree:
+    """Return what a config contains; raises SettingsError if it is no YAML file of `key: value`."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except FileNotFoundError:
-        names = sorted(file.name for file in path.parent.glob("*.y*ml"))
-        cure = f"{path.parent} holds {', '.join(names) or 'no .yaml files'}"
-        if not path.parent.is_dir():
-            cure = f"there is no folder {path.parent}"
-        elif meant := [name for name in names if Path(name).stem in (path.stem, path.name)]:
-            cure = f"did you mean {meant[0]}?"
-        raise SettingsError(f"{path}: no such file; {cure}") from None
+        raise SettingsError(f"{path}: no such file; {_describe_folder(path)}") from None
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date such as 2024-13-45
@@ -75,6 +70,18 @@ def read_file(path: Path) -> Tree:
     if _is_too_large(tree):
         raise SettingsError(f"{path}: has over 10000 values; check its aliases (*name)")
     return tree
+
+
+def _describe_folder(path: Path) -> str:
+    """Return what there is in the place of a config that does not exist."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+
+    names = sorted(file.name for file in path.parent.glob("*.y*ml"))
+    for name in names:
+        if Path(name).stem in (path.stem, path.name):
+            return f"did you mean {name}?"
+    return f"{path.parent} holds {', '.join(names) or 'no .yaml files'}"
 
 
 def line_of(file: str, key: str) -> str:

@@ -32,8 +32,10 @@ def evaluate_checkpoint(
         folder = find_folder(name, settings)
         saved = checkpoint.load(folder, whole=False)
         if saved is None:
-            cure = "give a checkpoint, or the folder or the id of a run"
-            raise SettingsError(f"--evaluate {name!r}: {folder} holds no checkpoint; {cure}")
+            raise SettingsError(
+                f"--evaluate {name!r}: {folder} holds no checkpoint; "
+                "give a checkpoint, or the folder or the id of a run"
+            )
         task = load_task(settings)
         samples = len(task.validation)  # type: ignore[arg-type]
         if not samples:
@@ -47,7 +49,7 @@ def evaluate_checkpoint(
     step = saved.progress["step"]
     helper.beat(step, hang_seconds=settings.distributed.hang_seconds)
     helper.seed_everything(settings.seed, environment.rank)
-    batch_size = choose_batch_size(settings.train, saved, environment.world_size)
+    batch_size = batch_size_of(saved, settings.train, environment.world_size)
     values = validate(task, model, batch_size, settings, step)
 
     own = folder / f"step-{step}"
@@ -68,7 +70,7 @@ def find_folder(name: str, settings: Settings) -> Path:
     return run if run.exists() else given
 
 
-def choose_batch_size(train: Train, saved: checkpoint.State, world_size: int) -> int:
+def batch_size_of(saved: checkpoint.State, train: Train, world_size: int) -> int:
     """Return the samples per batch and rank of the run that saved, so that sums round as in it.
 
     A config with other batches keeps its own.

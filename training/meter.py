@@ -24,9 +24,17 @@ SLOW_STEPS = 50  # a rank must be slow for this many steps to be reported
 LEAST_S = 0.01  # of compute time per step, for a rank to be reported
 WARM_UP = 2  # readings; in the second, DDP orders its buckets, and ranks wait while they compute
 # Dense bfloat16 operations per second, by a part of the GPU's name (NVIDIA's data sheets).
-PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 836e12, "H200 NVL": 836e12}
-PEAKS |= {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
-PEAKS |= {"L40S": 362e12, "RTX 4090": 165e12}
+PEAKS = {
+    "H100 PCIe": 756e12,  # before H100, which is a part of its name
+    "H100 NVL": 836e12,
+    "H200 NVL": 836e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
 _log = logging.getLogger(__name__)
 
 
@@ -54,6 +62,11 @@ class Meter:
 
     def state_dict(self) -> dict[str, float]:
         """Return sums of loss and terms since the last reading."""
+        self._add_up()
+        return dict(self._sums)
+
+    def _add_up(self) -> None:
+        """Add the new losses to the sums, and note the first that is not finite."""
         losses = [loss for _, loss, _ in self._new]
         values = torch.stack(losses).tolist() if losses else []  # waits for the device
         for (step, _, terms), value in zip(self._new, values, strict=True):
@@ -63,7 +76,6 @@ class Meter:
             if not math.isfinite(value) and self.not_finite is None:
                 self.not_finite = step, value
         self._new.clear()
-        return dict(self._sums)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue another meter's sums."""
@@ -93,7 +105,7 @@ class Meter:
 
     def read(self) -> tuple[float, float]:
         """Start a new reading; returns the last one: terms per second, share of time for data."""
-        self.state_dict()
+        self._add_up()
         before_s = self._read_s
         before_terms = self._read_terms
         loaded_s = self._loaded_s
@@ -162,11 +174,14 @@ class Stopwatch:
         self._stop()
 
     def _start(self, *_: object) -> None:
-        self._spans.append((self._now(),) * 2)
+        now = self._now()
+        self._spans.append((now, now))
 
     def _stop(self, *_: object) -> None:
+        """End the newest span here; a later call moves its end."""
         if self._spans:
-            self._spans[-1] = self._spans[-1][0], self._now()
+            start, _end = self._spans[-1]
+            self._spans[-1] = start, self._now()
 
     def read(self) -> float:
         """Start a new reading; returns the seconds of the previous one."""
@@ -228,17 +243,19 @@ class Pace:
         while len(self._ratios) > 1 and step - self._ratios[1][0] >= SLOW_STEPS:
             self._ratios.popleft()
 
-        ratios = [*map(statistics.median, zip(*(one for _, one in self._ratios), strict=True))]
-        ratio = max(ratios)
-        steps = step - self._ratios[0][0]
-        rank = ratios.index(ratio)
+        readings = [ratios for _, ratios in self._ratios]
+        medians = [statistics.median(of_one_rank) for of_one_rank in zip(*readings, strict=True)]
+        ratio = max(medians)
+        rank = medians.index(ratio)
+        oldest, _ = self._ratios[0]
+        steps = step - oldest
         is_long = middle >= LEAST_S * (step - start)  # otherwise clock noise decides
-        has_median = len(seconds) > 2 or not self._named  # of two ranks, only one can be slow
-        is_new = rank not in self._named and has_median
+        is_pair = len(seconds) <= 2  # of two ranks, only one can be slow
+        is_new = not self._named if is_pair else rank not in self._named
 
         if ratio > SLOW and steps >= SLOW_STEPS and is_long and is_new:
             self._named.add(rank)
-            of = "the median rank" if len(seconds) > 2 else "the other rank"
+            of = "the other rank" if is_pair else "the median rank"
             cause = f"rank {rank} on {self.hosts[rank]} takes {ratio:.2f}x the compute time of {of}"
             _log.warning(
                 f"warning: {cause}, over {steps} steps; "

@@ -68,17 +68,19 @@ def _count_buffers(environment: Environment, *, is_sharded: bool, is_copied: boo
 
 def plan_snapshots(model: nn.Module, settings: Settings, environment: Environment) -> None:
     """Log the memory that snapshots need on this node; raises SettingsError if they do not fit."""
+    every = settings.checkpoint.snapshot_every
     is_sharded = settings.checkpoint.format == "sharded"
     is_copied = environment.world_size > environment.local_world_size  # to another node
     keeps_copy = is_copied and environment.node_rank == 1 and environment.local_rank == 0
     is_holder = environment.is_main or is_sharded or keeps_copy
-    if not settings.checkpoint.snapshot_every or not is_holder:
+    if not every or not is_holder:
         return
     if not environment.heartbeat_file:
         _log.warning("snapshots  none: this launcher has no node agent that could keep them")
         return
 
     def size_of(tensors: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of what is copied: of a sharded model, this rank's part."""
         parts = ((one.to_local() if hasattr(one, "to_local") else one) for one in tensors)
         return sum(one.numel() * one.itemsize for one in (parts if is_sharded else tensors))
 
@@ -93,7 +95,6 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
             f"but only {free / 1e9:.1f} GB are free; set it to 0"
         )
 
-    every = settings.checkpoint.snapshot_every
     _log.info(f"snapshots  every {every} steps, in {needed / 1e6:,.0f} MB of memory")
 
 
@@ -185,9 +186,11 @@ def mean_metrics(
         one.training = is_training
 
     means = helper.sync_metrics(sums)
-    names = [name.removesuffix(" weight") for name in means if name.endswith(" weight")]
-    weights = {name: means[f"{name} weight"] or step is None for name in names}
-    values = {name: means[f"{name} sum"] / weight for name, weight in weights.items() if weight}
+    values = {}
+    for name in [name.removesuffix(" sum") for name in sums if name.endswith(" sum")]:
+        weight = means[f"{name} weight"]
+        if weight or step is None:
+            values[name] = means[f"{name} sum"] / (weight or 1)
     return values | (metrics_of(task, values["loss"]) if "loss" in values else {})
 
 

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,17 +61,19 @@ def draw(
     FigureCanvasAgg(figure)
     found = {name: _curves(read_metrics(folder / METRICS)) for name, folder in runs.items()}
     used = [panel for panel in panels if any(_shown(each, panel) for each in found.values())]
+    used = used or [panels[0]]  # an empty one
     columns = 2 if len(used) > 1 else 1
+    rows = math.ceil(len(used) / columns)
 
-    for number, panel in enumerate(used or panels[:1]):
-        axes = figure.add_subplot(-(-max(1, len(used)) // columns), columns, number + 1)
+    for number, panel in enumerate(used, 1):
+        axes = figure.add_subplot(rows, columns, number)
         axes.set(xlabel="step", ylabel=panel)
-        for at, (name, curves) in enumerate(found.items()):
+        for run, (name, curves) in enumerate(found.items()):
             for metric in _shown(curves, panel):
                 is_held_out = metric.startswith("validation")
                 label = metric if len(runs) == 1 else f"{name} {metric}"
                 style = "o-" if is_held_out else "-"
-                color = f"C{2 * at + is_held_out}"
+                color = f"C{2 * run + is_held_out}"  # each run has two of matplotlib's colors
                 axes.plot(*zip(*curves[metric], strict=True), style, label=label, color=color)
         axes.grid(alpha=0.3)
         if axes.lines:

@@ -85,6 +85,7 @@ class Limits:
     max_seconds: float | None
 
     def seconds_left(self, step: int, elapsed: float) -> float | None:
+        """Return the seconds until a limit ends the run; None if no limit is known to end it."""
         limits = []
         if self.last_step and step > self.first_step:
             limits.append((self.last_step - step) * elapsed / (step - self.first_step))
@@ -165,7 +166,7 @@ class Progress:
 
         if "loss" in values:
             speed = shown_speed(values[f"{self._unit}_per_second"], self._unit)
-            self._details = _tell_details(values)
+            self._details = _details_of(values)
             self._status = f"  loss {shown(values['loss'])}{self._validation}  {speed}"
         elif found := {n: v for n, v in values.items() if n.startswith("validation_")}:
             told = (f"{name.removeprefix('validation_')} {shown(found[name])}" for name in found)
@@ -219,10 +220,14 @@ class Progress:
         return max((line["step"] for line in lines), default=0)
 
 
-def _tell_details(values: Mapping[str, float]) -> str:
-    """Report the slowest rank, the longest wait for data, and the most memory used."""
-    forms = {"slowest": "slowest {:.2f}x", "data_wait": "data {:.0%}"}
-    forms |= {"mfu": "mfu {:.0%}", "peak_memory_gb": "{:.1f} GB"}
+def _details_of(values: Mapping[str, float]) -> str:
+    """Return as text the slowest rank, the longest wait for data, MFU, and the most memory used."""
+    forms = {
+        "slowest": "slowest {:.2f}x",
+        "data_wait": "data {:.0%}",
+        "mfu": "mfu {:.0%}",
+        "peak_memory_gb": "{:.1f} GB",
+    }
     return "".join(f"  {f.format(values[name])}" for name, f in forms.items() if name in values)
 
 

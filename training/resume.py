@@ -50,22 +50,24 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
     """
     each = train.batch_size_on(world_size)
     shares = world_size * train.grad_accumulation
-    before = 0
-    if saved:
+    samples = train.global_batch_size or each * shares
+    is_kept = False  # the run's global batch, which is then not rounded
+    if saved and train.batch_size:
         now = {"batch_size": train.batch_size, "grad_accumulation": train.grad_accumulation}
-        is_same = now.items() <= saved.progress["settings"]["train"].items()
-        if is_same if train.batch_size else len(saved.ranks) != world_size:
-            before = saved.progress["global_batch_size"]
+        is_kept = now.items() <= saved.progress["settings"]["train"].items()
+        if is_kept:
+            samples = saved.progress["global_batch_size"]
+    elif saved:
+        is_kept = len(saved.ranks) != world_size
 
-    samples = train.global_batch_size or before or each * shares
     if samples % shares:
         cause = f"{samples} samples are not divisible by {shares} (ranks x grad_accumulation)"
-        if before:
+        if is_kept:
             raise SettingsError(
                 f"resume: the run's {cause}; resume it with a different number of processes"
             )
         _log.info(f"batch      {each * shares} samples a step: {cause}")
-    return samples // shares if before else each
+    return samples // shares if is_kept else each
 
 
 def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None:
@@ -138,6 +140,9 @@ def _start(environment: Environment) -> list[str]:
         return ["python"]
     words = ["torchrun", f"--nproc-per-node={environment.local_world_size}"]
     if nodes > 1:
-        words += [f"--nnodes={nodes}", f"--node-rank={environment.node_rank}"]
-        words += [f"--master-addr={environment.master_addr}"]
+        words += [
+            f"--nnodes={nodes}",
+            f"--node-rank={environment.node_rank}",
+            f"--master-addr={environment.master_addr}",
+        ]
     return words

@@ -191,14 +191,8 @@ def load(
     Raises SettingsError: one line that names the file (or "command line"), the key and the fix.
     `environ` holds this process's variables; with None, no variable has an effect.
     """
-    config = read_file(path)
-    names = config.pop("defaults", [])
-    if not isinstance(names, list):
-        raise SettingsError(f"{path}: defaults: should be a list of names, such as [distributed]")
-    names += [] if "_self_" in names else ["_self_"]  # Hydra's name for the file itself
-    files = [path if name == "_self_" else path.parent / with_ending(name) for name in names]
-    layers = {str(file): config if file == path else read_file(file) for file in files}
-    layers |= {COMMAND_LINE: _read_overrides(overrides)}
+    layers = _read_layers(path)
+    layers[COMMAND_LINE] = _read_overrides(overrides)
 
     tree: Tree = {}
     sources = {"": str(path)}  # the layer that sets each key
@@ -222,16 +216,31 @@ def load(
 
     limits = settings.distributed
     changed: Tree = {}
-    # If a config sets only timeout, join_timeout is raised to it: timeout used to be both.
-    keys = "distributed.timeout", "distributed.join_timeout"
-    set_by, join_by = (["", *layers].index(sources.get(key, "")) for key in keys)
-    if set_by > join_by and limits.timeout > limits.join_timeout:
+    # If a layer sets only timeout, join_timeout is raised to it: timeout used to be both.
+    order = ["", *layers]  # "": no layer sets it
+    timeout_at = order.index(sources.get("distributed.timeout", ""))
+    join_timeout_at = order.index(sources.get("distributed.join_timeout", ""))
+    if timeout_at > join_timeout_at and limits.timeout > limits.join_timeout:
         changed["join_timeout"] = limits.timeout
+
     # Each rank's beats read $HANG_SECONDS; only a setting on the command line overrides it.
     typed = sources.get("distributed.hang_seconds") == COMMAND_LINE
     if environ and environ.get("HANG_SECONDS") and not typed:
         changed["hang_seconds"] = None
     return read(kind, _merge(tree, {"distributed": changed}))
+
+
+def _read_layers(path: Path) -> dict[str, Tree]:
+    """Return what a config and its defaults contain, by file, the lowest layer first."""
+    config = read_file(path)
+    names = config.pop("defaults", [])
+    if not isinstance(names, list):
+        raise SettingsError(f"{path}: defaults: should be a list of names, such as [distributed]")
+    if "_self_" not in names:  # Hydra's name for the file itself
+        names.append("_self_")
+
+    files = [path if name == "_self_" else path.parent / with_ending(name) for name in names]
+    return {str(file): config if file == path else read_file(file) for file in files}
 
 
 def _check_login(trackers: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -243,11 +252,15 @@ def _check_login(trackers: Sequence[str], environ: Mapping[str, str]) -> None:
         map(os.path.exists, map(os.path.expanduser, files))
     )
     if "wandb" in trackers and not has_login:
-        cure = "run wandb login, or set WANDB_API_KEY or WANDB_MODE=offline"
-        raise InvalidSetting("tracking", f"wandb has no login on this machine; {cure}")
+        raise InvalidSetting(
+            "tracking",
+            "wandb has no login on this machine; "
+            "run wandb login, or set WANDB_API_KEY or WANDB_MODE=offline",
+        )
 
 
 def _paths(tree: Tree, prefix: str = "") -> Iterator[str]:
+    """Yield the full key of each section and setting, such as train and train.max_steps."""
     for key, value in tree.items():
         yield f"{prefix}{key}"
         if isinstance(value, dict):

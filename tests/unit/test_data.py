@@ -285,12 +285,12 @@ def test_batches_are_named_by_their_samples(rank: int) -> None:
     stream = stream_of(TensorDataset(torch.arange(17)), rank, ranks=2)
     read: list[str] = []
     for _ in range(7):  # more than three epochs
-        with pytest.raises(ValueError, match=r"^broken") as raised, stream.noted(-1):
+        with pytest.raises(ValueError, match=r"^broken") as raised, stream.naming_samples(-1):
             raise ValueError("broken")
         read += map(str, next(stream)[0].tolist())
         assert stream.describe() == f"samples {', '.join(read[-4:])}"
         assert raised.value.__notes__ == [f"the batch has {stream.describe()}"]  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match=r"^broken") as raised, stream.noted():
+        with pytest.raises(ValueError, match=r"^broken") as raised, stream.naming_samples():
             raise ValueError("broken")
         assert raised.value.__notes__ == [f"the batch has {stream.describe()}"]  # type: ignore[attr-defined]
     assert stream.describe(back=2, count=3) == f"samples {', '.join(read[8:20])}"
@@ -301,7 +301,7 @@ def test_samples_without_numbers_have_no_names() -> None:
     stream = stream_of(Stream(22))
     next(stream)
     assert stream.describe() == ""
-    with pytest.raises(ValueError, match=r"^broken") as raised, stream.noted():
+    with pytest.raises(ValueError, match=r"^broken") as raised, stream.naming_samples():
         raise ValueError("broken")
     assert not hasattr(raised.value, "__notes__")
 

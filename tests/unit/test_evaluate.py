@@ -13,7 +13,7 @@ from test_task import work as work
 
 from distributed.checkpoint import State
 from distributed.lock import RunLock
-from training.evaluate import choose_batch_size, find_folder
+from training.evaluate import batch_size_of, find_folder
 from training.settings import Checkpoint, Settings, Train
 
 pytestmark = pytest.mark.slow
@@ -99,6 +99,6 @@ def test_batches_are_as_large_as_on_a_rank_of_the_run() -> None:
     train = Train(max_steps=1, global_batch_size=16, grad_accumulation=2)
     progress = {"global_batch_size": 16, "settings": {"train": train.as_tree()}}
     saved = State({}, {}, progress, [{}] * 4)
-    assert choose_batch_size(train, saved, 1) == 2
-    assert choose_batch_size(Train(max_steps=1, batch_size=3), saved, 1) == 3
-    assert choose_batch_size(train, State({}, {}, {"step": 1}), 1) == 8  # of another program
+    assert batch_size_of(saved, train, 1) == 2
+    assert batch_size_of(saved, Train(max_steps=1, batch_size=3), 1) == 3
+    assert batch_size_of(State({}, {}, {"step": 1}), train, 1) == 8  # of another program

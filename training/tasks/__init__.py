@@ -141,8 +141,7 @@ def load_task(settings: Settings) -> Task:
     """Create the settings' task; raises SettingsError, for example if its data is missing."""
     ours = "training.tasks.language_model:LanguageModelTask"
     kind = load_class(ours if settings.task == BUILT_IN_TASK else settings.task)
-    task: Task = make_task(kind, Task, settings.task, settings)
-    return task
+    return make_task(kind, Task, settings.task, settings)  # type: ignore[no-any-return]
 
 
 def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
@@ -159,6 +158,10 @@ def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
 
 def _is_number(part: Any) -> bool:
     return part.numel() == 1 if isinstance(part, Tensor) else isinstance(part, Real)
+
+
+def _is_pair(part: Any) -> bool:
+    return isinstance(part, tuple | list) and len(part) == 2 and all(map(_is_number, part))
 
 
 def metrics_of(task: Task, loss: float) -> dict[str, float]:
@@ -178,8 +181,7 @@ def evaluate(task: Task, model: nn.Module, batch: Any) -> Mapping[str, Any]:
     """Return the sum and the weight of each metric; raises TypeError for anything else."""
     found: Any = task.evaluate(model, batch)
     is_right = isinstance(found, Mapping) and all(
-        one is None or (isinstance(one, tuple | list) and [*map(_is_number, one)] == [True, True])
-        for one in found.values()
+        one is None or _is_pair(one) for one in found.values()
     )
     if not is_right:
         raise TypeError(

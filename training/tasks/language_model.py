@@ -91,8 +91,7 @@ def generate(
         drawn = torch.multinomial(shares, 1, generator=generator)
         text = torch.cat([text, drawn.to(device)], 1)
         beat()  # a slow machine must not look like a stuck run
-    tokens: list[int] = text[0].tolist()
-    return tokens
+    return text[0].tolist()
 
 
 class LanguageModelTask(Task):
