@@ -99,8 +99,9 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     for signum in handled_signals():
         signal.signal(signum, leave_unstarted)
     signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)  # pending until the fan-out handles them
-    pbs.find_tools(environ)
-    resume.forward_given(environ, pbs.note_job(environ))
+    pbs.add_tools_to_path(environ)
+    pbs.set_launch_job(environ)
+    resume.forward_given(environ, pbs.names_from_qsub(environ))
     plan = make_plan(typed)
     check_script(plan)
     if (shown := show_help(plan)) is not None:

@@ -309,7 +309,7 @@ def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
     is_back = subprocess.run(["scontrol", "requeue", job]).returncode == 0
     if is_back:
         warn(f"requeued job {job}; it resumes when SLURM starts it again")
-        limit = slurm.show("job", job).get("TimeLimit", "")
+        limit = slurm.ask_scontrol("job", job).get("TimeLimit", "")
         if has_limit and re.match("00:0[0-3]:", limit):  # a notice may come 60 s early
             cause = f"the notice comes at once, or nearly so, if the time limit is {limit}"
             cure = "ask for more --time, or for a later notice: --signal=B:USR1@30"

@@ -32,13 +32,14 @@ def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
     Raises PlanError if a word names no node, or two words name the same one.
     """
     nodes = tuple(node for word in words for node in _read_node(word, nproc))
-    times = Counter(node.name for node in nodes)
-    if twice := next((name for name, number in times.items() if number > 1), ""):
-        raise PlanError(f"{twice} is named twice; give {twice}:NPROC for more processes on it")
+    for name, times in Counter(node.name for node in nodes).items():
+        if times > 1:
+            raise PlanError(f"{name} is named twice; give {name}:NPROC for more processes on it")
     return nodes
 
 
 def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
+    """Return the nodes that one word names, with its own number of ranks, or `nproc`."""
     name = word
     number = None
     if match := _IPV6.fullmatch(word):
@@ -72,11 +73,15 @@ def with_plain_master(typed: Typed) -> Typed:
     An explicit port wins.
     """
     environ = {**typed.environ}
-    bare = re.sub(r"^\w+://|/$", "", (typed.master or environ.get("MASTER_ADDR", "")).strip())
-    match = _MASTER.fullmatch(bare)
-    address, port = (match[1] or match[2], match[3]) if match else (bare, None)
+    given = typed.master or environ.get("MASTER_ADDR", "")
+    address = re.sub(r"^\w+://|/$", "", given.strip())
+    port = None
+    if match := _MASTER.fullmatch(address):
+        address = match[1] or match[2]
+        port = match[3]
 
-    if port and (typed.nnodes or typed.fanout != "local"):
+    needs_port = typed.nnodes or typed.fanout != "local"  # one node alone needs no master
+    if port and needs_port:
         environ.setdefault("MASTER_PORT", port)
     if address and not typed.master:
         environ["MASTER_ADDR"] = address
@@ -84,7 +89,7 @@ def with_plain_master(typed: Typed) -> Typed:
 
 
 def check_master(world: World) -> World:
-    """Raise PlanError if the master of several nodes cannot be an address or a name."""
+    """Return the world. Raises PlanError if its master cannot be an address or a name."""
     if world.num_nodes > 1 and not _ADDRESS.fullmatch(world.master_addr):
         raise PlanError(f"the master is {world.master_addr!r}; give one address or name")
     return world
@@ -115,25 +120,30 @@ def read_hostfile(file: Path) -> list[str]:
     if not words:
         raise PlanError(f"{str(file)!r} lists no nodes; add one per line")
     times = Counter(words)
-    is_plain = len(times) < len(words) and not any(re.search(r"[][:,]", word) for word in times)
-    return [f"{word}:{number}" for word, number in times.items()] if is_plain else words
+    has_only_names = not any(re.search(r"[][:,]", word) for word in times)
+    if has_only_names and len(times) < len(words):
+        return [f"{word}:{number}" for word, number in times.items()]
+    return words
 
 
 def read_batch_script(file: Path, nproc: int | None) -> World:
     """Return the nodes and ranks that the #SBATCH or #PBS lines of a batch script ask for.
 
-    `nproc` is the number of ranks per node that the user asked for.
+    `nproc` is the number of ranks per node that the user asked for. The ranks remain unknown if the
+    script does not ask for nodes.
     """
     lines = re.findall(
         r"^#(?:SBATCH|PBS) (.*?)(?: #.*)?$", file.read_text(errors="replace"), re.MULTILINE
     )
-    nodes, tasks, gpus = (_last(pattern, lines) for pattern in (_NODES, _TASKS, _GPUS))
-    ranks = tasks if tasks > 1 else nproc or gpus
+    nodes, tasks, gpus = (_last_number(pattern, lines) for pattern in (_NODES, _TASKS, _GPUS))
+    ranks = tasks if tasks > 1 else nproc or gpus or None
     hosts = "chosen by the scheduler when the job starts"
-    nproc = (nodes and ranks) or None
-    return World(num_nodes=nodes or 1, master_addr="", nproc=nproc, hosts=hosts)
+    if not nodes:
+        return World(num_nodes=1, master_addr="", hosts=hosts)
+    return World(num_nodes=nodes, master_addr="", nproc=ranks, hosts=hosts)
 
 
-def _last(pattern: re.Pattern[str], lines: Sequence[str]) -> int:
+def _last_number(pattern: re.Pattern[str], lines: Sequence[str]) -> int:
+    """Return the number of the last line that matches; 0 if none does."""
     numbers = [int(match[1]) for line in lines if (match := pattern.search(line))]
     return numbers[-1] if numbers else 0

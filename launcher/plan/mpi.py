@@ -11,12 +11,15 @@ def refuse_copies(environ: Environ) -> None:
 
     Under srun, the step's own variables identify the nodes.
     """
-    marks = (name for name in LAUNCHERS if name != "RANK" and environ.get(name))
-    mark = next(marks, "SLURM_STEP_ID")
-    size = mark.replace("_RANK", "_SIZE") if "_COMM_WORLD_" in mark else "PMI_SIZE"
-    size = "FLUX_JOB_SIZE" if mark == "FLUX_TASK_RANK" else size
+    marks = [name for name in LAUNCHERS if name != "RANK" and environ.get(name)]
+    if not marks or marks[0] == "SLURM_STEP_ID":
+        return
 
-    if mark != "SLURM_STEP_ID" and environ.get(size, "1") != "1":
+    rank = marks[0]  # the variable with the rank of this copy
+    size = rank.replace("_RANK", "_SIZE") if "_COMM_WORLD_" in rank else "PMI_SIZE"
+    if rank == "FLUX_TASK_RANK":
+        size = "FLUX_JOB_SIZE"
+    if environ.get(size, "1") != "1":
         raise PlanError(
             f"mpiexec started the launcher {environ[size]} times ({size}), each as a separate run; "
             f"start it once, without mpiexec; for separate runs, unset {size} [wrong-world]"

@@ -14,12 +14,16 @@ from shutil import which
 
 from distributed.job import ask_scheduler
 from launcher.plan.plan import NodePlan
+from launcher.plan.typed import Words
 from launcher.text import Environ, OwnEnviron, PlanError, count
 from launcher.wire import limits
 
 # What scripts read of a job, and what is the same on each of its nodes.
 JOB_VARIABLES = (
-    *("PBS_JOBID", "PBS_JOBNAME", "PBS_O_WORKDIR", "PBS_ARRAY_INDEX"),
+    "PBS_JOBID",
+    "PBS_JOBNAME",
+    "PBS_O_WORKDIR",
+    "PBS_ARRAY_INDEX",
     "PBS_ARRAYID",  # of Torque
 )
 REQUEST = (
@@ -38,12 +42,16 @@ def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
 
     lines = read_lines(environ)
     names = dict.fromkeys(lines)
-    there, asked = len(names), environ.get("PBS_NUM_NODES") or "some"  # set by Torque
-    # Torque counts what was requested; a scheduler may put several of these nodes on one host.
-    packed = int(environ.get("PBS_NUM_PPN") or 1) * int(asked) if asked.isdecimal() else 0
-    if not lines or (packed and str(there) != asked and len(lines) != packed):
+    asked = environ.get("PBS_NUM_NODES", "")  # set by Torque
+    is_complete = bool(lines)
+    if lines and asked.isdecimal() and len(names) != int(asked):
+        # Torque counts what was requested; a scheduler may put several of these nodes on one host.
+        requested = int(environ.get("PBS_NUM_PPN") or 1) * int(asked)
+        is_complete = requested in (0, len(lines))
+    if not is_complete:
         raise PlanError(
-            f"the job's node file has {count(there, 'node')}, but should have {asked}; {REQUEST}"
+            f"the job's node file has {count(len(names), 'node')}, but should have "
+            f"{asked or 'some'}; {REQUEST}"
         )
 
     if nproc:
@@ -77,33 +85,35 @@ def count_ranks(
 ) -> tuple[dict[str, int], bool]:
     """Return the ranks of each node, and whether the request chose them; empty: one per GPU.
 
-    The node file lists a chunk's host `mpiprocs` times (once by default). If `mpiprocs` is 1 for
-    all chunks, each chunk has a rank per GPU, even if PBS puts several chunks on one node.
+    `lines` are those of the node file, which lists a chunk's host `mpiprocs` times (once by
+    default). If `mpiprocs` is 1 for all chunks, each chunk has a rank per GPU, even if PBS puts
+    several chunks on one node.
     """
     counts = Counter(lines)
     gpus = [int(chunk.get("ngpus") or 0) for chunk in chunks]
     is_one_each = {chunk.get("mpiprocs", "1") for chunk in chunks} == {"1"}
 
     if any(gpus) and is_one_each and len(gpus) == len(lines):
-        given = dict.fromkeys(lines, 0)
+        gpus_of = dict.fromkeys(lines, 0)
         for name, number in zip(lines, gpus, strict=True):
-            given[name] += number
-        return {name: number or 1 for name, number in given.items()}, True
+            gpus_of[name] += number
+        return {name: number or 1 for name, number in gpus_of.items()}, True
 
     is_chosen = any("mpiprocs" in chunk for chunk in chunks)
     return (dict(counts) if max(counts.values()) > 1 else {}), is_chosen
 
 
-def find_tools(environ: OwnEnviron) -> None:
+def add_tools_to_path(environ: OwnEnviron) -> None:
     """Add the folder of PBS's commands to PATH if a job's PATH lacks it.
 
     PBS starts a program that follows `--` without a shell, and its own default for PATH,
     /bin:/usr/bin, does not contain its commands.
     """
     path = environ.get("PATH", "")
-    file = _conf_file(environ)
     if not environ.get("PBS_JOBID") or which("qstat", path=path):
         return
+
+    file = _conf_file(environ)
     text = file.read_text(errors="replace") if file.is_file() else ""
     if found := re.search(r"^\s*PBS_EXEC=[\"']?([^\"'\s]+)", text, re.MULTILINE):
         environ["PATH"] = f"{path}:{found[1]}/bin"
@@ -133,10 +143,11 @@ def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def find_silence(environ: Environ) -> str:
-    """Return a line if this is a PBS job, but PBS does not tell anything about it."""
+    """Return a line if this is a PBS job, but qstat does not answer; otherwise empty."""
     job = environ.get("PBS_JOBID", "")
     if not job or ask_qstat(job):
         return ""
+
     cause, cure = f"qstat -f {job} does not answer", "check it in a job"
     if not which("qstat", path=environ.get("PATH")):
         cause = f"qstat is neither in PATH nor in PBS_EXEC of {_conf_file(environ)}"
@@ -147,37 +158,44 @@ def find_silence(environ: Environ) -> str:
 
 def find_short_delay(grace_s: int, environ: Environ) -> str:
     """Return a line if PBS may kill this job while its ranks are still saving; otherwise empty."""
-    queue = environ.get("PBS_QUEUE", "")
     delay = _kill_delay(environ)
     close_s = limits.STOP_CLOSE_S
-    if not delay.isdecimal() or (stop_s := grace_s + close_s) <= int(delay):
+    stop_s = grace_s + close_s
+    if not delay.isdecimal() or stop_s <= int(delay):
         return ""
+
     cause = f"a stop can take {stop_s} s (GRACE + {close_s}), but PBS kills this job {delay} s"
     cure = f"submit with qsub -K {stop_s}, or " if is_torque(environ) else ""
     cure += f"ask your administrator to set kill_delay={stop_s}"
-    if (rest_s := int(delay) - close_s) > 0:
-        cure += f", or set GRACE={rest_s} if the ranks save within {rest_s} s"
-    return f"{cause} after qdel or the walltime (kill_delay of queue {queue}); {cure}"
+    most_grace_s = int(delay) - close_s
+    if most_grace_s > 0:
+        cure += f", or set GRACE={most_grace_s} if the ranks save within {most_grace_s} s"
+    return (
+        f"{cause} after qdel or the walltime (kill_delay of queue {environ['PBS_QUEUE']}); {cure}"
+    )
 
 
 def _kill_delay(environ: Environ) -> str:
-    """Return the seconds from SIGTERM to SIGKILL; empty if PBS does not answer."""
+    """Return the seconds from SIGTERM to SIGKILL, as PBS writes them; empty if it does not answer.
+
+    The defaults, 10 s and 2 s, are those of pbs_queue_attributes(7B) and of Torque.
+    """
     job = ask_qstat(environ.get("PBS_JOBID", ""))
     queue = ask_qstat(environ.get("PBS_QUEUE", ""), "-Qf") if job else {}
     if not queue:
         return ""
     if not is_torque(environ):
-        return queue.get("kill_delay", "10")  # see pbs_queue_attributes(7B)
+        return queue.get("kill_delay", "10")
+
     server = ask_qstat(job.get("server", ""), "-Bf")
     delays = job.get("user_kill_delay"), queue.get("kill_delay"), server.get("kill_delay")
     return next(filter(None, delays), "2")  # the job's comes first
 
 
-def note_job(environ: OwnEnviron) -> list[str]:
-    """Ask PBS what identifies this job, once for everything that this launch starts (see this_job).
+def set_launch_job(environ: OwnEnviron) -> None:
+    """Set LAUNCH_JOB to what identifies this start of a PBS job, for all processes of this launch.
 
-    Returns the names of the variables that qsub -v has set; none with -V, which sends all variables
-    of the login shell.
+    Otherwise each would have to ask PBS (see this_job). It is unset if PBS does not answer.
     """
     environ.pop("LAUNCH_JOB", None)
     job = environ.get("PBS_JOBID", "")
@@ -185,15 +203,22 @@ def note_job(environ: OwnEnviron) -> list[str]:
     # Torque calls it start_count.
     starts = attributes.get("run_count") or attributes.get("start_count") or ""
     if starts.isdecimal() and "ctime" in attributes:
-        this = {
+        identity = {
             "job": job,
             "run_id": job,
             "start": max(int(starts) - 1, 0),
             "cluster": job.partition(".")[2],
             "submitted": attributes["ctime"],
         }
-        environ["LAUNCH_JOB"] = json.dumps(this)
+        environ["LAUNCH_JOB"] = json.dumps(identity)
 
+
+def names_from_qsub(environ: Environ) -> list[str]:
+    """Return the names of the variables that qsub -v has set for this job.
+
+    None with -V, which sends all variables of the login shell.
+    """
+    attributes = ask_qstat(environ.get("PBS_JOBID", ""))
     names = re.findall(r"(?:^|,)(\w+)=", attributes.get("Variable_List", ""))
     return [] if "HOME" in names else [name for name in names if not name.startswith("PBS_")]
 
@@ -210,7 +235,6 @@ _REPEATED = {
     "-M": "Mail_Users",
 }
 _DEFAULTS = ("_pbs_project_default", "STDIN", "n", "a")
-# Resources of a whole job that PBS derives from its request, and rejects beside it.
 _DERIVED = {"nodect", "neednodes", "nodes", "select", "place", "soft_walltime"}
 _DERIVED_FROM_CHUNKS = {"ncpus", "mem", "vmem", "mpiprocs", "ompthreads", "ngpus", "naccelerators"}
 
@@ -230,19 +254,21 @@ def is_torque(environ: Environ) -> bool:
     return version.lower().startswith("version:")
 
 
-def job_command(environ: Environ, script: Path, typed: Sequence[str]) -> list[str]:
+def job_command(environ: Environ, script: Path, typed: Words) -> list[str]:
     """Return the qsub command for what was typed; -V forwards the variables.
 
     It requests what this job was given or, outside a job, one node. Empty if PBS does not answer.
     """
     command = _qsub(environ, script)
     arguments = typed[1:]
-    if not command or not is_torque(environ):
-        return command and [*command, "--", str(script), *arguments]
+    if not command:
+        return []
+    if not is_torque(environ):
+        return [*command, "--", str(script), *arguments]
     return [*command, *(["-F", shlex.join(arguments)] if arguments else []), str(script)]
 
 
-def own_command(environ: Environ, typed: Sequence[str]) -> list[str]:
+def own_command(environ: Environ, typed: Words) -> list[str]:
     """Return the qsub command for the batch job that this is part of: the user's own file, or a
     command after `--`. Empty if that is not known.
     """
@@ -251,24 +277,25 @@ def own_command(environ: Environ, typed: Sequence[str]) -> list[str]:
     if "--" in words:
         return job_command(environ, Path(typed[0]), typed)
 
-    file = Path(environ.get("PBS_O_WORKDIR", ""), *words[-1:])
-    if not file.is_file() or re.search("^#PBS -J", _read(file), re.MULTILINE):
+    file = Path(environ.get("PBS_O_WORKDIR", ""), *words[-1:])  # qsub's last argument
+    if not file.is_file() or re.search("^#PBS -J", file.read_text(errors="replace"), re.MULTILINE):
         return []  # it would submit all tasks of the array
     command = _qsub(environ, file)
-    return command and [*command, *words[-1:]]
-
-
-def _read(script: Path) -> str:
-    return script.read_text(errors="surrogateescape")
+    return command and [*command, words[-1]]
 
 
 def _qsub(environ: Environ, script: Path) -> list[str]:
-    """Return qsub with the options that a job needs to be like this one; see job_command()."""
-    has_nodes = is_torque(environ)
-    names = ["nodes", "walltime"] if has_nodes else ["select", "place", "walltime"]
-    attributes = _this_job(environ) if environ.get("PBS_JOBID") else _one_node(environ)
+    """Return qsub with the options that a job needs to be like this one; see job_command().
 
-    derived = _DERIVED | (set() if has_nodes else _DERIVED_FROM_CHUNKS)
+    The job's attributes override the script's #PBS lines; an empty one removes the line's option.
+    Empty if the job's size is not known.
+    """
+    attributes = _this_job(environ) if environ.get("PBS_JOBID") else _one_node(environ)
+    has_chunks = not is_torque(environ)
+    names = ["select", "place", "walltime"] if has_chunks else ["nodes", "walltime"]
+
+    # PBS derives these resources from the others, and rejects them beside those.
+    derived = _DERIVED | (_DERIVED_FROM_CHUNKS if has_chunks else set())
     derived |= {name for chunk in read_chunks(attributes) for name in chunk}
     given = [name.removeprefix("Resource_List.") for name in attributes if "Resource_List" in name]
     names += [name for name in given if name not in derived and name not in names]
@@ -276,9 +303,10 @@ def _qsub(environ: Environ, script: Path) -> list[str]:
     if not asked[f"-l {names[0]}"]:
         return []
 
-    lines = re.findall(r"^#PBS (-[^J\W](?: \w+(?==))?)[ =](.*)$", _read(script), re.MULTILINE)
+    text = script.read_text(errors="surrogateescape")
+    lines = re.findall(r"^#PBS (-[^J\W](?: \w+(?==))?)[ =](.*)$", text, re.MULTILINE)
     asked |= {option: attributes.get(option) for option in (*_REPEATED, "-o", "-q", "-r")}
-    options = dict(lines)
+    options = dict(lines)  # by letter, or `-l NAME`
     options |= {option: value for option, value in asked.items() if value is not None}
 
     command = ["qsub", "-V"]
@@ -290,6 +318,7 @@ def _qsub(environ: Environ, script: Path) -> list[str]:
 
 
 def _one_node(environ: Environ) -> dict[str, str]:
+    """Return the attributes of a job of one node, with a CPU for each rank."""
     ranks = environ.get("NPROC_PER_NODE") or "1"
     select = f"1:ncpus={ranks}:mpiprocs={ranks}"
     return {"Resource_List.select": select, "Resource_List.nodes": f"1:ppn={ranks}"}

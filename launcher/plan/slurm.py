@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Sequence
 
 from distributed import environment, hostlist
 from distributed.errors import STOPPED
@@ -14,7 +13,7 @@ from distributed.job import ask_scheduler, in_slurm_step, job_id
 from launcher.master_port import is_loopback
 from launcher.plan.plan import World
 from launcher.plan.settings import read_nproc, read_number
-from launcher.plan.typed import Typed
+from launcher.plan.typed import Typed, Words
 from launcher.slurm_node import find_address, slurm_node
 from launcher.text import Environ, PlanError, warn
 
@@ -47,8 +46,8 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
     """
     names = "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST"
     if missing := [name for name in names if not environ.get(name)]:
-        there = next(filter(environ.get, names), "")
-        why = f": {there} is set, but not {missing[0]}" if there else ""
+        is_set = next(filter(environ.get, names), "")
+        why = f": {is_set} is set, but not {missing[0]}" if is_set else ""
         raise PlanError(f"this is not a SLURM job{why}; use sbatch {script}, or salloc first")
 
     num_nodes = read_number("SLURM_JOB_NUM_NODES", environ["SLURM_JOB_NUM_NODES"], 1, 100_000)
@@ -60,25 +59,25 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
             ": and the groups after it, or start train.py with srun --het-group [wrong-world]"
         )
 
-    nproc = tasks_per_node(environ)
-    if nproc and asked not in (None, nproc):
+    tasks = tasks_per_node(environ)
+    if tasks and asked not in (None, tasks):
         raise PlanError(
-            f"{asked} processes per node, but the job has SLURM_TASKS_PER_NODE={nproc}; "
+            f"{asked} processes per node, but the job has SLURM_TASKS_PER_NODE={tasks}; "
             "omit the number [wrong-world]"
         )
     gpus = environ.get("SLURM_GPUS_ON_NODE") or None
-    nproc = nproc or asked or read_nproc("SLURM_GPUS_ON_NODE", gpus)
+    nproc = tasks or asked or read_nproc("SLURM_GPUS_ON_NODE", gpus)
 
     nodes = environ["SLURM_JOB_NODELIST"]
-    master = environ.get("MASTER_ADDR") if num_nodes > 1 else ""
-    if master == "localhost" or is_loopback(master or ""):
+    given = environ.get("MASTER_ADDR", "") if num_nodes > 1 else ""
+    if given == "localhost" or is_loopback(given):
         raise PlanError(
-            f"MASTER_ADDR is {master}, which the job's other nodes cannot reach; unset it, or give "
+            f"MASTER_ADDR is {given}, which the job's other nodes cannot reach; unset it, or give "
             "the first node's address [loopback-address]"
         )
 
     first = hostlist.first(nodes)
-    master = master or (find_address(first) if num_nodes > 1 else first)
+    master = given or (find_address(first) if num_nodes > 1 else first)
     return World(num_nodes, master, nproc=nproc, hosts=nodes, job=environ["SLURM_JOB_ID"])
 
 
@@ -111,7 +110,7 @@ def read_step(typed: Typed) -> World | None:
     if step is None:
         return None
 
-    if typed.nnodes == environ.get("SLURM_JOB_NUM_NODES") and (part := _part(environ)):
+    if typed.nnodes == environ.get("SLURM_JOB_NUM_NODES") and (part := _describe_part(environ)):
         raise PlanError(
             f"{part}; start it with {_on_all_nodes(environ)}, without node numbers [wrong-world]"
         )
@@ -132,9 +131,8 @@ def read_step(typed: Typed) -> World | None:
 
 def refuse_many_tasks(environ: Environ) -> None:
     """Raise LauncherError if srun has started this program several times on one node."""
-    tasks, nodes = (environ.get(f"SLURM_STEP_NUM_{name}") for name in ("TASKS", "NODES"))
-    if tasks != nodes:
-        slurm_node(environ)
+    if environ.get("SLURM_STEP_NUM_TASKS") != environ.get("SLURM_STEP_NUM_NODES"):
+        slurm_node(environ)  # raises it, except in a shell of the step
 
 
 def refuse_many_nodes(typed: Typed) -> None:
@@ -162,7 +160,7 @@ def warn_of_part(typed: Typed, *, needs_srun: bool = False) -> None:
 
     With `needs_srun`, srun starts the program on each node.
     """
-    if part := _part(typed.environ):
+    if part := _describe_part(typed.environ):
         cure = f"run {typed.program} in the batch script or salloc's shell, without srun"
         if needs_srun:
             cure = f"start it with {_on_all_nodes(typed.environ)}"
@@ -172,13 +170,13 @@ def warn_of_part(typed: Typed, *, needs_srun: bool = False) -> None:
         )
 
 
-def _part(environ: Environ) -> str:
+def _describe_part(environ: Environ) -> str:
     """Return in words which part of the job's nodes a step has; "" if all, or outside a step."""
-    step, job = (environ.get(f"SLURM_{name}_NUM_NODES", "") for name in ("STEP", "JOB"))
-    is_part = (step + job).isdecimal() and int(step or job) < int(job or 0)
-    if is_part and in_slurm_step(environ):
-        return f"this step has {step} of the job's {job} nodes"
-    return ""
+    step = environ.get("SLURM_STEP_NUM_NODES", "")
+    job = environ.get("SLURM_JOB_NUM_NODES", "")
+    if not (in_slurm_step(environ) and step.isdecimal() and job.isdecimal()):
+        return ""
+    return f"this step has {step} of the job's {job} nodes" if int(step) < int(job) else ""
 
 
 def _on_all_nodes(environ: Environ) -> str:
@@ -186,10 +184,11 @@ def _on_all_nodes(environ: Environ) -> str:
     return f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1"
 
 
-def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> list[str]:
+def job_command(environ: Environ, script: str | None, typed: Words) -> list[str]:
     """Return the command that repeats what was typed, in a job of the same size, from any shell.
 
-    `script` is a batch script of this project; None if another script was typed.
+    `script` is a batch script of this project; None if another script was typed. Empty if SLURM
+    does not tell which file is the job's batch script.
     """
     if not environ.get("SLURM_JOB_ID"):
         return ["sbatch", script or typed[0], *typed[1:]]
@@ -198,13 +197,13 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
     if tasks := tasks_per_node(environ):
         words.append(f"--ntasks-per-node={tasks}")
 
-    record = show("job", job_id(environ))
-    asked = re.sub("gres[:/]", "", record.get("TresPerNode", "(null)"))  # / since SLURM 23.11
+    record = ask_scontrol("job", job_id(environ))
+    gres = re.sub("gres[:/]", "", record.get("TresPerNode", "(null)"))  # / since SLURM 23.11
     gpus = environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE")
     if gpus:
-        models = re.findall("gpu:([^:,]+):", asked)
-        is_whole = len(models) == 1 and gpus.isdecimal()  # of salloc, it may have the model
-        words.append(f"--gpus-per-node={f'{models[0]}:{gpus}' if is_whole else gpus}")
+        models = re.findall("gpu:([^:,]+):", gres)
+        lacks_model = len(models) == 1 and gpus.isdecimal()  # salloc's value may have it
+        words.append(f"--gpus-per-node={f'{models[0]}:{gpus}' if lacks_model else gpus}")
 
     is_in_batch = in_batch_script(environ)
     omitted = _UNSET + _BY_SCRIPT if script and is_in_batch else _UNSET
@@ -220,12 +219,12 @@ def job_command(environ: Environ, script: str | None, typed: Sequence[str]) -> l
     if is_in_batch:  # the user's own file, which contains the command
         file = (ask_squeue(f"--job={job_id(environ)}", "--format=%o") or "").split()
         return file and ["sbatch", *words, *file]
-    if asked not in _UNSET and not gpus:  # salloc sets no variable for --gres
-        words.append(f"--gres={asked}")
+    if gres not in _UNSET and not gpus:  # salloc sets no variable for --gres
+        words.append(f"--gres={gres}")
     return ["salloc", *words, *typed]
 
 
-def step_command(environ: Environ, typed: Sequence[str]) -> list[str]:
+def step_command(environ: Environ, typed: Words) -> list[str]:
     """Return the command that repeats what was typed, in a step of the same size."""
     sizes = {
         "nodes": "SLURM_STEP_NUM_NODES",
@@ -273,7 +272,7 @@ def chain_of(environ: Environ) -> str:
 
 def is_at_time_limit(environ: Environ) -> bool:
     """Return whether SLURM is ending this job at its time limit; False if it does not answer."""
-    return show("job", job_id(environ)).get("Reason") == "TimeLimit"
+    return ask_scontrol("job", job_id(environ)).get("Reason") == "TimeLimit"
 
 
 def preempt_mode(environ: Environ) -> str:
@@ -283,21 +282,22 @@ def preempt_mode(environ: Environ) -> str:
     The mode is that of the job's QOS, unless this is "cluster", otherwise that of the partition.
     SLURM cancels what it cannot requeue, such as salloc's shell.
     """
-    job = show("job", job_id(environ))
+    job = ask_scontrol("job", job_id(environ))
     if job.get("JobState") != "RUNNING" or job.get("PreemptTime", "None") == "None":
         return ""
     if not in_batch_script(environ):
         return "CANCEL"
+
     ask_for_mode = f"sacctmgr -nP show qos name={job['QOS']} format=PreemptMode"
     mode = (ask_scheduler(*ask_for_mode.split()) or "").strip().upper()
     if mode not in ("", "CLUSTER"):
         return mode
-    return show("partition", job["Partition"]).get("PreemptMode", "OFF")
+    return ask_scontrol("partition", job["Partition"]).get("PreemptMode", "OFF")
 
 
-def show(*what: str) -> dict[str, str]:
-    """Return the fields of the record of a job, for example; none if SLURM does not answer."""
-    fields = re.findall(r"(\w+)=(\S*)", ask_scheduler("scontrol", "show", "-o", *what) or "")
+def ask_scontrol(kind: str, name: str) -> dict[str, str]:
+    """Return the fields of the record of a job or partition; none if SLURM does not answer."""
+    fields = re.findall(r"(\w+)=(\S*)", ask_scheduler("scontrol", "show", "-o", kind, name) or "")
     return dict(reversed(fields))  # the first counts: the job's command may contain more
 
 
@@ -314,4 +314,4 @@ def has_ended(job: str) -> bool:
     jobs = ask_squeue(f"--user={os.getuid()}", "--format=%A %T")
     if jobs is None or re.search(rf"^{job} (?!COMPLETING)", jobs, re.MULTILINE):
         return False
-    return show("job", job).get("JobState") not in ("RUNNING", "SUSPENDED", "CONFIGURING")
+    return ask_scontrol("job", job).get("JobState") not in ("RUNNING", "SUSPENDED", "CONFIGURING")

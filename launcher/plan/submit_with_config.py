@@ -18,14 +18,25 @@ from launcher.plan.check_config import check_config
 from launcher.plan.make_plan import make_plan
 from launcher.plan.resume import resolve_script
 from launcher.plan.settings import read_number
-from launcher.plan.typed import Typed
+from launcher.plan.typed import Typed, Words
 from launcher.text import PlanError, count, did_you_mean, print_row, warn
 
 SBATCH_OPTIONS = ("partition", "account", "qos", "mem", "time")  # for every job
 PER_GPU = ("cpus_per_gpu", "mem_per_gpu")  # for jobs with GPUs
 OWN = (
-    *("config", "num_gpus_train", "num_gpus", "prepare", "nodelist", "partition", "time"),
-    *("account", "qos", "mem", "dependency", "chain", *PER_GPU),
+    "config",
+    "num_gpus_train",
+    "num_gpus",
+    "prepare",
+    "nodelist",
+    "partition",
+    "time",
+    "account",
+    "qos",
+    "mem",
+    "dependency",
+    "chain",
+    *PER_GPU,
 )
 _OF_TRAINING = ("seed", "task", "resume")  # train.py's settings without a dot
 _GPUS = re.compile(r"gpu:(?:[^:,(]+:)?(\d+)")  # as in gpu:a100:8(S:0-1)
@@ -45,10 +56,10 @@ class Size:
 
 def run(typed: Typed) -> int:
     """Submit the training. Returns the exit code (with --wait, the job's)."""
-    environ = typed.environ
-    own, settings = take_own_settings(typed)
+    own, settings = split_settings(typed)
     gpus = read_number("num_gpus_train", own["num_gpus_train"], 1, MOST_GPUS)
-    size = choose_size(gpus, gpus_of_nodes(own["partition"] or environ.get("SBATCH_PARTITION", "")))
+    partition = own["partition"] or typed.environ.get("SBATCH_PARTITION", "")
+    size = choose_size(gpus, gpus_of_nodes(partition))
 
     nodelist = own["nodelist"]
     if size.num_nodes == 1 and len(hostlist.expand(nodelist or "any")) > 1:
@@ -71,23 +82,23 @@ def run(typed: Typed) -> int:
     plan = check_config(make_plan(checked))
     own["prepare"] = choose_preparation(own, plan.prepare, typed.program)
 
-    name = "slurm_train.sh" if size.num_nodes > 1 else "slurm_train_single_node.sh"
+    script = "slurm_train.sh" if size.num_nodes > 1 else "slurm_train_single_node.sh"
     job = [f"--nodes={size.num_nodes}", f"--gpus-per-node={size.gpus}"]
     job += [f"--nodelist={nodelist}"] if nodelist else []
     job += ["--exclusive"] if size.is_exclusive else []
     job += [f"--{name.replace('_', '-')}={own[name]}" for name in PER_GPU if own[name]]
-    job += [resolve_script(f"scripts/slurm/{name}"), plan.config or "-", *settings]
+    job += [resolve_script(f"scripts/slurm/{script}"), plan.config or "-", *settings]
     job += ["--", *typed.rest] if typed.rest else []
 
     if not typed.is_dry_run:
         Path("logs").mkdir(exist_ok=True)  # without it, the job fails silently
-    return submit_all(typed, own, size, job, chain=environ.get("RUN_ID") or new_run_id())
+    return submit_all(typed, own, size, job, chain=typed.environ.get("RUN_ID") or new_run_id())
 
 
 # --- settings and size --------------------------------------------------------------------------
 
 
-def take_own_settings(typed: Typed) -> tuple[dict[str, str], list[str]]:
+def split_settings(typed: Typed) -> tuple[dict[str, str], list[str]]:
     """Return the settings of this script by name ("" if not given), and those of the training.
 
     Raises PlanError if one is unknown or missing.
@@ -132,8 +143,10 @@ def choose_size(gpus: int, nodes: Sequence[int]) -> Size:
     If no size fits, return the one with the fewest nodes: SLURM then rejects it.
     """
     most = max(nodes)
-    sizes = [n for n in range(-(-gpus // most), gpus + 1) if gpus % n == 0]
-    num_nodes = next((n for n in sizes if sum(have >= gpus // n for have in nodes) >= n), sizes[0])
+    fewest = -(-gpus // most)  # rounded up
+    sizes = [n for n in range(fewest, gpus + 1) if gpus % n == 0]
+    fitting = [n for n in sizes if sum(have >= gpus // n for have in nodes) >= n]
+    num_nodes = (fitting or sizes)[0]
     return Size(num_nodes, gpus // num_nodes, is_exclusive=gpus == num_nodes * most)
 
 
@@ -158,26 +171,30 @@ def gpus_of_nodes(partition: str) -> list[int]:
 
 
 def read_sinfo(text: str, *, of_default: bool) -> list[int]:
-    """Return the GPU count of each node with GPUs, in any partition or in the default one (`*`)."""
+    """Return the GPU count of each node with GPUs, in any partition or in the default one.
+
+    `text` has a line for each partition and node, `debug* node1 gpu:a100:8`; `*` marks the default
+    partition. If a cluster has none, all partitions count.
+    """
     fields = (line.split(" ") for line in text.splitlines())
     lines = [line for line in fields if len(line) == 3 and all(line)]  # a site may print others
-    has_default = of_default and any(partition.endswith("*") for partition, *_ in lines)
-    nodes = {
-        node: gres for partition, node, gres in lines if partition[-1] == "*" or not has_default
-    }
-    return [sum(map(int, found)) for gres in nodes.values() if (found := _GPUS.findall(gres))]
+    in_default = [line for line in lines if line[0].endswith("*")]
+
+    chosen = in_default if of_default and in_default else lines
+    gres_of = {node: gres for _, node, gres in chosen}  # a node may be in several partitions
+    counts = (map(int, _GPUS.findall(gres)) for gres in gres_of.values())
+    return [number for number in map(sum, counts) if number]
 
 
 # --- sbatch -------------------------------------------------------------------------------------
 
 
-def submit_all(
-    typed: Typed, own: Mapping[str, str], size: Size, job: Sequence[str], *, chain: str
-) -> int:
-    """Submit the preparation job, if there is one, and the training job.
+def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Words, *, chain: str) -> int:
+    """Submit the preparation job, if there is one, and the training job or jobs.
 
     In a chain, each job starts after the previous one, and resumes its run. The job that ends the
-    run cancels the rest, which it finds by their name, `chain` (slurm.end_chain).
+    run cancels the rest, which it finds by their name, `chain` (slurm.end_chain). Returns the exit
+    code: the job's with --wait, and REFUSED if SLURM could never start the job.
     """
     common = [f"--{name}={own[name]}" for name in SBATCH_OPTIONS if own[name]]
     common += [f"--chdir={typed.here}"] if typed.here != Path.cwd() else []  # a path through a link
@@ -194,34 +211,37 @@ def submit_all(
     submit = Submission(typed.program, is_dry_run=typed.is_dry_run)
     after = own["dependency"]
     if own["prepare"]:
-        first = ["--nodes=1", f"--gpus-per-node={own['num_gpus'] or 0}", *depend(after)]
-        first += ["--output=logs/slurm-%j.out", own["prepare"], own["config"]]
-        after = f"afterok:{submit.run([*common, *first])}"
+        preparation = ["--nodes=1", f"--gpus-per-node={own['num_gpus'] or 0}", *start_after(after)]
+        preparation += ["--output=logs/slurm-%j.out", own["prepare"], own["config"]]
+        after = f"afterok:{submit.run([*common, *preparation])}"
 
     if (number := int(own["chain"] or 1)) > 1:
         common += ["--no-requeue", f"--job-name={chain}"]
         common += [f"--export=ALL,RUN_ID={chain},CHAIN={chain}"]
         for _ in range(number):
-            after = f"afterany:{submit.run([*depend(after), *common, *job])}"
+            after = f"afterany:{submit.run([*start_after(after), *common, *job])}"
         return 0
 
-    words = depend(after) + (["--wait"] if typed.wait else [])
+    words = start_after(after) + (["--wait"] if typed.wait else [])
     job_id = submit.run([*common, *words, *job], waits=typed.wait)
     if submit.sbatch is None or not typed.wait:
         return 0
     return follow(typed.program, job_id, submit.sbatch, after)
 
 
-def depend(after: str) -> list[str]:
+def start_after(after: str) -> list[str]:
+    """Return sbatch's options for a job that starts after others, such as `afterok:7`; "": none."""
     return [f"--dependency={after}", "--kill-on-invalid-dep=yes"] if after else []
 
 
-def refusal(words: Sequence[str]) -> str:
+def refusal(words: Words) -> str:
     """Return why SLURM could never start a job; empty if it could."""
     command = ["sbatch", "--test-only", *words]
     # A site's banner goes to stdout.
     result = subprocess.run(command, capture_output=True, errors="replace")
-    return (result.stderr.strip().splitlines() or ["no answer"])[-1] if result.returncode else ""
+    if result.returncode == 0:
+        return ""
+    return ["no answer", *result.stderr.strip().splitlines()][-1]
 
 
 class Submission:
@@ -233,7 +253,7 @@ class Submission:
         self.queued: list[str] = []
         self.sbatch: subprocess.Popen[str] | None = None  # the last one
 
-    def run(self, words: Sequence[str], *, waits: bool = False) -> str:
+    def run(self, words: Words, *, waits: bool = False) -> str:
         """Print the sbatch command and run it. Returns the job's id; exits if there is none.
 
         With `waits`, sbatch itself ends only when the job does.
@@ -247,7 +267,7 @@ class Submission:
         job_id = self._read_id(sbatch, waits=waits)
         code = 0 if waits and job_id else sbatch.wait()
         if code or not job_id:
-            self._leave(code)
+            self._exit_naming_queued(code)
         print_row("job", f"{job_id}    (tail -f logs/slurm-{job_id}.out, scancel {job_id})")
         self.queued.append(job_id)
         return job_id
@@ -266,7 +286,8 @@ class Submission:
                 warn(line.rstrip("\n"))
         return job_id
 
-    def _leave(self, code: int) -> NoReturn:
+    def _exit_naming_queued(self, code: int) -> NoReturn:
+        """Exit because sbatch failed with this code, or printed no id; name the earlier jobs."""
         why = f"failed with exit code {code}, see above" if code else "printed no job id"
         ids = " ".join(self.queued)
         rest = f"queued before it: {ids}; to cancel, run scancel {ids}"
@@ -275,7 +296,10 @@ class Submission:
 
 
 def follow(program: str, job_id: str, sbatch: subprocess.Popen[str], after: str) -> int:
-    """Show the job's log until `sbatch --wait` ends. Returns the job's exit code."""
+    """Show the job's log until `sbatch --wait` ends. Returns the job's exit code.
+
+    `after` is its dependency: the preparation job may have failed, so that this one never started.
+    """
     log = f"logs/slurm-{job_id}.out"
     command = ["tail", f"--pid={sbatch.pid}", "--follow=name", "--retry", "--lines=+1", log]
     tail = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -284,7 +308,7 @@ def follow(program: str, job_id: str, sbatch: subprocess.Popen[str], after: str)
 
     if Path(log).exists():
         return code
-    first = after.removeprefix("afterok:")
-    why = f": job {first} failed; see logs/slurm-{first}.out" if first else ""
+    preparation = after.removeprefix("afterok:")
+    why = f": job {preparation} failed; see logs/slurm-{preparation}.out" if preparation else ""
     warn(f"{program}: job {job_id} did not start{why}")
     return code or 1

@@ -10,6 +10,9 @@ from typing import Any
 
 from launcher.text import Environ
 
+Words = Sequence[str]  # of a command line
+Values = dict[str, Any]  # by the names of Typed's fields
+
 
 def is_same(file: Path, other: Path) -> bool:
     """Return whether two paths lead to the same file."""
@@ -24,7 +27,7 @@ class Choices:
     python: str = sys.executable  # of the nodes; inside the container, if there is one
     activated: Sequence[str] = ()  # variables that SITE, VENV, CONDA_ENV and MODULES changed
     site: str = ""  # the file with the cluster's settings, and which variables it sets
-    passed: Sequence[str] = ()  # more options of the node agent, or of torch.distributed.launch
+    passed: Words = ()  # more options of the node agent, or of torch.distributed.launch
     cpu_nproc: int = 1  # ranks per node if `nproc` is None and there is no GPU
     is_dry_run: bool = False
     is_strict: bool = False
@@ -33,7 +36,7 @@ class Choices:
     has_transcript: bool = False  # keep a copy of what the terminal shows
     environ: Environ = field(default_factory=dict, repr=False)  # the user's environment
 
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> Values:
         return {field.name: getattr(self, field.name) for field in fields(Choices)}
 
 
@@ -44,7 +47,7 @@ class Typed(Choices):
     fanout: str  # a module of launcher/fanout/, auto (depends on where it runs), or another task:
     # check (the config), submit, status, stop, stacks, help, version
     here: Path = field(default_factory=Path.cwd)  # where it was typed, as the shell names it
-    typed: Sequence[str] = ()  # every word of the command line
+    typed: Words = ()  # every word of the command line
     config: str | None = None
     nproc: str | None = None
     nnodes: str | None = None
@@ -62,8 +65,8 @@ class Typed(Choices):
     engine: str = ""  # what starts the ranks instead of the node agent
     module: str = ""  # run instead of a training script
     batch_script: str = ""  # of SLURM or PBS, as it is submitted
-    node: Sequence[str] = ()  # NODE, NODE:NPROC or a list
-    setting: Sequence[str] = ()  # key=value
+    node: Words = ()  # NODE, NODE:NPROC or a list
+    setting: Words = ()  # key=value
     like_torchrun: bool = False  # `rest` is a script with its arguments
     as_module: bool = False  # the script is a module
     as_command: bool = False  # the script is any program
@@ -71,4 +74,4 @@ class Typed(Choices):
     nodefile: bool = False  # the nodes are those of the PBS job
     wait: bool = False  # submit: wait for the job's end
     usage: str = ""  # of the script, in one line
-    rest: Sequence[str] = ()  # the words after `--`
+    rest: Words = ()  # the words after `--`

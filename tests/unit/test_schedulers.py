@@ -31,8 +31,8 @@ from launcher.plan.submit_with_config import (
     choose_size,
     read_sinfo,
     refusal,
+    split_settings,
     submit_all,
-    take_own_settings,
 )
 from launcher.plan.typed import Typed
 from launcher.record import run_json
@@ -432,12 +432,12 @@ def own_of(**given: str) -> dict[str, str]:
 
 def test_settings_of_the_submission_and_of_the_training() -> None:
     given = (*OURS, "seed=3", "train.max_steps=5", "mem=4G")
-    own, others = take_own_settings(Typed("submit", setting=given))
+    own, others = split_settings(Typed("submit", setting=given))
     assert own == own_of(config="c.yaml", num_gpus_train="2", mem="4G")
     assert others == ["seed=3", "train.max_steps=5"]
     environ = {"TRAIN_SCRIPT": "own.py"}
     typed = Typed("submit", setting=(*OURS, "whatever=1"), environ=environ)
-    assert take_own_settings(typed)[1] == ["whatever=1"]
+    assert split_settings(typed)[1] == ["whatever=1"]
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_settings_of_the_submission_and_of_the_training() -> None:
 )
 def test_wrong_settings(settings: tuple[str, ...], cause: str) -> None:
     with pytest.raises(PlanError) as raised:
-        take_own_settings(Typed("submit", setting=settings, usage="x.sh ...", wait=True))
+        split_settings(Typed("submit", setting=settings, usage="x.sh ...", wait=True))
     assert cause in str(raised.value)
 
 
@@ -624,7 +624,7 @@ def test_the_folder_of_pbss_commands(
     path = environ.get("PATH", "/bin:/usr/bin").replace("TOOLS", str(tools))
     job = {"PBS_JOBID": "7.head", "PBS_CONF_FILE": str(tmp_path / "pbs.conf")}
     job |= environ | {"PATH": path}
-    pbs.find_tools(job)
+    pbs.add_tools_to_path(job)
     assert job["PATH"] == path + added
 
 
@@ -660,7 +660,7 @@ def tell(qstat: Path, text: str) -> None:
 def note(qstat: Path, text: str) -> None:
     """Act as another launch of this job, for which qstat prints a text."""
     tell(qstat, text)
-    pbs.note_job(os.environ)
+    pbs.set_launch_job(os.environ)
 
 
 def be_in_job(job: str) -> None:
@@ -832,7 +832,8 @@ def test_each_launch_in_a_job_is_a_run_of_its_own(
 def test_a_job_of_torque_is_known_by_its_own_names(qstat: Path) -> None:
     be_in_job("7.head")
     tell(qstat, TORQUE)
-    assert pbs.note_job(os.environ) == []
+    pbs.set_launch_job(os.environ)
+    assert pbs.names_from_qsub(os.environ) == []
     when = "Thu Nov 26 08:40:51 2026"
     this = {"job": "7.head", "run_id": "7.head", "start": 0, "cluster": "head", "submitted": when}
     assert this_job(os.environ) == this == json.loads(os.environ["LAUNCH_JOB"])
@@ -925,7 +926,7 @@ def test_a_second_start_waits_until_the_first_has_stopped(
 def test_what_qsub_v_has_set(qstat: Path, name: str, names: list[str]) -> None:
     be_in_job("1.head")
     tell(qstat, told(name))
-    assert pbs.note_job(os.environ) == names
+    assert pbs.names_from_qsub(os.environ) == names
 
 
 def test_a_damaged_variable_of_the_job_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
