@@ -45,7 +45,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
 
     if plan.is_dry_run:
         print(node_comment(plan, plan.node_rank, report.host, counts, port))
-        print(plan.paste_line(command))
+        print(plan.shell_line(plan.with_variables(command)))
         return 0
     if plan.has_health_check and plan.has_checks and not is_healthy(plan, nproc):
         return REFUSED

@@ -17,23 +17,46 @@ from launcher.text import PlanError, warn
 def check_config(plan: Plan) -> Plan:
     """Have train.py check the config and the settings. Returns the plan with the facts found.
 
-    The user's own script is not checked. Raises Refused if train.py cannot run here, and PlanError
-    if the config names a checkpoint that does not exist. Exits with train.py's code if that has
-    printed the cause: the config is wrong, or PyYAML is missing.
+    Nothing is checked if the script is the user's own, or if only a step of a job could load the
+    container. Raises Refused if train.py cannot run here, and PlanError if the config names a
+    checkpoint that does not exist. Exits with train.py's code if that has printed the cause: the
+    config is wrong, or PyYAML is missing.
     """
-    steps = plan.step_options()
-    if not plan.is_ours or (steps and "SLURM_JOB_ID" not in plan.environ):  # pyxis needs a step
+    is_loadable = "SLURM_JOB_ID" in plan.environ or not plan.step_options()  # pyxis needs a step
+    if not (plan.is_ours and is_loadable):
         return plan
 
+    answer = typed_json.parse_json(_run_check(plan))
+    resume = answer.pop("resume")  # a checkpoint, auto or never
+    facts = typed_json.decode(ConfigFacts, answer)
+    folder = facts.checkpoint_dir or Path()
+    has_own = (folder / plan.run_id).exists()  # the run's own checkpoints come before `resume`
+    names_file = resume not in ("auto", "never") and not has_own
+    is_node = plan.fanout in ("local", "srun")  # otherwise the file may exist only on the nodes
+    if names_file and is_node and not os.path.exists(os.path.expanduser(resume)):
+        raise PlanError(f"resume: there is no {resume!r}; correct the path")
+
+    facts = replace(
+        facts,
+        backend=plan.backend.replace("auto", facts.backend),
+        task_file=facts.task_file.removeprefix(f"{Path.cwd()}/"),  # it may differ on other nodes
+    )
+    container = plan.container and plan.container.with_folder(folder)
+    return replace(plan, **vars(facts), container=container)
+
+
+def _run_check(plan: Plan) -> str:
+    """Return what `train.py --check --json` prints; see check_config for the errors."""
     counts = plan.rank_counts(0)  # 0: one per GPU
-    world = {"WORLD_SIZE": str(sum(counts)) if all(counts) else ""}
+    world_size = str(sum(counts)) if all(counts) else ""  # "": not known yet
     command = [plan.python, *plan.words, "--check", "--json"]
-    if steps:  # for pyxis
+    if plan.step_options():  # for pyxis
         warn(f"{plan.program}: loading {plan.container}")
         srun = importlib.import_module("launcher.fanout.srun")
         command = srun.node_step(replace(plan, num_nodes=1), [], command)
 
-    result = plan.run_inside(command, env={**plan.environ, **world}, capture_output=True)
+    environ = {**plan.environ, "WORLD_SIZE": world_size}
+    result = plan.run_inside(command, env=environ, capture_output=True)
     if result.returncode in (BAD_INPUT, REFUSED):
         sys.stderr.write(result.stderr)
         raise SystemExit(result.returncode)
@@ -43,18 +66,4 @@ def check_config(plan: Plan) -> Plan:
         cause = f"{plan.python} cannot run train.py{where} ({words[-1]})"
         cure = "set PYTHON to a path inside it" if plan.container else "set PYTHON to another"
         raise Refused("env-missing", f"{cause}; {cure}")
-
-    facts = typed_json.parse(ConfigFacts, result.stdout)
-    folder = facts.checkpoint_dir or Path()
-    is_new = not (folder / plan.run_id).exists()  # otherwise its own checkpoints come first
-    is_here = facts.resume in ("auto", "never") or os.path.exists(os.path.expanduser(facts.resume))
-    if is_new and not is_here and plan.fanout in ("local", "srun"):
-        raise PlanError(f"resume: there is no {facts.resume!r}; correct the path")
-
-    facts = replace(
-        facts,
-        backend=plan.backend.replace("auto", facts.backend),
-        task_file=facts.task_file.removeprefix(f"{Path.cwd()}/"),  # it may differ on other nodes
-    )
-    container = plan.container and plan.container.with_folder(folder)
-    return replace(plan, **vars(facts), container=container)
+    return result.stdout

@@ -8,7 +8,6 @@ reject it, because only our users set these variables for them.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from distributed.environment import LauncherError
@@ -45,7 +44,7 @@ def ignore(typed: Typed, error: ValueError, *names: str, is_guest: bool) -> Type
     """
     if not is_guest:
         raise error
-    cause = re.sub(r" \[[a-z-]+\]$", "", str(error))
+    cause = str(error).removesuffix(f" [{getattr(error, 'fault', '')}]")
     warn(f"{typed.program}: warning: {cause}; ignored")
     environ = {name: value for name, value in typed.environ.items() if name not in names}
     return replace(typed, environ=environ)

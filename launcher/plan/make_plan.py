@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
 from distributed.job import ask_scheduler, in_slurm_step, job_id, job_run_id
@@ -21,13 +18,13 @@ from launcher.master_port import is_first, is_loopback
 from launcher.plan import foreign, hosts, mpi, pbs, slurm, spares
 from launcher.plan.plan import ROOT, Plan, World
 from launcher.plan.resume import command_line
+from launcher.plan.script import choose_program, is_our_train_py, refuse_missing
 from launcher.plan.settings import VARIABLES, in_order, read_nproc, read_number, read_value
-from launcher.plan.typed import Typed, is_same
+from launcher.plan.typed import Typed
 from launcher.record.run_ids import free_run_id, plain_run_id
-from launcher.text import Environ, PlanError, did_you_mean, warn
+from launcher.text import Environ, PlanError, warn
 from launcher.wire import limits
 
-MARK = b"# launch-kit: answers --check"  # the line by which we recognize our train.py
 BY_HAND_PORT = "29500"  # nodes started by hand cannot agree on another port before they meet
 _DEBUG = ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG")
 
@@ -37,8 +34,8 @@ def make_plan(typed: Typed) -> Plan:
 
     Raises PlanError, LauncherError or HostlistError if the input does not describe a valid run.
     """
-    given = _find_hosts(typed) if typed.like_torchrun else typed
-    is_guest = typed.like_torchrun and not _is_ours(typed.rest[0])
+    given = _read_hosts_option(typed) if typed.like_torchrun else typed
+    is_guest = typed.like_torchrun and not is_our_train_py(typed.rest[0])
     typed = hosts.with_plain_master(foreign.read_own(given, is_guest=is_guest))
     environ = typed.environ
 
@@ -49,23 +46,24 @@ def make_plan(typed: Typed) -> Plan:
     engine = typed.engine or ("srun" if is_by_srun else "")
     is_here = fanout == "local" and not (typed.is_dry_run or environ.get("CONTAINER"))
     if is_here and words[0] in ("-m", "--no-python"):
-        _refuse_missing(typed.here, *words[:2])
+        refuse_missing(typed.here, *words[:2])
 
     world = hosts.check_master(read_world(typed, fanout))
     try:
         world = spares.keep_back(world, environ, fanout, engine, max_restarts)
     except PlanError as error:
         typed = foreign.ignore(typed, error, *spares.NAMES, is_guest=is_guest)
-    if fanout == "local" and world.num_nodes > 1:
-        read_access(environ)
+    is_by_hand = fanout == "local" and world.num_nodes > 1
+    if is_by_hand:
+        read_access(environ)  # raises PlanError if RUN_SECRET or HOSTS is wrong
 
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
     log_dir = typed.here / log_dir if typed.module else log_dir
     directory = ROOT if typed.module else typed.here
     is_namer = world.node_rank == 0 and fanout != "job_command"
     as_set = given.environ if typed.like_torchrun else environ  # the user's script reads them too
-    files = config_texts(Path(typed.config or "-"))
-    named: list[Path | str] = [typed.here, ROOT, log_dir, config, *words, *files]
+    named: list[Path | str] = [typed.here, ROOT, log_dir, config, *words]
+    named += config_texts(Path(typed.config or "-"))
     in_job = fanout in ("srun", "job_command", "check")
 
     return Plan(
@@ -80,7 +78,7 @@ def make_plan(typed: Typed) -> Plan:
         words=words,
         is_ours=is_ours,
         config="" if config == "-" else config,
-        port=_read_port(typed, is_by_hand=fanout == "local" and world.num_nodes > 1),
+        port=_read_port(typed, is_by_hand=is_by_hand),
         backend=environ.get("BACKEND") or "auto",
         engine=engine,
         max_restarts=max_restarts,
@@ -113,8 +111,11 @@ def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> di
 # --- nodes --------------------------------------------------------------------------------------
 
 
-def _find_hosts(typed: Typed) -> Typed:
-    """Return what was typed for launch.sh, with --hosts turned into other commands' fields."""
+def _read_hosts_option(typed: Typed) -> Typed:
+    """Return what was typed for launch.sh, with --hosts turned into other commands' fields.
+
+    Raises PlanError if --hosts is `job` outside a job, or --via is wrong.
+    """
     nodes = typed.hosts
     via = typed.via or "ssh"
     if via not in ("ssh", "pdsh") or (typed.via and nodes is None):
@@ -137,10 +138,14 @@ def _find_hosts(typed: Typed) -> Typed:
 
 
 def choose_fanout(typed: Typed) -> str:
-    """Return how the nodes are reached; `auto` depends on where this runs."""
+    """Return how the nodes are reached: a module of launcher/fanout/, or `check`.
+
+    `auto` depends on where this runs. If it becomes `local`, nodes of a job that would stay unused
+    raise PlanError or give a warning, as does a login node.
+    """
     environ = typed.environ
-    job = "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
-    if typed.batch_script and typed.is_dry_run and not environ.get(job):
+    job_variable = "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
+    if typed.batch_script and typed.is_dry_run and not environ.get(job_variable):
         return "job_command"
     if typed.fanout in ("local", "auto") and (typed.node or typed.hostfile):
         return "ssh"
@@ -194,7 +199,8 @@ def _first(given: str | None, environ: Environ, variable: str) -> str | None:
 
 def _read_named(typed: Typed, nproc: int | None) -> World:
     """Return the nodes that the user or PBS names one by one."""
-    if typed.nodefile or (typed.fanout == "auto" and not (typed.node or typed.hostfile)):
+    is_named = typed.node or typed.hostfile
+    if typed.nodefile or (typed.fanout == "auto" and not is_named):
         nodes = pbs.read_nodefile(typed.environ, nproc)
     else:
         more = hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()
@@ -210,30 +216,23 @@ def _read_named(typed: Typed, nproc: int | None) -> World:
 
 def _read_own_node(typed: Typed) -> World:
     """Return the world as this node sees it, if each node is started by srun or by hand."""
-    environ = typed.environ
-    slurm.refuse_many_tasks(environ)
-    if typed.has_health_check or (typed.like_torchrun and typed.nnodes != "1"):
-        if step := slurm.read_step(typed):  # srun has started this on each node
-            slurm.warn_of_part(typed, needs_srun=True)
-            return step
-        if typed.has_health_check:
-            slurm.refuse_many_nodes(typed)
+    slurm.refuse_many_tasks(typed.environ)
+    may_be_task = typed.has_health_check or (typed.like_torchrun and typed.nnodes != "1")
+    if may_be_task and (step := slurm.read_step(typed)):  # srun has started this on each node
+        slurm.warn_of_part(typed, needs_srun=True)
+        return step
+    if typed.has_health_check:
+        slurm.refuse_many_nodes(typed)
 
     nnodes = "1" if typed.nnodes is None else typed.nnodes
     num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
     rank = "0" if typed.node_rank is None else typed.node_rank
     node_rank = -1 if rank == "auto" else read_number("the node rank", rank, 0, num_nodes - 1)
-
     if num_nodes == 1:
-        other = typed.master or "localhost"
-        if typed.like_torchrun and other != "localhost" and not is_loopback(other):
-            warn(
-                f"{typed.program}: warning: one node needs no master: {other} is ignored; "
-                "for more nodes, give --nnodes"
-            )
+        _warn_of_master(typed)
         return World()
 
-    master = typed.master or environ.get("MASTER_ADDR")
+    master = typed.master or typed.environ.get("MASTER_ADDR")
     if not master:
         raise PlanError(f"{num_nodes} nodes, but no MASTER_ADDR; give the address of node rank 0")
     if rank == "auto" and is_first(master, _read_port(typed, is_by_hand=True) or 0):
@@ -241,96 +240,51 @@ def _read_own_node(typed: Typed) -> World:
     return World(num_nodes, master, node_rank)
 
 
+def _warn_of_master(typed: Typed) -> None:
+    """Warn if torchrun's options name another machine as the master, but no second node."""
+    master = typed.master or "localhost"
+    if typed.like_torchrun and master != "localhost" and not is_loopback(master):
+        warn(
+            f"{typed.program}: warning: one node needs no master: {master} is ignored; "
+            "for more nodes, give --nnodes"
+        )
+
+
 def _read_port(typed: Typed, *, is_by_hand: bool) -> int | None:
+    """Return the port of the rendezvous; None if node rank 0 may choose it.
+
+    `is_by_hand`: each node is started separately, so that all must know the port beforehand.
+    """
     text = _first(typed.port, typed.environ, "MASTER_PORT")
     if is_by_hand and in_slurm_step(typed.environ) and text in (None, "auto"):
         return port_from_id(job_run_id(typed.environ))  # only node rank 0 knows the run id
     text = text or (BY_HAND_PORT if is_by_hand else "auto")
-    is_any = text == "auto" or (typed.port == "0" and not is_by_hand)
-    return None if is_any else read_number("the port", text, *VARIABLES["MASTER_PORT"].bounds)
+    if text == "auto" or (typed.port == "0" and not is_by_hand):
+        return None
+    return read_number("the port", text, *VARIABLES["MASTER_PORT"].bounds)
 
 
 # --- the run ------------------------------------------------------------------------------------
 
 
 def choose_run_id(typed: Typed, log_dir: Path, *, is_namer: bool) -> str:
-    """Return RUN_ID. If unset, node rank 0 gets an id from --rdzv-id or the job, or a new one."""
+    """Return RUN_ID. If unset, node rank 0 gets an id from --rdzv-id or the job, or a new one.
+
+    Empty on other nodes (`is_namer` is false), which get it from node rank 0.
+    """
     environ = typed.environ
     run_id = environ.get("RUN_ID", "")
     given = plain_run_id(typed.run_id)
-    if run_id and given and not f"{run_id}.".startswith(f"{given}."):
-        warn(f"{typed.program}: warning: RUN_ID is {run_id}; --rdzv-id {given} is ignored")
-    if run_id or not is_namer:
-        return run_id and check_run_id(run_id)
+    if run_id:
+        is_derived = f"{run_id}.".startswith(f"{given}.")  # as the next free id, GIVEN.1
+        if given and not is_derived:
+            warn(f"{typed.program}: warning: RUN_ID is {run_id}; --rdzv-id {given} is ignored")
+        return check_run_id(run_id)
+    if not is_namer:
+        return ""
 
-    if not (name := given or job_run_id(environ)):
+    name = given or job_run_id(environ)
+    if not name:
         return new_run_id()
-    run_id = free_run_id(log_dir, name, environ, of_job=not given, is_dry_run=typed.is_dry_run)
-    return check_run_id(run_id)
-
-
-def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
-    """Return the training script with its arguments, whether it is our train.py, and the config.
-
-    The words end the agent's command line. They begin with `-m` for a module, and with
-    `--no-python` for any other program.
-    """
-    if typed.module:
-        return ["-m", typed.module, *typed.rest], False, ""
-
-    ours = str(ROOT / "train.py")
-    if typed.like_torchrun:
-        if typed.as_module or typed.as_command:
-            return ["-m" if typed.as_module else "--no-python", *typed.rest], False, "-"
-        script = re.sub("^-", "./-", typed.rest[0])  # the agent must not take it for an option
-        return [ours if _is_ours(script) else script, *typed.rest[1:]], _is_ours(script), "-"
-
-    environ = typed.environ
-    script = environ.get("TRAIN_SCRIPT") or ours
-    is_ours = _is_ours(script)
-    config = typed.config
-    flag = environ.get("CONFIG_FLAG")
-    if config is None and typed.default_config:
-        config = str(ROOT / "config/local3.yaml") if is_ours else "-"
-    if config is None:
-        raise PlanError(f"no config; usage: {typed.usage}")
-
-    if config != "-" and not flag and not Path(config).is_file():
-        none = "" if is_ours else ", or - for none"
-        beside = (file.name for file in Path(config).parent.glob("*.y*ml"))
-        near = did_you_mean(Path(config).name, beside)
-        cause = f"there is no config file {config!r}"
-        raise PlanError(f"{cause}; {near}give the path of a YAML file{none}")
-    if is_ours and config == "-":
-        raise PlanError(
-            "this project's train.py needs a config, but '-' passes none; give one, or set "
-            "TRAIN_SCRIPT to your own script"
-        )
-
-    if is_ours:
-        backend = ["--distributed-backend", environ["BACKEND"]] if environ.get("BACKEND") else []
-        return [ours, "--config", config, *backend, *typed.setting, *typed.rest], True, config
-    is_module = re.match(r"-m\s", script)
-    program = ["-m", script[2:].strip()] if is_module else [re.sub("^-", "./-", script)]
-    words = [] if config == "-" else [flag or "--config", config]
-    return [*program, *words, *typed.setting, *typed.rest], False, config
-
-
-def _refuse_missing(here: Path, kind: str, name: str) -> None:
-    """Raise PlanError if this machine has no such module (-m), or no such program."""
-    package = name.partition(".")[0]
-    if kind == "-m" and not (
-        PathFinder.find_spec(package, [str(here)]) or (package and find_spec(package))
-    ):
-        raise PlanError(f"there is no module {name!r}; correct its name, or set PYTHONPATH")
-    if kind != "-m" and not which(name):
-        raise PlanError(f"{name!r} is not an executable program; correct its path")
-
-
-def _is_ours(script: str) -> bool:
-    """Whether a script is this project's train.py, changed or not; the file is read, but not run.
-
-    In a repository into which our folders were copied, train.py may be the user's own.
-    """
-    ours = ROOT / "train.py"
-    return is_same(ours, Path(script)) and MARK in ours.read_bytes()
+    free = free_run_id(log_dir, name, environ, of_job=not given, is_dry_run=typed.is_dry_run)
+    return check_run_id(free)

@@ -23,8 +23,13 @@ from launcher.text import Environ, short_host_name
 from launcher.wire import limits
 
 GPUS = (
-    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
-    *("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "NVIDIA_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
 )
 THREADS = "OMP_NUM_THREADS"
 OWN = {  # by a variable that names the scheduler; srun sets SLURM's again on each node
@@ -127,14 +132,16 @@ def ask_nodes(names: Collection[str], plan: Plan) -> dict[str, dict[str, str]]:
         with contextlib.suppress(OSError):  # the preflight reports a folder that is not writable
             by_host = ask_pbsdsh(names, hosts, plan.directory / plan.log_dir)
 
-    here = {str(number): host for number, host in enumerate(hosts)}
-    by_host[here.get(environ.get("PBS_NODENUM", "0"), short_host_name())] = environ
-    there = {node.name: by_host.get(node.host) for node in plan.nodes}
-    return {
-        node: {name: values[name] for name in names if name in values}
-        for node, values in there.items()
-        if values is not None
-    }
+    host_of = {str(number): host for number, host in enumerate(hosts)}
+    here = host_of.get(environ.get("PBS_NODENUM", "0"), short_host_name())
+    by_host[here] = environ
+
+    by_node = {}
+    for node in plan.nodes:
+        if node.host in by_host:
+            values = by_host[node.host]
+            by_node[node.name] = {name: values[name] for name in names if name in values}
+    return by_node
 
 
 def ask_pbsdsh(names: Collection[str], hosts: Sequence[str], folder: Path) -> dict[str, Environ]:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from distributed import hostlist
 from distributed.errors import Refused
 from launcher.container import Container
-from launcher.plan.typed import Choices
+from launcher.plan.typed import Choices, Words
 from launcher.preflight.check_node import check_node
 from launcher.preflight.compare import Preflight
 from launcher.text import Environ, count, fold_names, print_row
@@ -87,7 +87,6 @@ class ConfigFacts:
     checkpoint_dir: Path | None = None
     batch: Batch | None = None
     num_workers: int = 0  # data-loading processes of each rank
-    resume: str = "auto"  # a checkpoint, auto or never
     prepare: str = ""  # a script to run before the training
     task_file: str = ""  # the module of train.py's task, if it is the user's own
 
@@ -102,7 +101,7 @@ class Plan(World, Choices, ConfigFacts):
     directory: Path  # where the launch was typed; relative paths begin here
     log_dir: Path
     run_id: str  # empty: node rank 0 names the run
-    words: Sequence[str]  # the training script and its arguments, as the node agent takes them
+    words: Words  # the training script and its arguments, as the node agent takes them
     is_ours: bool  # the training script is this project's train.py
     config: str  # empty: none
     port: int | None  # None: derived from the run id and the folder
@@ -194,9 +193,7 @@ class Plan(World, Choices, ConfigFacts):
         """Return the command that runs a module of launcher/, on this machine or on a node."""
         return [self.python, str(self.root / START), module]
 
-    def run_inside(
-        self, command: Sequence[str], **options: Any
-    ) -> subprocess.CompletedProcess[str]:
+    def run_inside(self, command: Words, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run a command on this machine, and wait for it. Raises Refused if it cannot start."""
         words = self.inside(command)
         try:
@@ -207,7 +204,7 @@ class Plan(World, Choices, ConfigFacts):
                 cure = f"install {self.container.runtime}, or unset CONTAINER"
             raise Refused("env-missing", f"{words[0]}: {error.strerror}; {cure}") from None
 
-    def inside(self, command: Sequence[str]) -> list[str]:
+    def inside(self, command: Words) -> list[str]:
         """Return a command wrapped for the run's container, if it has one."""
         return self.container.wrap(command) if self.container else list(command)
 
@@ -215,16 +212,12 @@ class Plan(World, Choices, ConfigFacts):
         """Return the srun options that run a step in the run's container."""
         return self.container.srun_options(self.run_id) if self.container else []
 
-    def with_variables(self, command: Sequence[str]) -> list[str]:
+    def with_variables(self, command: Words) -> list[str]:
         """Return a command of this run, preceded by the run's variables."""
         variables = [f"{name}={value}" for name, value in self.run_variables().items()]
         return ["env", *variables, *command]
 
-    def paste_line(self, command: Sequence[str]) -> str:
-        """Return a shell line that runs a command of this run where the launch was typed."""
-        return self.shell_line(self.with_variables(command))
-
-    def shell_line(self, command: Sequence[str]) -> str:
+    def shell_line(self, command: Words) -> str:
         """Return a shell line that runs a command where the launch was typed."""
         return f"cd {shlex.quote(str(self.directory))} && {shlex.join(command)}"
 
@@ -248,7 +241,10 @@ def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], p
 
 
 def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
-    """Print the plan and each node's command; "one rank per GPU" counts this machine's GPUs."""
+    """Print the plan and, for each node, what `paste_line` makes of its name and command.
+
+    "One rank per GPU" counts this machine's GPUs.
+    """
     here = check_node(plan.request(), plan.environ)
     counts = plan.rank_counts(here.nproc)
     print_plan(plan, here, None, counts)
@@ -256,7 +252,7 @@ def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
         nproc = node.nproc or here.nproc
         command = plan.agent_command(nproc=nproc, port=here.port, node_rank=number)
         print(node_comment(plan, number, node.name, counts, here.port))
-        print(paste_line(node.name, plan.paste_line(plan.inside(command))))
+        print(paste_line(node.name, plan.shell_line(plan.with_variables(plan.inside(command)))))
 
 
 def print_plan(
@@ -274,9 +270,9 @@ def print_plan(
         row("site", plan.site)
     if plan.container:
         row("container", str(plan.container))
-    row("hosts", _hosts(plan, node))
+    row("hosts", _describe_hosts(plan, node))
     if plan.min_nodes:
-        row("spares", _spares(plan))
+        row("spares", _describe_spares(plan))
     if counts:
         _print_ranks(plan, node, counts, row)
     if plan.join_timeout_s != limits.JOIN_S:
@@ -286,7 +282,7 @@ def print_plan(
     if plan.unsent:
         names = " ".join(plan.unsent)
         row("variables", f"not sent: {names}   (FORWARD_ENV='{names}' sends them)")
-    row("preflight", _preflight(plan, preflight))
+    row("preflight", _describe_preflight(plan, preflight))
     if plan.engine and not plan.is_ours:
         return  # there is no log
     follow = "" if plan.engine else f"   (tail -f {shlex.quote(str(plan.log_dir))}/node_*.log)"
@@ -300,21 +296,25 @@ def _print_ranks(
     backend = plan.backend.replace("auto", "nccl" if node and node.gpus else "gloo")
     each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
     row("ranks", f"{sum(counts)} = {count(plan.num_nodes, 'node')} x {each}, {backend}")
-    for first in plan.nodes[:1]:
-        if first.is_by_lines and node and node.gpus not in (0, first.nproc):
+    if node and plan.nodes:
+        first = plan.nodes[0]  # `node` is its report
+        if first.is_by_lines and node.gpus not in (0, first.nproc):
             lines = f"{first.name} has {count(node.gpus, 'GPU')}, but {first.nproc} lines"
             row("warning", f"{lines} in the node file; NPROC_PER_NODE overrides them")
+
     if node and node.cpus and not plan.is_dry_run:
         row("cpus", f"{node.cpus / counts[0]:g} per rank of {node.host}")
-    if plan.batch:
-        row("batch", plan.batch.describe(sum(counts)))
-        for left in range(plan.min_nodes or plan.num_nodes, plan.num_nodes):
-            if not plan.batch.can_split(sum(counts), sum(counts[:left])):
-                text = f"{left} of {plan.num_nodes} nodes cannot share this batch equally"
-                row("warning", f"{text}: without a spare, the run would end")
+    if not plan.batch:
+        return
+
+    row("batch", plan.batch.describe(sum(counts)))
+    for left in range(plan.min_nodes or plan.num_nodes, plan.num_nodes):
+        if not plan.batch.can_split(sum(counts), sum(counts[:left])):
+            text = f"{left} of {plan.num_nodes} nodes cannot share this batch equally"
+            row("warning", f"{text}: without a spare, the run would end")
 
 
-def _spares(plan: Plan) -> str:
+def _describe_spares(plan: Plan) -> str:
     everyone = [node.name for node in plan.nodes] or hostlist.expand(plan.hosts)
     names = "  ".join(fold_names(everyone[plan.num_nodes :])) or "none"
     if plan.min_nodes == plan.num_nodes:
@@ -322,7 +322,7 @@ def _spares(plan: Plan) -> str:
     return f"{names}   (if none is left: {count(plan.min_nodes, 'node')} or more)"
 
 
-def _hosts(plan: Plan, node: Report | None) -> str:
+def _describe_hosts(plan: Plan, node: Report | None) -> str:
     if node is None:  # the scheduler has not chosen yet
         return plan.hosts
     address = f"[{plan.master_addr}]" if ":" in plan.master_addr else plan.master_addr
@@ -337,7 +337,7 @@ def _hosts(plan: Plan, node: Report | None) -> str:
     return f"{master} (master)  {plan.hosts or here}"
 
 
-def _preflight(plan: Plan, preflight: Preflight | None) -> str:
+def _describe_preflight(plan: Plan, preflight: Preflight | None) -> str:
     if plan.is_dry_run or preflight is None:
         return "not run (--dry-run)"
     if not plan.has_checks:
@@ -345,4 +345,5 @@ def _preflight(plan: Plan, preflight: Preflight | None) -> str:
     warnings = len(preflight.findings)
     verdict = count(warnings, "warning") if warnings else "ok"
     checks = f"{count(preflight.num_checks, 'check')} on {count(preflight.num_nodes, 'node')}"
-    return f"{checks}: {verdict} in {preflight.seconds:.{2 if plan.nodes else 3}f} s"
+    digits = 2 if plan.nodes else 3
+    return f"{checks}: {verdict} in {preflight.seconds:.{digits}f} s"

@@ -34,7 +34,7 @@ def command_line(typed: Typed, fanout: str) -> str:
     if typed.nodefile or in_batch:  # qsub -v passes CONFIG; secrets are omitted
         names += ["CONFIG", "PBS_ARRAY_INDEX", "PBS_ARRAYID"]
         names += [name for name in asked_names(environ) if not _SECRET.search(name)]
-    names += _set_for_it(typed)
+    names += _names_set_for_launch(typed)
 
     given = {**environ, "LOG_LEVEL": ""} if typed.log_level else environ
     set_names = filter(given.get, dict.fromkeys(names))
@@ -57,7 +57,7 @@ def command_line(typed: Typed, fanout: str) -> str:
     return " ".join([*variables, shlex.join(words)]) if words else ""
 
 
-def _set_for_it(typed: Typed) -> Iterator[str]:
+def _names_set_for_launch(typed: Typed) -> Iterator[str]:
     """Yield the names of PYTHON, PYTHONPATH and other programs' variables, if set for this launch.
 
     The shell's initial variables, and those set by a site or an environment, are omitted.

@@ -1,16 +1,102 @@
-"""Runs a training script for its help, and refuses what is no Python program."""
+"""The training script: which one, with which config; whether it can run; its help."""
 
 from __future__ import annotations
 
+import re
 import warnings
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
 
 from launcher import importable
-from launcher.plan.plan import Plan
-from launcher.text import PlanError, warn
+from launcher.plan.plan import ROOT, Plan
+from launcher.plan.typed import Typed, is_same
+from launcher.text import PlanError, did_you_mean, warn
 
+MARK = b"# launch-kit: answers --check"  # the line by which we recognize our train.py
+OURS = ROOT / "train.py"
 _OTHER = (".yaml", ".yml", ".json", ".toml", ".sh")
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 _ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
+    """Return the training script with its arguments, whether it is our train.py, and the config.
+
+    The words end the agent's command line. They begin with `-m` for a module, and with
+    `--no-python` for any other program.
+    """
+    if typed.module:
+        return ["-m", typed.module, *typed.rest], False, ""
+
+    ours = str(OURS)
+    if typed.like_torchrun:
+        if typed.as_module or typed.as_command:
+            return ["-m" if typed.as_module else "--no-python", *typed.rest], False, "-"
+        script = re.sub("^-", "./-", typed.rest[0])  # the agent must not take it for an option
+        is_ours = is_our_train_py(script)
+        return [ours if is_ours else script, *typed.rest[1:]], is_ours, "-"
+
+    environ = typed.environ
+    script = environ.get("TRAIN_SCRIPT") or ours
+    is_ours = is_our_train_py(script)
+    config = _choose_config(typed, is_ours=is_ours)
+    if is_ours:
+        backend = ["--distributed-backend", environ["BACKEND"]] if environ.get("BACKEND") else []
+        return [ours, "--config", config, *backend, *typed.setting, *typed.rest], True, config
+
+    is_module = re.match(r"-m\s", script)
+    program = ["-m", script[2:].strip()] if is_module else [re.sub("^-", "./-", script)]
+    words = [] if config == "-" else [environ.get("CONFIG_FLAG") or "--config", config]
+    return [*program, *words, *typed.setting, *typed.rest], False, config
+
+
+def _choose_config(typed: Typed, *, is_ours: bool) -> str:
+    """Return the config's file, or what CONFIG_FLAG passes; `-`: none, only for a user's script.
+
+    Raises PlanError if there is no such file, or a config is missing.
+    """
+    config = typed.config
+    if config is None and typed.default_config:
+        config = str(ROOT / "config/local3.yaml") if is_ours else "-"
+    if config is None:
+        raise PlanError(f"no config; usage: {typed.usage}")
+
+    is_file = config != "-" and not typed.environ.get("CONFIG_FLAG")
+    if is_file and not Path(config).is_file():
+        none = "" if is_ours else ", or - for none"
+        beside = (file.name for file in Path(config).parent.glob("*.y*ml"))
+        near = did_you_mean(Path(config).name, beside)
+        cause = f"there is no config file {config!r}"
+        raise PlanError(f"{cause}; {near}give the path of a YAML file{none}")
+    if is_ours and config == "-":
+        raise PlanError(
+            "this project's train.py needs a config, but '-' passes none; give one, or set "
+            "TRAIN_SCRIPT to your own script"
+        )
+    return config
+
+
+def refuse_missing(here: Path, kind: str, name: str) -> None:
+    """Raise PlanError if this machine has no such module (-m), or no such program."""
+    if kind != "-m":
+        if not which(name):
+            raise PlanError(f"{name!r} is not an executable program; correct its path")
+        return
+
+    package = name.partition(".")[0]
+    is_found = PathFinder.find_spec(package, [str(here)]) or (package and find_spec(package))
+    if not is_found:
+        raise PlanError(f"there is no module {name!r}; correct its name, or set PYTHONPATH")
+
+
+def is_our_train_py(script: str) -> bool:
+    """Return whether a script is this project's train.py, changed or not. It is read, but not run.
+
+    In a repository into which our folders were copied, train.py may be the user's own.
+    """
+    return is_same(OURS, Path(script)) and MARK in OURS.read_bytes()
 
 
 def check_script(plan: Plan) -> None:

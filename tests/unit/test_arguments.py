@@ -16,7 +16,7 @@ from launcher import command_line
 from launcher.agent import torchrun_arguments
 from launcher.cli.arguments import Call, parse
 from launcher.cli.options import COMMANDS, Option, options_of
-from launcher.plan.make_plan import choose_program
+from launcher.plan.script import choose_program
 from launcher.plan.spares import FANOUTS
 from launcher.plan.typed import Typed
 from launcher.text import PlanError
