@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distributed.job import job_id
-from launcher.cli.options import COMMANDS, COMMON, TASKS, Values, options_of
-from launcher.plan.typed import Typed, is_same
+from launcher.cli.options import COMMANDS, COMMON, TASKS, options_of
+from launcher.plan.plan import ROOT
+from launcher.plan.typed import Typed, Values, Words, is_same
 from launcher.text import Environ, PlanError, did_you_mean
 
-ROOT = Path(__file__).parents[2]
 _SETTING = re.compile(r"[A-Za-z_+~][A-Za-z0-9_.+-]*=")
-_TASKS = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID")  # Torque has the last
+_ARRAY_INDEXES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID")  # Torque has the last
 _COPIES = ("slurm_script", ".SC")  # how SLURM and PBS name their copies of a batch script
 
 
@@ -37,13 +37,14 @@ class Call(NamedTuple):
     script: str  # as it was typed
 
 
-def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
+def parse(call: Call, words: Words, environ: Environ) -> Typed:
     """Return what was typed, as named fields.
 
-    In a task of a job array, the task's number replaces {task} in settings. Raises PlanError.
+    In a task of a job array, the task's number replaces {task} in settings. Raises PlanError if the
+    command does not accept the words.
     """
     command = COMMANDS[call.command]
-    start: Values = {
+    known: Values = {
         "program": call.program,
         "python": call.python,
         "site": call.site,
@@ -55,15 +56,15 @@ def parse(call: Call, words: Sequence[str], environ: Environ) -> Typed:
     }
 
     is_scheduled = command.is_batch or bool(job_id(environ))
-    values = _Reader(call.command, start, words, is_scheduled=is_scheduled).read()
+    values = _Reader(call.command, known, words, is_scheduled=is_scheduled).read()
     if command.finish and values["fanout"] not in TASKS.values():
         command.finish(values, environ)
-    _name_batch_script(values, call.file)
+    _choose_batch_script(values, call.file)
     typed = [call.script, *words]
 
-    if task := next(filter(None, map(environ.get, _TASKS)), ""):
+    if task := next(filter(None, map(environ.get, _ARRAY_INDEXES)), ""):
         filled = {word: word.replace("{task}", task) for word in values.get("setting", ())}
-        values["setting"] = (*filled.values(),)
+        values["setting"] = tuple(filled.values())
         typed = [filled.get(word, word) for word in typed]
     return Typed(**values, typed=(*typed,), environ=environ)
 
@@ -77,12 +78,15 @@ def read_usage(file: str) -> str:
     return line[1] if line else ""
 
 
-def _name_batch_script(values: Values, file: str) -> None:
-    """Set the batch script that a resume line submits: ours, or the user's edited copy of it."""
+def _choose_batch_script(values: Values, file: str) -> None:
+    """Set the batch script that a resume line submits: ours, or the user's edited copy of it.
+
+    Removes it if launch.sh was not submitted, but run directly.
+    """
     ours = values.get("batch_script")
     is_copy = file.endswith(_COPIES)
     if values.get("like_torchrun") and not is_copy:
-        del values["batch_script"]  # launch.sh, run directly
+        del values["batch_script"]
     elif ours and not is_copy and not is_same(Path(file), ROOT / ours):
         values["batch_script"] = os.path.abspath(file)
 
@@ -103,15 +107,16 @@ class _Reader:
         self.see = f"see {values['program']} --help"
 
     def read(self) -> Values:
+        """Return the values; after an option such as --status, only those of its task."""
         for word in self.words:
             if word == "--":
-                self.values["rest"] = (*self.words,)
+                self.values["rest"] = tuple(self.words)
             elif word.startswith("-") and word != "-":
-                self._take_option(word)
+                self._read_option(word)
             elif self.arguments[:1] == ["program"]:
                 self.values["rest"] = (word, *self.words)
             else:
-                self._take_argument(word)
+                self._read_argument(word)
         return self.values
 
     def _append(self, field: str, *words: str) -> None:
@@ -119,7 +124,8 @@ class _Reader:
 
     # --- arguments and settings ---
 
-    def _take_argument(self, word: str) -> None:
+    def _read_argument(self, word: str) -> None:
+        """Add a setting, a node, or the next positional argument to the values."""
         if _SETTING.match(word) and not os.path.exists(word):
             self._append("setting", word)
         elif not self.arguments:
@@ -131,10 +137,11 @@ class _Reader:
 
     # --- options ---
 
-    def _take_option(self, word: str) -> None:
-        name, value = self._find(word)
+    def _read_option(self, word: str) -> None:
+        """Add an option to the values, with its value from the same word or from the next one."""
+        name, value = self._split_option(word)
         if name in TASKS:
-            self._take_task(name, [] if value is None else [value])
+            self._replace_run(name, [] if value is None else [value])
             return
 
         option = self.options[name]
@@ -152,8 +159,8 @@ class _Reader:
         else:
             self.values[option.field] = True if value is None else value
 
-    def _find(self, word: str) -> tuple[str, str | None]:
-        """Return the option that a word stands for, and the value that the word contains."""
+    def _split_option(self, word: str) -> tuple[str, str | None]:
+        """Return the full name of a word's option, and the value in the same word, or None."""
         if word.startswith("--"):
             name, equals, text = word.partition("=")
             value = text if equals else None
@@ -178,8 +185,11 @@ class _Reader:
 
     # --- options that replace a run ---
 
-    def _take_task(self, option: str, words: Iterable[str]) -> None:
-        """Read --status, --stop or --stacks with the names of runs, or --help or --version."""
+    def _replace_run(self, option: str, words: Iterable[str]) -> None:
+        """Replace all values by those of a task: --help, --version, or --status RUN and the like.
+
+        `words` are those that were read with the option; all unread ones belong to it, too.
+        """
         task = TASKS[option]
         words = [*words, *self.words]
         is_about_runs = task not in ("help", "version")

@@ -22,8 +22,11 @@ from torch import Tensor
 from distributed.checkpoint import CheckpointError, files, load, weights_hash
 
 
-def _list(folder: Path, *, verify: bool = False) -> bool:
-    """Print a line for each checkpoint; returns whether any is damaged."""
+def _print_checkpoints(folder: Path, *, verify: bool) -> bool:
+    """Print a line for each checkpoint, the oldest first. Returns whether any is damaged.
+
+    With `verify`, each is compared with its manifest.
+    """
     has_damage = False
     for path in files.candidates(folder)[::-1]:
         try:
@@ -36,13 +39,14 @@ def _list(folder: Path, *, verify: bool = False) -> bool:
 
 
 def _describe(path: Path) -> str:
+    """Return a checkpoint's size, date, validation loss, and which links lead to it."""
     manifest = files.read_manifest(path)
     loss = files.read_progress(path).get("validation_loss")
     size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved"]))
-    names = [n for n in ("latest", "best") if (path.parent / n).resolve() == path.resolve()]
+    links = [n for n in ("latest", "best") if (path.parent / n).resolve() == path.resolve()]
     text = f"validation loss {loss:.4f}" if loss is not None else ""
-    return f"{size:10.1f} MB   {saved}   {text:<24} {' '.join(names)}".rstrip()
+    return f"{size:10.1f} MB   {saved}   {text:<24} {' '.join(links)}".rstrip()
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
@@ -79,9 +83,9 @@ def main(arguments: Sequence[str]) -> int:
             case ["-h" | "--help"]:
                 print(__doc__)
             case ["ls", folder]:
-                _list(Path(folder))
+                _print_checkpoints(Path(folder), verify=False)
             case ["verify", folder]:
-                return int(_list(Path(folder), verify=True))
+                return int(_print_checkpoints(Path(folder), verify=True))
             case ["export", folder, file]:
                 export(_weights(Path(folder)), file)
             case ["hash", folder]:

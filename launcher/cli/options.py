@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 from launcher.cli.torchrun import read_like_torchrun
 from launcher.plan.settings import TABLE
+from launcher.plan.typed import Values
 from launcher.text import Environ, PlanError, warn
-
-Values = dict[str, Any]  # by the names of Typed's fields
 
 
 class Option(NamedTuple):
@@ -41,7 +40,10 @@ class Command:
 
 
 def options_of(command: str) -> dict[str, Option]:
-    """Return the options that only some commands accept, this one among them; "": those of all."""
+    """Return the options that this command accepts, by name, without those that all accept.
+
+    With "", return those that all commands accept.
+    """
     options = {}
     for setting in TABLE.values():
         if command in setting.commands and setting.names[0].startswith("-"):
@@ -74,7 +76,7 @@ def _complete_launch(values: Values, environ: Environ) -> None:
     read_like_torchrun(values, environ)
 
 
-def _need_master(values: Values, _environ: Environ) -> None:
+def _refuse_without_master(values: Values, _environ: Environ) -> None:
     if not values.get("master"):
         raise PlanError(f"too few arguments; usage: {values['usage']}")
 
@@ -101,8 +103,9 @@ def _join_config(values: Values, environ: Environ) -> None:
         raise PlanError("--config-path and --config-name go together; give both, or --config FILE")
 
 
-def _take_config(values: Values, environ: Environ) -> None:
-    if environ.get("CONFIG"):  # from qsub -v
+def _read_config_variable(values: Values, environ: Environ) -> None:
+    """Use qsub's `-v CONFIG=FILE`, because qsub passes no arguments to a script."""
+    if environ.get("CONFIG"):
         values.setdefault("config", environ["CONFIG"])
 
 
@@ -147,7 +150,7 @@ COMMANDS = {
     "launch_torchrun_multinode": Command(
         "local",
         ("config", "nproc", "nnodes", "node_rank", "master", "port"),
-        finish=_need_master,
+        finish=_refuse_without_master,
     ),
     "launch_multinode": Command("ssh", _NODES, {"engine": "torch.distributed.launch"}),
     "launch_pdsh_multinode": Command("pdsh", _NODES),
@@ -164,7 +167,7 @@ COMMANDS = {
         "ssh",
         ("config",),
         fixed={**_CONFIG, "nodefile": True, "batch_script": "scripts/pbs/pbs_train.sh"},
-        finish=_take_config,
+        finish=_read_config_variable,
         is_batch=True,
     ),
     "test_distributed": Command("auto", ("nproc", "node"), _SELFTEST, _pass_to_test),

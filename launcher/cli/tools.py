@@ -21,13 +21,13 @@ def main(arguments: Sequence[str], environ: Environ) -> int:
     words = arguments[1:]
     if "explain" in program:
         return int(import_module("launcher.explain.__main__").main(words, environ, program))
-    if why := refuse(words):
+    if why := refusal(words):
         warn(f"{program}: {why}; see {program} --help")
         return BAD_INPUT
     return int(import_module("launcher.cli.checkpoint").main(words))  # needs torch
 
 
-def refuse(words: Sequence[str]) -> str:
+def refusal(words: Sequence[str]) -> str:
     """Return why scripts/checkpoint.sh rejects these words; empty if it accepts them."""
     commands = ", ".join(map(" ".join, CHECKPOINT.items()))
     if not words:

@@ -353,7 +353,7 @@ def test_every_command_for_a_readers_script_plans(line: str, tmp_path: Path) -> 
 def test_every_command_of_the_guides_for_checkpoints_is_one() -> None:
     lines = [line for line in commands() if line.startswith("scripts/checkpoint.sh ")]
     assert len(lines) > 4
-    assert [line for line in lines if tools.refuse(shlex.split(line)[1:])] == []
+    assert [line for line in lines if tools.refusal(shlex.split(line)[1:])] == []
 
 
 # --- the first page -----------------------------------------------------------------------------
