@@ -35,7 +35,7 @@ class RunFolder:
 
 
 def _is_users(link: Path) -> bool:
-    """Whether a link leads to something other than a run's folder."""
+    """Return whether a link leads to something other than a run's folder."""
     if not link.is_symlink():
         return False
     target = link.parent / Path(os.readlink(link)).parts[0]

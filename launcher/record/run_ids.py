@@ -7,18 +7,18 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from distributed.errors import Refused
 from launcher import processes
 from launcher.record.run_json import job_start, read, refuse_live, this_start
+from launcher.text import Environ
 
 MOST_CHARACTERS = 100  # distributed.environment.check_run_id allows 128
 
 
 def free_run_id(
-    log_dir: Path, name: str, environ: Mapping[str, str], *, of_job: bool, is_dry_run: bool
+    log_dir: Path, name: str, environ: Environ, *, of_job: bool, is_dry_run: bool
 ) -> str:
     """Return the first of NAME, NAME.1, ... that is free.
 
@@ -29,37 +29,39 @@ def free_run_id(
     is_free = _is_new_in_job if of_job else _is_not_live
     for number in itertools.count():
         run_id = f"{name}.{number}" if number else name
-        is_ours = is_dry_run or _reserve(log_dir / run_id, job_start(environ))
-        if is_ours and is_free(log_dir / run_id, environ):
+        is_reserved = is_dry_run or _reserve(log_dir / run_id, job_start(environ))
+        if is_reserved and is_free(log_dir / run_id, environ):
             break
     return run_id
 
 
 def plain_run_id(rdzv_id: str) -> str:
     """Return torchrun's id as a run id, which names folders; empty for torchrun's default."""
-    return (
-        ""
-        if rdzv_id == "none"
-        else re.sub(r"[^\w.-]|^[.-]", "_", rdzv_id, flags=re.ASCII)[:MOST_CHARACTERS]
-    )
+    if rdzv_id == "none":
+        return ""
+    return re.sub(r"[^\w.-]|^[.-]", "_", rdzv_id, flags=re.ASCII)[:MOST_CHARACTERS]
 
 
 def _is_same(start: str, other: str) -> bool:
-    """Whether two starts of a job are the same; one may lack the submit time.
+    """Return whether two results of this_start() mean the same one; one may lack the submit time.
 
     Two launches in the same session of a PBS job are in the same start, even if qstat is silent.
     """
-    (told, session), (now, here) = (one.partition(" @")[::2] for one in (start, other))
-    is_told = bool(told and now) and (told.startswith(now) or now.startswith(told))
-    return is_told or bool(session and session == here)
+    job, _, session = start.partition(" @")
+    other_job, _, other_session = other.partition(" @")
+    if session and session == other_session:
+        return True
+    are_known = bool(job and other_job)
+    return are_known and (job.startswith(other_job) or other_job.startswith(job))
 
 
-def _is_new_in_job(folder: Path, environ: Mapping[str, str]) -> bool:
+def _is_new_in_job(folder: Path, environ: Environ) -> bool:
+    """Return whether no other launch in this start of the job has the run of this folder."""
     record = read(folder)
     return record is None or not _is_same(record.job, this_start(environ))
 
 
-def _is_not_live(folder: Path, environ: Mapping[str, str]) -> bool:
+def _is_not_live(folder: Path, environ: Environ) -> bool:
     with contextlib.suppress(Refused):
         refuse_live(folder, environ)
         return True

@@ -163,10 +163,11 @@ def this_start(environ: Environ) -> str:
 
     In a PBS job, where qstat may not answer, the identifier includes the session of this start.
     """
-    job = this_job(environ)
+    job = this_job(environ)  # empty if it is not known
     start = " ".join(str(job[name]) for name in ("cluster", "run_id", "start", "submitted") if job)
     if "PBS_JOBID" not in environ:
         return start
+
     if not job and environ.get("PBS_ENVIRONMENT") == "PBS_INTERACTIVE":
         start = job_id(environ)  # PBS starts it only once
     leader = os.getsid(0)
@@ -194,20 +195,25 @@ def refuse_live(folder: Path, environ: Environ) -> None:
 
     record = read(folder)
     launcher = record.launcher if record and not record.is_over else None
-    if launcher and (launcher.is_alive if launcher.is_here else is_locked(folder)):
+    if launcher is None:
+        return
+    is_live = launcher.is_alive if launcher.is_here else is_locked(folder)
+    if is_live:
         where = "" if launcher.is_here else f" on {launcher.host}"
         cause = f"run {folder.name} is live: process {launcher.process}{where}"
         raise Refused("run-is-live", f"{cause}; wait until it ends, or choose another RUN_ID")
 
 
 def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
-    """Record that this process starts the run. Raises Refused if it fails."""
+    """Record that this process starts the run, with more fields of the record.
+
+    Raises Refused if the run is live, or its folder cannot be written to.
+    """
     me = LauncherProcess.of(os.getpid())
     job = this_start(environ)
     with writing_to(folder), _one_writer(folder):
         refuse_live(folder, environ)
-        fields |= {"launcher": me, "job": job, **_start(folder, "starting")}
-        _change(folder, fields)
+        _change(folder, {**fields, "launcher": me, "job": job, **_clear_end(folder, "starting")})
 
 
 def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
@@ -226,8 +232,9 @@ def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
             update(folder, **_end(code))
 
 
-def _start(folder: Path, state: str) -> dict[str, Any]:
-    (folder / KEPT).unlink(missing_ok=True)  # of an earlier start
+def _clear_end(folder: Path, state: str) -> dict[str, Any]:
+    """Remove the last output of an earlier start. Returns the fields of a run that starts now."""
+    (folder / KEPT).unlink(missing_ok=True)
     unknown = {"ended": None, "exit_code": None, "fault": "", "cause": ""}
     return {"state": state, "started": time.time(), **unknown}
 
@@ -280,12 +287,12 @@ class LiveRecord:
             saved_step=-1,
             first_step=None,
             **({"launcher": launcher} if launcher else {}),
-            **_start(folder, "running"),
+            **_clear_end(folder, "running"),
             **fields,
         )
 
     def is_taken_over(self) -> bool:
-        """Return, once, whether another start of this job waits for this one to stop."""
+        """Return whether another start of this job waits for this one to stop: True only once."""
         before = self._job
         with contextlib.suppress(OSError):
             record = read(self._folder) or self.earlier
@@ -305,7 +312,10 @@ class LiveRecord:
         self.write_fields(step=step, saved_step=saved_step, **_end(code))
 
     def write_fields(self, **changes: Any) -> None:
-        """Record these fields of the run."""
+        """Record these fields of the run, unless another start has taken it over.
+
+        If they cannot be written, the run continues; the first time, a warning is printed.
+        """
         try:
             with self._lock.committing():
                 update(self._folder, **changes)

@@ -122,8 +122,8 @@ def describe(runs: Sequence[Run]) -> str:
 
     columns = [column for column in zip(*rows, strict=True) if any(column)]
     widths = [max(map(len, column)) for column in columns]
-    rows = [*zip(*columns, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    shown = zip(*columns, strict=True)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in shown)
 
 
 def progress(run: Run) -> str:
@@ -151,7 +151,11 @@ def progress(run: Run) -> str:
 
 
 def goodput(record: Record, now: float) -> str:
-    """Return the share of the latest start's time spent on training, and where the rest went."""
+    """Return a line with the share of the latest start's time that was spent on training.
+
+    It names the time lost by starting, and by each fault that led to a restart. `now` is in seconds
+    since the epoch.
+    """
     started = record.started or now
     end = record.ended or now
     restarts = [restart for restart in record.restarts if restart.failed >= started]
@@ -194,7 +198,10 @@ def main(task: str, words: Sequence[str], log_dir: Path, program: str, *, is_dry
 
 
 def print_status(log_dir: Path, words: Sequence[str], program: str) -> int:
-    """Print the newest runs or, if some are named, those, with failure blocks or process ids."""
+    """Print the newest runs or, if some are named, those, with failure blocks or process ids.
+
+    Returns the exit code. Raises ValueError if there is no such run.
+    """
     run_ids = [word for word in words if word != ALL]
     found = [find(log_dir, run_id) for run_id in run_ids] or find_all(log_dir)
 
@@ -213,6 +220,7 @@ def print_status(log_dir: Path, words: Sequence[str], program: str) -> int:
 
 
 def _print_details(run: Run) -> None:
+    """Print what restarts have cost, and the failure block or the ranks on this machine."""
     if run.record.restarts:
         print(goodput(run.record, time.time()))
     if kept := find_kept(run.folder):
