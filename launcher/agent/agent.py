@@ -113,7 +113,7 @@ class NodeAgent:
         is_first = self.is_spare and node_rank >= 0
         self.is_spare = node_rank < 0
         self.store: object = None  # a new store per attempt: old keys would mislead ranks
-        if is_first and args.log_dir is not None:
+        if is_first and args.log_dir:
             self.folder = RunFolder(args.log_dir, own.run_id, node_rank, args.environ)
             self.folder.create()
             self.error_files = self.folder.failures
@@ -123,11 +123,11 @@ class NodeAgent:
         num_nodes = len(own.hosts)
         if node_rank == 0 and num_nodes > 1:
             self.snapshots.outgoing.begin()
-        if self.folder is not None and node_rank == 0 and self.restarts.record is None:
+        if self.folder and node_rank == 0 and self.restarts.record is None:
             is_by_hand = self.supervisor.control is None
             self.restarts.record = begin_record(self.folder.path, args, own, is_by_hand=is_by_hand)
             self.restarts.has_begun = own.attempt > 0
-        if self.folder is not None and own.members and own.attempt:  # a lost node may still write
+        if self.folder and own.members and own.attempt:  # a lost node may still write
             self.error_files = self.folder.failures / f"attempt_{own.attempt}"
             with contextlib.suppress(OSError):  # a full disk
                 self.error_files.mkdir(exist_ok=True)
@@ -177,7 +177,7 @@ class NodeAgent:
         args, own, meeting = self.args, self.own, self.meeting
         host = "" if self.is_spare else own.hosts[own.node_rank]
         ranks = [] if self.is_spare else self._fork_ranks()
-        if meeting.listener is not None:  # serve the store where the agents met
+        if meeting.listener:  # serve the store where the agents met
             with without_noise(2, is_debug=args.is_debug):
                 self.store = serve_store(own.address, own.port, meeting.listener.detach())
         here = NodeRanks(ranks, self.heartbeats, own.node_rank, host)
@@ -219,11 +219,11 @@ class NodeAgent:
         """Take part in the next attempt. Returns False if there is none."""
         team, first = self.meeting.team, verdict.outcome.failure
         can_follow = not (self.is_last or facts.signals)
-        if team is not None:  # node rank 0 decides for all nodes
+        if team:  # node rank 0 decides for all nodes
             assignments = self._restart(team, facts, first) if first and can_follow else {}
             team.send_assignments(assignments, verdict)
             return bool(assignments)
-        if verdict.next is not None:
+        if verdict.next:
             self._begin_assignment(replace(self.meeting, assignment=verdict.next))
             return True
         # The loss of node rank 0's agent.
@@ -235,7 +235,7 @@ class NodeAgent:
             return False
         with followed.ready():
             self._begin_assignment(followed)
-            if followed.team is not None:
+            if followed.team:
                 self._record_restart(loss, -1, [loss.host], followed.took_over)
             # Save the snapshot here, because the old node rank 0 is gone.
             saved = self.heartbeats.reached().saved
@@ -285,7 +285,7 @@ class NodeAgent:
 
     def _tell_membership(self) -> None:
         """Report to the launcher which nodes the run continues with."""
-        if (team := self.meeting.team) is not None:
+        if team := self.meeting.team:
             nodes = [member.node_id for member in (*team.members, *team.spares)]
             self.outputs.send(Membership(self.own.attempt, nodes), self.supervisor.control)
 
@@ -334,7 +334,7 @@ class NodeAgent:
 def run_periodic_tasks(agent: NodeAgent, peers: Mapping[int, Link]) -> None:
     """Do what an agent does every BEAT_S seconds during an attempt."""
     team, say = agent.meeting.team, agent.outputs.say
-    if team is not None:
+    if team:
         team.check_spares(agent.on_lost_spare)
     agent.network.poll_nccl_log(say)
     agent.restarts.record_progress(say)

@@ -296,7 +296,7 @@ class Attempt:
             running = self.peers.keys() - self.facts.nodes.keys()  # nodes whose ranks live
             there = [self.stragglers.get(node) for node in running]  # None if not yet known
             suspect = find_straggler(there if here is None else [here, *there])
-            if suspect is not None and suspect.is_stuck:
+            if suspect and suspect.is_stuck:
                 self.query.ask_about(suspect)
 
 

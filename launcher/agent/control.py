@@ -125,7 +125,7 @@ def report_outcome(
 
     `is_line_open` means that the last line shown may have no newline; the block begins a new one.
     """
-    if control is not None:
+    if control:
         control.send(outcome, is_line_open=is_line_open)
         return
     if is_line_open and outcome.code != 0:

@@ -115,7 +115,7 @@ class Restarts:
         If the scheduler has started this job again, end this start.
         """
         step = self.beats.step()
-        if self.record is not None:
+        if self.record:
             self.record.note_progress(*self.beats.reached())
             if self.record.is_taken_over():
                 say("the scheduler has started this job again; stopping this start")
@@ -131,10 +131,10 @@ class Restarts:
     def end(self, code: int) -> None:
         """Record how the run ended."""
         self.write()
-        if self.record is not None:
+        if self.record:
             self.record.end(code, *self.beats.reached())
 
     def write(self, **more: Any) -> None:
         """Write all restarts, and any other given fields, to the record."""
-        if self.record is not None:
+        if self.record:
             self.record.write_fields(restarts=[*self.record.earlier.restarts, *self.all], **more)

@@ -99,7 +99,7 @@ def main() -> int:
 
     agent = fork_agent(sys.argv[1:], environ, control, is_launcher=started_by == "local")
     code = guard(agent)
-    if control is not None:
+    if control:
         control.send(Exit(code, 0))
     return code_for_shell(code, agent.passed_on)
 
@@ -154,7 +154,7 @@ def fork_agent(
     grace_s = read_grace(arguments, environ)
     agent = Agent(pid, ours, words, note, control, grace_s, pausing, folder)
 
-    if control is not None and control.fd is not None:
+    if control and control.fd is not None:
         silence_s = read_silence(environ)
         end_run_after(lambda fd: follow_stream(fd, silence_s), control.fd, agent.kill)
     if client:
@@ -260,7 +260,7 @@ def guard(agent: Agent) -> int:
         _report_death(agent, code, None if was_forwarded else why, words, left=len(left))
 
     agent.notes.close()
-    if agent.folder is not None:  # the agent may have exited before it recorded the run
+    if agent.folder:  # the agent may have exited before it recorded the run
         run_json.note_end(agent.folder, code)
     return code
 

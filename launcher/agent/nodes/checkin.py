@@ -44,7 +44,7 @@ class Meeting:
     @property
     def peers(self) -> Mapping[int, Link]:
         """The links by node rank: on node rank 0 to all others, elsewhere to node rank 0."""
-        if self.team is not None:
+        if self.team:
             return self.team.peers
         return {} if self.first is None else {0: self.first}
 
@@ -69,10 +69,10 @@ class Meeting:
         try:
             yield
         except Refused as refused:
-            if self.team is not None:
+            if self.team:
                 refuse(self.everyone(), refused)
             raise
-        if self.team is not None:
+        if self.team:
             own = self.assignment
             self.team.send_assignments(self.team.assign(own.attempt, own.address, own.port))
 

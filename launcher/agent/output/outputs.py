@@ -89,7 +89,7 @@ class Outputs:
 
     def send(self, message: Membership, control: Control | None) -> None:
         """Send a message, at the beginning of a line, to the remote launcher if there is one."""
-        if control is not None:
+        if control:
             self.drain()
             control.send(message, is_line_open=self.is_line_open)
 
