@@ -46,7 +46,7 @@ class Query:
     _known: Sequence[int] = ()  # the progress at the last reported silence
 
     def __post_init__(self) -> None:
-        if self.folder is not None and self.ranks.node_rank == 0:
+        if self.folder and self.ranks.node_rank == 0:
             self._look.set_within(limits.ASKED_LOOK_S)
 
     @property
@@ -146,7 +146,7 @@ class Query:
         text = "\n  ".join(printable(line, LONGEST) for line in lines)
         self.show(text)
 
-        if self.folder is not None:
+        if self.folder:
             with contextlib.suppress(OSError), open_own(self.folder / SHOWN, "a") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         return None

@@ -72,7 +72,10 @@ class Savers:
         self._is_judged = True
 
     def _stacks(self) -> dict[int, str]:
-        """Have the ranks that can write their stacks do so. Returns the main threads', by rank."""
+        """Have the ranks that can write their stacks do so. Returns the main threads', by rank.
+
+        A rank that has not written in time, on a busy machine, is left out.
+        """
         asked = [each for each in self._all if each.code is None and _writes_stacks(each.pid)]
         sizes = {each.stack_file: stuck.size_of(each.stack_file) for each in asked}
         processes.send_to_main_threads([each.pid for each in asked], STACK_SIGNAL)
@@ -80,8 +83,9 @@ class Savers:
 
         stacks = {}
         for each in asked:
-            main_thread = stuck.read_threads(each.stack_file)[-1]
-            _, _, stacks[each.rank] = main_thread.partition("\n")  # without its first line
+            if stuck.size_of(each.stack_file) > sizes[each.stack_file]:
+                main_thread = stuck.read_threads(each.stack_file)[-1]
+                stacks[each.rank] = main_thread.partition("\n")[2]  # without its first line
         return stacks
 
 

@@ -1,4 +1,7 @@
-"""A notice reaches the ranks that handle it, at once or later, and harms no other rank."""
+"""A notice reaches the ranks that handle it, at once or later, and harms no other rank.
+
+Ranks that may save when another rank has failed are told apart in the same way.
+"""
 
 import signal
 import subprocess
@@ -10,17 +13,29 @@ from typing import Any, cast
 
 import pytest
 
+from distributed.heartbeat import STACK_SIGNAL
 from launcher import own_time
 from launcher.agent.facts import Facts
 from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.notice import UNHANDLED, Notice
 from launcher.agent.query import Query
+from launcher.agent.savers import Savers
 from launcher.processes import handles
 from launcher.record.run_json import NOTICED
 from launcher.wire import limits
 
 HANDLES = "import os, signal; signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))"
 WAITS = "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])"
+SAVES = f"""
+import faulthandler, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: None)
+faulthandler.register({STACK_SIGNAL:d}, open(sys.argv[1], "w"))
+print("ready", flush=True)
+sys.stdin.readline()
+signal.pthread_sigmask(signal.SIG_BLOCK, [{STACK_SIGNAL:d}])  # as if it had no CPU to write
+print("saving", flush=True)
+sys.stdin.readline()
+"""
 SCRIPTS = {  # what a rank does before it reports, and after a line from the test
     "none": ("pass", "pass"),
     "handler": (HANDLES, "import time; time.sleep(600)"),
@@ -190,3 +205,25 @@ def test_a_file_is_a_notice_to_node_rank_0(
     finally:
         signal.signal(signum, previous)
     assert came == [signum] * comes
+
+
+def test_a_rank_that_has_no_cpu_to_write_its_stack_may_be_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stacks = tmp_path / "stacks"
+    command = [sys.executable, "-c", SAVES, str(stacks)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        rank = SimpleNamespace(rank=0, pid=process.pid, code=None, stack_file=stacks)
+        savers = Savers(ranks_of([rank]), 30.0, print)
+        monkeypatch.setattr(limits, "SAVERS_LOOK_S", 60.0)  # for the first look: it must succeed
+        assert savers.record_handlers()
+        assert stacks.stat().st_size > 0
+
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"saving\n"
+        monkeypatch.setattr(limits, "SAVERS_LOOK_S", 0.1)
+        assert [each.rank for each in savers.find_working()] == [0]
