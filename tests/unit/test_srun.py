@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agents import ROOT, run_program
+from agents import PATIENCE_S, ROOT, run_program
 from captured import captured
 from job_tools import make_tool
 
@@ -23,7 +23,7 @@ from launcher.fanout import srun, step
 from launcher.outcome import Outcome
 from launcher.plan.plan import Plan
 from launcher.preflight.check_node import MARK
-from launcher.text import PlanError
+from launcher.text import PlanError, warn
 from launcher.typed_json import encode
 from launcher.wire import limits, messages
 from launcher.wire.launcher_link import BEGIN
@@ -132,10 +132,13 @@ def report(node_rank: int, *met: Fault) -> str:
 
 
 @pytest.mark.parametrize(
-    ("answered", "end", "cause"),
+    ("answered", "end", "limit_s", "cause"),
     [
-        ([2], "exit 1", "from node1, node2 (srun's exit code is 1, see above)"),
-        ([0, 1], "exec sleep 60", "from node3 (srun's exit code is 143, see above)"),
+        ([2], "exit 1", PATIENCE_S, "from node1, node2 (srun's exit code is 1, see above)"),
+        pytest.param(
+            *([0, 1], "exec sleep 600", 10, "from node3 (srun's exit code is 143, see above)"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_node_that_does_not_answer_is_named(
@@ -144,10 +147,11 @@ def test_a_node_that_does_not_answer_is_named(
     monkeypatch: pytest.MonkeyPatch,
     answered: list[int],
     end: str,
+    limit_s: float,
     cause: str,
 ) -> None:
     monkeypatch.setattr(limits, "STEP_NAMING_S", 0.5)
-    monkeypatch.setattr(limits, "STEP_PREFLIGHT_S", 1.0)
+    monkeypatch.setattr(limits, "STEP_PREFLIGHT_S", limit_s)
     make_tool(tools / "squeue", "echo 7 RUNNING")
     lines = "\n".join(report(node_rank) for node_rank in answered)
     make_tool(tools / "srun", f"cat <<'END'\nof the prolog\n{lines}\nEND\n{end}")
@@ -161,13 +165,22 @@ def test_a_node_that_does_not_answer_is_named(
 def test_a_node_that_keeps_the_others_waiting_is_named_meanwhile(
     plan: Plan, tools: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(limits, "STEP_NAMING_S", 1.0)
+    warned = tools / "warned"
+
+    def warn_and_note(line: str) -> None:
+        warn(line)
+        warned.touch()
+
+    monkeypatch.setattr(srun, "warn", warn_and_note)
     early, late = (f"cat <<'END'\n{report(rank)}\nEND\n" for rank in (0, 1))
-    for answers in ("sleep 2\n" + early, early + "sleep 2\n"):
+    until_warned = f"until [[ -e {warned} ]]; do sleep 0.1; done\n"
+    for naming_s, answers in ((1.0, "sleep 5\n" + early), (4.0, early + until_warned)):
+        monkeypatch.setattr(limits, "STEP_NAMING_S", naming_s)
         make_tool(tools / "srun", f"{answers}{late}cat <<'END'\n{report(2)}\nEND")
         assert len(srun.ask_nodes(plan)) == 3
+        assert warned.exists() == (naming_s == 4.0)
     assert capsys.readouterr().err == (
-        "x.sh: warning: no answer to the preflight from node2, node3 for 1 s; waiting"
+        "x.sh: warning: no answer to the preflight from node2, node3 for 4 s; waiting"
         " [node-missing]\n"
     )
 
@@ -278,12 +291,12 @@ def test_an_srun_that_waits_for_a_lost_node_is_ended(
     tmp_path: Path, tools: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "told").write_text(told(0, capfd, lost(1)))
-    make_tool(tools / "srun", "echo step 1; cat told; exec sleep 60")
+    make_tool(tools / "srun", "echo step 1; cat told; exec sleep 600")
     result, took_s = run_step(tmp_path)
     assert result.returncode == 137
     assert result.stdout == "step 1\n"
     assert result.stderr.startswith("FAILED   node agent 1 (node2) ")
-    assert limits.SRUN_END_S <= took_s < limits.SRUN_END_S + 30  # srun would take 60 s
+    assert limits.SRUN_END_S <= took_s < 300  # srun would take 600 s
 
 
 @pytest.mark.slow
