@@ -109,8 +109,8 @@ def test_a_node_that_is_silent_at_the_first_end_is_blamed(
     connect: Connect, silent_s: float, is_blamed: bool
 ) -> None:
     cut, other = connect("node1"), connect("node2")
-    cut.heard -= silent_s  # TCP has yet to send its packets again
     silence = Silence([cut, other], limits.SILENCE_S)
+    cut.heard = time.monotonic() - silent_s  # TCP has yet to send its packets again
     silence.blame_recent()
     assert bool(cut.lost) == cut.is_silent == is_blamed
     cut.heard -= limits.SILENCE_S
