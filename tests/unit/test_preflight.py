@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import io
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -87,7 +88,9 @@ def test_without_checks_there_are_no_faults(tmp_path: Path) -> None:
 
 def start_node(folder: Path, node_rank: int, port: int, *words: str) -> subprocess.Popen[str]:
     """Start one of three nodes, all of which are this machine."""
-    request = make_request(folder, num_nodes=3, meeting_size=3, port=port, words=words)
+    request = make_request(
+        folder, num_nodes=3, meeting_size=3, within_s=PATIENCE_S, port=port, words=words
+    )
     return subprocess.Popen(
         [sys.executable, "scripts/lib/start.py", "launcher.preflight.check_node", encode(request)],
         cwd=ROOT,
@@ -309,7 +312,8 @@ def test_clocks(listener: int, ahead: float, sound: bool) -> None:
     assert sound == (not faults)
     for fault in faults:
         assert (fault.name, fault.warns) == ("clock-skew", True)
-        assert fault.cause == f"the clock differs from node rank 0's by {ahead:+d} s"
+        told = re.fullmatch(r"the clock differs from node rank 0's by ([+-]\d+) s", fault.cause)
+        assert told and 0 <= int(told[1]) - ahead < 20  # its answer took a while to arrive
 
 
 def test_other_ports_of_a_master_behind_a_service_are_tried_at_its_own_address() -> None:
@@ -373,8 +377,9 @@ def test_a_network_that_has_just_come_back(monkeypatch: pytest.MonkeyPatch, code
         return connected
 
     monkeypatch.setattr(between_nodes, "connect", connect)
+    monkeypatch.setattr(limits, "GREETING_S", 60.0)
     with connected:
-        assert between_nodes._reach("10.0.0.1", 1, SECRET, Wait(5)) is connected
+        assert between_nodes._reach("10.0.0.1", 1, SECRET, Wait(PATIENCE_S)) is connected
 
 
 @pytest.mark.slow
@@ -389,19 +394,23 @@ def test_a_port_that_is_closed(listener: int) -> None:
     assert fault.cause.endswith(") and 1 more (Connection refused)")
 
 
-def test_a_port_takes_in_what_is_passed_though_nobody_reads_it() -> None:
+def test_a_port_takes_in_what_is_passed_though_nobody_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "GREETING_S", 60.0)
     with meeting.open_failover_port("127.0.0.1") as listener:
         members = [Member(rank, "n", 1, *listener.getsockname()) for rank in range(1, 65)]
         assert [*meeting.try_members(members, 0, PATIENCE_S)] == []
 
 
-def test_a_port_that_opens_late_is_tried_again() -> None:
+def test_a_port_that_opens_late_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a cut, when the network has no route for the first second."""
+    monkeypatch.setattr(limits, "GREETING_S", 60.0)
     port = free_port()
     faults: list[Fault] = []
 
     def visit() -> None:
-        faults.extend(meeting.try_members([replace(FIRST, failover_port=port)], 1, 5))
+        faults.extend(meeting.try_members([replace(FIRST, failover_port=port)], 1, 60))
 
     visitor = threading.Thread(target=visit)
     visitor.start()
