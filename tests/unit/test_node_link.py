@@ -140,9 +140,12 @@ def test_a_silent_node_is_one_that_acknowledges_or_one_that_is_cut_off(
     assert failure.fault == "link-lost"
     assert failure.cause == "no heartbeat for 2 s (network down?)"
 
-    link.send(NodeBeat(None))  # the other end's kernel acknowledges it
+    def sent_cause() -> str:
+        link.send(NodeBeat(None))  # the other end's kernel acknowledges it
+        return link.loss(1, "node2").cause
+
     stopped = "no heartbeat for 2 s (its node agent is stopped, or hangs)"
-    eventually(lambda: link.loss(1, "node2").cause == stopped, "the acknowledgement")
+    eventually(lambda: sent_cause() == stopped, "the acknowledgement")
 
 
 @pytest.mark.parametrize("where", ["sendall", "recv"])

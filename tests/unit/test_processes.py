@@ -8,11 +8,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
-from agents import PATIENCE_S, ROOT, begun, children, execute, rarely, run_agent, written
+from agents import (
+    PATIENCE_S,
+    ROOT,
+    begun,
+    children,
+    eventually,
+    execute,
+    rarely,
+    run_agent,
+    written,
+)
 
 from launcher import processes
 from launcher.outer_run import leave_outer_run
@@ -181,6 +192,10 @@ class Shell:
         os.close(self.terminal)
 
 
+def are_stopped(pids: Sequence[int]) -> bool:
+    return all(map(processes.is_stopped, pids))
+
+
 @pytest.mark.slow
 def test_it_stops_every_process_and_fg_continues_them(tmp_path: Path) -> None:
     (tmp_path / "count.py").write_text(COUNT)
@@ -195,7 +210,7 @@ def test_it_stops_every_process_and_fg_continues_them(tmp_path: Path) -> None:
             (supervisor,) = children(shell.pid)
             below = processes.descendants(supervisor)
             assert len(below) == 3  # the agent and two ranks
-            assert all(map(processes.is_stopped, [supervisor, *below]))
+            eventually(partial(are_stopped, [supervisor, *below]), "a process that is not stopped")
             shell.type("fg\n")
             shell.wait_for(r"at \d+\s[\s\S]*at \d+\s")
         shell.type("\x03")
