@@ -559,8 +559,9 @@ Install = Callable[..., None]
 
 
 @pytest.fixture
-def install(tmp_path: Path, tools: Path) -> Install:
+def install(tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Return a function that puts on PATH an nvidia-smi that shows the given GPUs."""
+    monkeypatch.setattr(limits, "NVIDIA_SMI_MORE_S", 300.0)
 
     def put(
         told: Sequence[Mapping[str, Any]], *, unknown: Sequence[str] = (), nvlink_s: float = 0
