@@ -24,7 +24,7 @@ from launcher.cli.checkpoint import main
 @pytest.fixture(autouse=True)
 def limit() -> Iterator[None]:
     """End a test that waits for a pipe."""
-    signal.alarm(60)
+    signal.alarm(500)
     yield
     signal.alarm(0)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from agents import ROOT, run_program, written
+from agents import PATIENCE_S, ROOT, run_program, written
 
 from launcher.cli import tools
 from launcher.explain.__main__ import find_cause, main
@@ -434,7 +434,7 @@ def test_a_pipe_among_the_logs_of_a_run_is_left_out(tmp_path: Path) -> None:
     for name in ("node_1.log", "failure.txt"):
         os.mkfifo(tmp_path / name)
     command = [sys.executable, "-m", "launcher.explain", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert "ValueError: bad" in done.stdout, done.stderr
 
 
@@ -445,7 +445,9 @@ def test_a_log_is_read_from_a_pipe(name: str, tmp_path: Path) -> None:
     log = "[rank3]: ValueError: boom\n" + "step\n" * 99999
     command = f"exec 3<&0; cat <&3 > {fifo} & exec {sys.executable} -m launcher.explain {fifo}"
     words = ["bash", "-c", command] if name == "FIFO" else [*EXPLAIN, name]
-    done = subprocess.run(words, input=log, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        words, input=log, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.stdout.startswith("FAILED   rank 3       [rank-error]\n"), done.stderr
     assert "log      -:1\n" in done.stdout and done.returncode == 0
 
