@@ -443,7 +443,7 @@ def test_run_json_says_how_far_the_run_is_and_how_it_ended(start: Start) -> None
     run.wait_for("beats")
     record = read()
     assert (record["state"], record["exit_code"], record["ended"]) == ("running", None, None)
-    assert (record["step"], record["grace"]) == (-1, 12)
+    assert record["step"] in (-1, 3) and record["grace"] == 12  # the start may have taken long
     assert record["detached"] is True  # other fields stay
     assert record["launcher"] == {
         "process": run.process.pid,
@@ -506,7 +506,8 @@ def test_a_run_that_is_refused_has_ended(start: Start) -> None:
 
 def test_writers_of_run_json_lose_nothing_of_each_other(tmp_path: Path) -> None:
     code = "import sys\nfrom pathlib import Path\nfrom launcher.record import run_json\n"
-    code += "run_json._LOCK_S = 60\nfor number in range(50):\n"
+    code += "from launcher.wire import limits\nlimits.RECORD_LOCK_S = 600\n"
+    code += "for number in range(50):\n"
     code += "    run_json.update(Path('r1'), **{sys.argv[1]: number})\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     writers = [
