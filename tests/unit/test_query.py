@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from agents import AGENT, LOOPS, PATIENCE_S, ROOT, Run, world, written
+from agents import AGENT, LOOPS, PATIENCE_S, ROOT, Run, eventually, world, written
 from ports import free_port
 
 from distributed import heartbeat
@@ -35,8 +35,8 @@ from launcher.wire.states import Calls, Collective, RankState
 @pytest.mark.parametrize(
     ("last", "told", "limit"),
     [
-        pytest.param(30, ", at step 30 ", 12, marks=pytest.mark.another_torch("hang")),
-        (0, ", before its first step; the limit", 6),  # counted from the start of the ranks
+        pytest.param(30, ", at step 30 ", 20, marks=pytest.mark.another_torch("hang")),
+        (0, ", before its first step; the limit", 30),  # counted from the start of the ranks
     ],
 )
 def test_the_rank_that_hangs_is_named_with_its_step(
@@ -66,7 +66,7 @@ def test_a_silence_is_told_once_and_ends_nothing() -> None:
     run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     assert run.stderr is not None
     told = ""
-    while "read_batch" not in told:
+    while "read_batch" not in told.partition(", after step 5: ")[2]:
         line = run.stderr.readline()
         assert line, told
         told += line
@@ -75,7 +75,7 @@ def test_a_silence_is_told_once_and_ends_nothing() -> None:
     run.send_signal(signal.SIGTERM)
     _, rest = run.communicate(timeout=PATIENCE_S)
     text = told + rest
-    assert text.count("no step for ") == 1
+    assert text.count(", after step 5: ") == 1  # on a busy machine, others may precede it
     assert ", after step 5: rank 1 is behind; kill -QUIT " in text
 
 
@@ -326,7 +326,7 @@ dist.barrier()
 def test_a_hang_is_ended_with_the_collectives_that_differ(runs: list[Run], tmp_path: Path) -> None:
     script = written(tmp_path / "differs.py", SCRIPT)
     options = ["--nproc-per-node=3", str(script)]
-    runs.append(Run(options, TORCH_FR_BUFFER_SIZE="200", HANG_SECONDS="12"))
+    runs.append(Run(options, TORCH_FR_BUFFER_SIZE="200", HANG_SECONDS="20"))
     err = runs[0].finish()
     runs[0].assert_gone()
     assert "[rank-stuck]" in err
@@ -534,6 +534,7 @@ def test_a_record_that_is_being_written_is_never_read_as_silence(tmp_path: Path)
         for step in itertools.count():
             heart.beat(step, None, 60.0)
     try:
+        eventually(lambda: beats.read(0) != Beat(), "the first beat")
         read = [beats.read(0) for _ in range(100_000)]
     finally:
         os.kill(writer, signal.SIGKILL)
