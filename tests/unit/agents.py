@@ -178,6 +178,16 @@ def written(file: Path, text: str) -> Path:
     return file
 
 
+def with_limits(folder: Path, **limits_s: float) -> dict[str, str]:
+    """Return variables that change limits of the launcher in each Python that starts with them."""
+    lines = ["import sys", f"sys.path.insert(0, {str(ROOT)!r})"]
+    lines += ["from launcher.wire import limits", "del sys.path[0]"]
+    lines += [f"limits.{name} = {limit_s}" for name, limit_s in limits_s.items()]
+    folder.mkdir()
+    written(folder / "sitecustomize.py", "\n".join(lines))
+    return {"PYTHONPATH": str(folder)}
+
+
 def rarely(*cases: object) -> list[Any]:
     """Return these cases only in `make prove`; `make test` has other cases of the same kind."""
     return [

@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from agents import PATIENCE_S, ROOT, execute, rarely
+from agents import PATIENCE_S, ROOT, execute, rarely, with_limits
 
 from launcher import terminal
 from launcher.agent.facts import Facts
@@ -369,7 +369,7 @@ def test_a_slow_reader_gets_every_line(opened: Callable[[int], Terminal]) -> Non
     screen = opened(writer)
     for _ in range(NUMBER):
         screen.show(LINE, None)
-    screen.drain(10)
+    screen.drain(PATIENCE_S)
     screen.let_go()
     os.close(writer)
     slow.join()
@@ -390,7 +390,7 @@ def test_a_stuck_reader_is_told_what_it_missed(
     assert time.monotonic() - began < PATIENCE_S
 
     def end() -> None:
-        screen.drain(10)
+        screen.drain(PATIENCE_S)
         screen.let_go()
         os.close(writer)
 
@@ -515,12 +515,13 @@ def test_how_long_a_traceback_is_held_while_nothing_has_failed(tmp_path: Path) -
     error_file = tmp_path / "rank_0.json"
     forked = Rank(0, 0, os.getpid(), (stdout, one.stream), error_file)
     ranks = NodeRanks([forked], Heartbeats(1), 0, "host")
+    before = time.monotonic()
     one.show(TRACEBACK)
     now = time.monotonic()
-    assert ranks.show_held(now, is_ending=False)
+    assert ranks.show_held(before, is_ending=False)
     ranks.show_held(now + 100, is_ending=True)
     error_file.touch()  # the rank is about to exit
-    ranks.show_held(now + limits.RAISED_S - 0.1, is_ending=False)
+    ranks.show_held(before + limits.RAISED_S - 0.1, is_ending=False)
     assert one.shown() == b""
     ranks.show_held(now + limits.RAISED_S, is_ending=False)
     assert one.shown() == TRACEBACK
@@ -568,7 +569,8 @@ def launch(folder: Path, who: str, **environment: str) -> tuple[str, str]:
 def test_the_traceback_of_rank_0_that_lost_rank_1_is_in_the_log_alone(
     tmp_path: Path, fresh: str
 ) -> None:
-    err, log = launch(tmp_path, "1", FRESH=fresh)
+    longer = with_limits(tmp_path / "limits", TRACEBACK_S=PATIENCE_S, SETTLE_S=PATIENCE_S)
+    err, log = launch(tmp_path, "1", FRESH=fresh, **longer)
     assert "Traceback" not in err and "Connection closed by peer" not in err
     assert "FAILED   rank 1 " in err and "ValueError: batch 7 holds no samples\n" in err
     assert "others   1 rank " in err  # it lost its peer, or was stopped

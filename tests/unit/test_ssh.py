@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import PATIENCE_S, ROOT, begun, eventually, execute, is_alive, rarely
+from agents import PATIENCE_S, ROOT, begun, eventually, execute, is_alive, rarely, with_limits
 from job_tools import make_tool
 
 from launcher import processes
@@ -391,6 +391,7 @@ exit
 def test_a_far_side_that_is_stopped_during_the_preflight_is_ended(nodes: Nodes) -> None:
     (nodes.nodes / "n1").write_text(STOPPED)
     given = {"SKIP_PREFLIGHT": "0", "PREFLIGHT_SECONDS": "5", "BACKEND": "gloo"}
+    given |= with_limits(nodes.folder / "limits", SSH_CONNECT_S=120)  # for the second login
     code, _, err = nodes.launch("-", "1", "n0", "n1", **given)
     assert code == 3 and "n1: its checks exceed the preflight's time limit; " in err
     assert not is_alive(nodes.process("stopped"))
@@ -452,9 +453,11 @@ def test_a_far_side_outlives_signals_that_stop_no_run(nodes: Nodes) -> None:
 
 def test_a_process_that_stays_is_killed_and_counted(nodes: Nodes) -> None:
     nodes.agent(
+        "file = os.environ['FAKE_NODES'] + '/stays'\n"
         "if not os.fork():\n"
-        "    os.setsid(); open(os.environ['FAKE_NODES'] + '/stays', 'w').write(str(os.getpid()))\n"
-        "    os.closerange(0, 3); time.sleep(600)"
+        "    os.setsid(); open(file, 'w').write(str(os.getpid()))\n"
+        "    os.closerange(0, 3); time.sleep(600)\n"
+        "while not os.path.exists(file) or not os.path.getsize(file): time.sleep(0.02)"
     )
     code, _, err = nodes.launch("-", "1", "n0")
     assert code == 0 and "1 process of the run had to be killed\n" in err
@@ -489,14 +492,18 @@ def test_a_launcher_that_stood_still_says_so(nodes: Nodes) -> None:
     assert b"[launcher-killed]\n" in err
 
 
-# Saves and exits, like an agent that gets no messages from another; on n1, a minute later.
+# Saves and exits, like an agent that gets no messages from another: 3 s after the launcher has lost
+# that node, or after 5 minutes if it never does; on n1, a minute later.
 SAVES = """
 import select
-open(os.environ['FAKE_NODES'] + '/agent.' + rank, 'w').write(str(os.getppid()))
-end = time.monotonic() + 13 + (rank == '1') * 60
-while (left_s := end - time.monotonic()) > 0:
-    if select.select([0], [], [], left_s)[0] and not os.read(0, 100): sys.exit(143)
-open(os.environ['FAKE_NODES'] + '/saved', 'w')
+def wait(until, file=''):
+    while time.monotonic() < until and not os.path.exists(file):
+        if select.select([0], [], [], 0.1)[0] and not os.read(0, 100): sys.exit(143)
+folder = os.environ['FAKE_NODES']
+open(folder + '/agent.' + rank, 'w').write(str(os.getppid()))
+wait(time.monotonic() + 300, folder + '/lost')
+wait(time.monotonic() + 3 + (rank == '1') * 60)
+open(folder + '/saved', 'w')
 sys.exit(137)
 """
 
@@ -513,14 +520,21 @@ def test_a_silent_node_is_a_lost_link_and_the_others_may_save(
     nodes: Nodes, agent: str, silent: list[int], who: bytes, cause: bytes
 ) -> None:
     nodes.agent(agent)
-    launcher = nodes.start("-", "1", "n0", "n1", SILENCE_SECONDS="10")
+    launcher = nodes.start("-", "1", "n0", "n1", SILENCE_SECONDS="10", GRACE="60")
     parts = [nodes.process(f"agent.{rank}") for rank in range(2)]
     for rank in silent:
         os.kill(parts[rank], signal.SIGSTOP)
     began = time.monotonic()
-    _, err = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.stderr is not None
+    err = b""
+    while b"[link-lost]\n" not in err:
+        line = launcher.stderr.readline()
+        assert line, err
+        err += line
     assert time.monotonic() - began > 8
-    assert launcher.returncode == 137 and b"[link-lost]\n" in err
+    (nodes.nodes / "lost").touch()
+    err += launcher.stderr.read()
+    assert launcher.wait(PATIENCE_S) == 137
     assert re.search(rb": n1: warning: no heartbeat for \d s; after 10 s, this node is lost", err)
     assert b": n1: no heartbeat for 10 s (network down?) [link-lost]\n" in err  # at once
     assert b"FAILED   " + who in err and b"cause    " + cause in err
