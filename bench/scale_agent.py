@@ -75,7 +75,7 @@ class Agent:
 
     def finish(self) -> tuple[int, str]:
         """Return the exit code and what was printed to stderr."""
-        _, err = self.process.communicate(timeout=180)
+        _, err = self.process.communicate(timeout=500)
         return self.process.returncode, err
 
 

@@ -63,7 +63,7 @@ def beat(_started: object) -> None:
     time.sleep(BEATS_S)
 
 
-def wait_until(is_so: Callable[[], object], limit_s: float = 120.0) -> None:
+def wait_until(is_so: Callable[[], object], limit_s: float = 500.0) -> None:
     """Wait until something is so. Raises TimeoutError."""
     end = time.monotonic() + limit_s
     while not is_so():

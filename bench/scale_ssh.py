@@ -196,7 +196,7 @@ class Launcher:
         self.process = subprocess.Popen(
             [*USUAL_LIMIT, *launch_command(number)],
             cwd=folder,
-            env={**os.environ, "PATH": path, "PYTHON": sys.executable},
+            env={**os.environ, "PATH": path, "PYTHON": sys.executable, "PREFLIGHT_SECONDS": "300"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -236,13 +236,13 @@ def launched(number: int) -> Iterator[Launcher]:
 
 
 def start(launcher: Launcher) -> None:
-    wait_until(lambda: launcher.far.started == launcher.far.number, 300)
+    wait_until(lambda: launcher.far.started == launcher.far.number)
 
 
 def stop(launcher: Launcher) -> str:
     """Stop the run. Returns what the launcher has printed."""
     launcher.process.send_signal(signal.SIGTERM)
-    return launcher.process.communicate(timeout=120)[0]
+    return launcher.process.communicate(timeout=500)[0]
 
 
 EVENTS: dict[str, Callable[[Launcher], object]] = {
