@@ -620,7 +620,7 @@ def test_a_rank_that_saves_on_sigterm_has_time_after_another_ones_failure(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     script = written(tmp_path / "x.py", SAVES_ON_SIGTERM)
-    grace = "600" if how == "flag" else "5"  # --shutdown-timeout, or GRACE
+    grace = "600" if how == "flag" else "60"  # --shutdown-timeout, or GRACE
     runs.append(run := Run(["--nproc-per-node", "2", str(script), how], GRACE=grace))
     err = run.finish()
     run.assert_gone()

@@ -92,12 +92,17 @@ def test_a_node_that_stands_still_for_15_s_is_named_and_the_run_continues(start:
     time.sleep(15)  # the silence itself
     for pid in reversed(still):
         os.kill(pid, signal.SIGCONT)
-    time.sleep(2 * limits.BEAT_S)  # each has heard the other again
+    assert runs[0].process.stderr is not None
+    told = ""
+    while "heartbeats again" not in told:
+        line = runs[0].process.stderr.readline()
+        assert line, told
+        told += line
     runs[0].process.terminate()
-    err = runs[0].finish()
+    err = told + runs[0].finish()
     host = re.escape(socket.gethostname())
-    assert re.search(f": {host}: warning: no heartbeat for 1[0-2] s; after 60 s", err)
-    assert re.search(f": {host}: heartbeats again, after 1[4-7] s", err)
+    assert re.search(rf": {host}: warning: no heartbeat for 1\d s; after 60 s", err)
+    assert re.search(rf": {host}: heartbeats again, after (1[3-9]|2\d) s", err)
     assert "FAILED" not in err and runs[0].process.returncode == 143
 
 
@@ -182,10 +187,10 @@ def test_a_missing_node_is_named_on_a_node_whose_own_wait_is_over(port: int) -> 
 
 
 def test_a_master_that_is_not_there_is_named(port: int, tmp_path: Path) -> None:
-    [err] = refused(port, tmp_path, ["--nnodes=2", "--node-rank=1"], timeout_s=4)
+    [err] = refused(port, tmp_path, ["--nnodes=2", "--node-rank=1"], timeout_s=10)
     waiting, verdict = err.splitlines()
-    assert f"waiting up to 4 s for node rank 0 at 127.0.0.1:{port}" in waiting
-    assert "did not answer within 4 s (Connection refused); start node rank 0" in verdict
+    assert f"waiting up to 10 s for node rank 0 at 127.0.0.1:{port}" in waiting
+    assert "did not answer within 10 s (Connection refused); start node rank 0" in verdict
     assert verdict.endswith("[node-missing]")
 
 
