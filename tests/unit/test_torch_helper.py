@@ -189,7 +189,7 @@ def test_missing_ranks_are_named_in_time() -> None:
         r"TimeoutError: 1 of 2 ranks did not join .*: rank 1; .* \[node-missing\]$", error
     )
     assert "within 2 s" in error and 2 < time.monotonic() - start < PATIENCE_S
-    first, other = run_ranks(_join, 8.0, ranks=[0, 2], world_size=4)
+    first, other = run_ranks(_join, 20.0, ranks=[0, 2], world_size=4)
     assert "2 of 4 ranks did not join" in first and ": rank 1, 3; " in first
     assert other == first  # rank 0 serves its store until all ranks know
 
@@ -230,7 +230,7 @@ def test_gpu_used_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def _join_behind_a_service(address: str) -> int:
     if os.environ["RANK"] == "0":  # only the others' network leads from that address to rank 0
         os.environ["MASTER_ADDR"] = address
-    return helper.init_distributed(join_timeout_s=10).world_size
+    return helper.init_distributed(join_timeout_s=PATIENCE_S).world_size
 
 
 def test_rank_0_serves_behind_an_address_that_it_cannot_reach() -> None:
@@ -275,10 +275,10 @@ def test_strategies_that_do_not_fit_the_ranks_are_refused() -> None:
 
 
 def _leave_rank_0_alone_in_a_barrier() -> str:
-    env = helper.init_distributed(timeout_s=1)
+    env = helper.init_distributed(timeout_s=10)
     store = torch.distributed.distributed_c10d._get_default_store()
     if env.rank == 1:
-        store.wait(["rank 0 gave up"], timedelta(seconds=20))
+        store.wait(["rank 0 gave up"], timedelta(seconds=PATIENCE_S))
         return "stayed out"
     try:
         helper.barrier()
@@ -291,7 +291,7 @@ def _leave_rank_0_alone_in_a_barrier() -> str:
 
 def test_collective_gives_up_after_its_timeout() -> None:
     gave_up, _ = run_ranks(_leave_rank_0_alone_in_a_barrier, ranks=[0, 1], world_size=2)
-    assert "Timed out waiting 1000ms" in gave_up
+    assert "Timed out waiting 10000ms" in gave_up
 
 
 def _join_at_the_agents_store(port: str) -> str:
@@ -417,19 +417,18 @@ def test_finish_does_not_wait_5_s_for_each_data_worker(tmp_path: Path) -> None:
 
 
 def test_exit_handlers_have_a_limit(tmp_path: Path) -> None:
-    start = time.monotonic()
     done = finish_in(
         tmp_path,
         """
         import distributed.exit, threading, time
         distributed.limits.EXIT_S = 0.5
-        print("printed", end="")
+        print(time.monotonic(), end="")
         atexit.register(threading.Event().wait)
         finish(3)
         """,
     )
-    assert time.monotonic() - start < limits.EXIT_S
-    assert (done.returncode, done.stdout) == (3, "printed")
+    assert time.monotonic() - float(done.stdout) < limits.EXIT_S
+    assert done.returncode == 3
     assert "threads or exit handlers are still running after 0.5 s; exiting anyway" in done.stderr
 
 
