@@ -141,7 +141,7 @@ field() { # <job> <name>
   is_pending "$next" && on login scancel "$next"
 }
 
-is_shown_twice() { # <file>
+is_shown_twice() {                               # <file>
   (($(grep -c "where the ranks are" "$1") >= 2)) # on a busy machine, a hang report is another
 }
 
