@@ -17,8 +17,9 @@ from launcher.text import PlanError, warn
 def check_config(plan: Plan) -> Plan:
     """Have train.py check the config and the settings. Returns the plan with the facts found.
 
-    Nothing is checked if the script is the user's own, or if only a step of a job could load the
-    container. Raises Refused if train.py cannot run here, and PlanError if the config names a
+    Returns the plan unchanged, without a check, if the script is the user's own, or if only a step
+    of a job could load the container. Otherwise waits for train.py. Raises Refused if train.py
+    cannot run here, MessageError if it prints something else, and PlanError if the config names a
     checkpoint that does not exist. Exits with train.py's code if that has printed the cause: the
     config is wrong, or PyYAML is missing.
     """
@@ -46,7 +47,10 @@ def check_config(plan: Plan) -> Plan:
 
 
 def _run_check(plan: Plan) -> str:
-    """Return what `train.py --check --json` prints; see check_config for the errors."""
+    """Run `train.py --check --json` and return what it prints; see check_config for the errors.
+
+    With pyxis, this is a step on one node of the job, which may have to load the image first.
+    """
     counts = plan.rank_counts(0)  # 0: one per GPU
     world_size = str(sum(counts)) if all(counts) else ""  # "": not known yet
     command = [plan.python, *plan.words, "--check", "--json"]
@@ -57,7 +61,7 @@ def _run_check(plan: Plan) -> str:
 
     environ = {**plan.environ, "WORLD_SIZE": world_size}
     result = plan.run_inside(command, env=environ, capture_output=True)
-    if result.returncode in (BAD_INPUT, REFUSED):
+    if result.returncode in (BAD_INPUT, REFUSED):  # stderr has the cause
         sys.stderr.write(result.stderr)
         raise SystemExit(result.returncode)
     if result.returncode != 0:

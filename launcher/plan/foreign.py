@@ -17,9 +17,11 @@ from launcher.text import Environ, PlanError, warn
 
 
 def read_own(typed: Typed, *, is_guest: bool) -> Typed:
-    """Return what was typed, with our variables in our spelling.
+    """Return what was typed, with our variables in our spelling and --log-level as LOG_LEVEL.
 
-    Values of other programs are omitted; `is_guest`: the script may have been meant for torchrun.
+    A value that cannot be ours is omitted, with a warning, if it may be another program's. If not,
+    raises PlanError or LauncherError. `is_guest` means that the script may have been meant for
+    torchrun, and not for our launchers.
     """
     read = {**typed.environ}
     if typed.log_level:
@@ -27,20 +29,21 @@ def read_own(typed: Typed, *, is_guest: bool) -> Typed:
 
     for name in filter(read.get, sorted(VARIABLES)):
         argument = getattr(typed, VARIABLES[name].field, None)
+        # hide() keeps what is ignored from a guest's ranks, even if an argument overrides it.
         if is_guest or argument is None:
             try:
                 read[name] = read_value(name, read[name])
             except (PlanError, LauncherError) as error:
-                ignore(typed, error, is_guest=is_guest or "://" in read[name])
+                ignore(typed, error, is_guest=is_guest or "://" in read[name])  # a service's URL
                 del read[name]
 
     return replace(typed, environ=read)
 
 
 def ignore(typed: Typed, error: ValueError, *names: str, is_guest: bool) -> Typed:
-    """Return what was typed without these variables, and warn.
+    """Return what was typed without the variables `names`, and warn of `error`.
 
-    Raises the error if only our user can have set them.
+    Raises the error if `is_guest` is false: then only our user can have set them.
     """
     if not is_guest:
         raise error
@@ -51,7 +54,10 @@ def ignore(typed: Typed, error: ValueError, *names: str, is_guest: bool) -> Type
 
 
 def hide(typed: Typed, own: Environ) -> Typed:
-    """Return what was typed, without the ignored values that an agent or a rank would read."""
+    """Return what was typed, without the ignored values that an agent or a rank would read.
+
+    `own` has the variables that were not ignored, in our spelling.
+    """
     hidden = {name for name, setting in VARIABLES.items() if setting.hidden}
     environ = {
         name: own[name] if name in hidden else value

@@ -29,7 +29,8 @@ _GPUS = re.compile(r"(?:--gpus-per-node=|--gres=gpu:|n?gpus=)(?:[a-z]\w*:)?(\d+)
 def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
     """Return the nodes named by words such as `node1`, `me@node2:4` and `gpu[01-08]`.
 
-    Raises PlanError if a word names no node, or two words name the same one.
+    Nodes without a number of their own have `nproc` ranks. Raises PlanError if a word names no
+    node, or if two words name the same one.
     """
     nodes = tuple(node for word in words for node in _read_node(word, nproc))
     for name, times in Counter(node.name for node in nodes).items():
@@ -39,16 +40,19 @@ def read_nodes(words: Sequence[str], nproc: int | None) -> tuple[NodePlan, ...]:
 
 
 def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
-    """Return the nodes that one word names, with its own number of ranks, or `nproc`."""
+    """Return the nodes that one word names, with the word's number of ranks, otherwise `nproc`.
+
+    Raises PlanError if the word cannot be read, or if its number is probably ssh's port.
+    """
     name = word
     number = None
     if match := _IPV6.fullmatch(word):
         name = (match[1] or "") + match[2]
         number = match[3]
-    elif word.count(":") == 1:
+    elif word.count(":") == 1:  # more colons: an IPv6 address without a number
         name, number = word.split(":")
 
-    if not re.fullmatch(r"[^-\s/][^/]*", name):
+    if not re.fullmatch(r"[^-\s/][^/]*", name):  # ssh would read -x as an option
         raise PlanError(
             f"{word!r} is not a node; give NODE, NODE:NPROC or a list such as gpu[01-08]"
         )
@@ -68,9 +72,10 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
 
 
 def with_plain_master(typed: Typed) -> Typed:
-    """Return what was typed, with the address and port in a master like `n1:29500` or `tcp://n1`.
+    """Return what was typed, with only the address in a master like `n1:29500` or `tcp://n1`.
 
-    An explicit port wins.
+    The master is the argument or, without one, MASTER_ADDR. Its port becomes MASTER_PORT, unless
+    that is set; a local launch without a node count drops it.
     """
     environ = {**typed.environ}
     given = typed.master or environ.get("MASTER_ADDR", "")
@@ -96,10 +101,12 @@ def check_master(world: World) -> World:
 
 
 def read_hostfile(file: Path) -> list[str]:
-    """Return the words of a host file: one node per line, or `node1 slots=4` (Open MPI), or SGE's.
+    """Return a host file's nodes as words for read_nodes(): NODE or NODE:NPROC.
 
-    Lines that repeat a name are counted: LSF and OAR write one line for each processor.
-    Raises PlanError if there is no such file, or a line cannot be read.
+    A line has one node, `node1 slots=4` (Open MPI) or SGE's four fields. If all lines are plain
+    names and some repeat, a name's lines are its ranks: LSF and OAR write one line for each
+    processor. Raises PlanError if the file does not exist or lists no nodes, or if a line cannot be
+    read.
     """
     if not file.is_file():
         raise PlanError(f"there is no host file {str(file)!r}; correct -f")
@@ -129,8 +136,9 @@ def read_hostfile(file: Path) -> list[str]:
 def read_batch_script(file: Path, nproc: int | None) -> World:
     """Return the nodes and ranks that the #SBATCH or #PBS lines of a batch script ask for.
 
-    `nproc` is the number of ranks per node that the user asked for. The ranks remain unknown if the
-    script does not ask for nodes.
+    The ranks per node are the first of these: the script's tasks, if there are several; `nproc`,
+    which the user asked for; the script's GPUs. They remain unknown if the script does not ask for
+    nodes: sbatch or qsub is then given the size.
     """
     lines = re.findall(
         r"^#(?:SBATCH|PBS) (.*?)(?: #.*)?$", file.read_text(errors="replace"), re.MULTILINE

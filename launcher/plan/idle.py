@@ -11,7 +11,8 @@ from launcher.text import Environ
 def find_idle(plan: Plan) -> str:
     """Return a line about nodes or GPUs of the job that this run does not use; empty if none.
 
-    A task of a SLURM step is not checked: the user chose the size of the step.
+    Also empty in a task of a SLURM step, whose size the user chose, and in a dry run of a batch
+    script outside a job. Spares count as used.
     """
     environ = plan.environ
     if is_task(environ) or plan.fanout == "job_command":
@@ -29,14 +30,14 @@ def find_idle(plan: Plan) -> str:
 
     if plan.num_agents < nodes:
         return f"this run uses {plan.num_agents} of the job's {nodes} nodes; {cure}"
-    nproc = min(plan.rank_counts(gpus))
+    nproc = min(plan.rank_counts(gpus))  # where no number was given, one rank per GPU
     if nproc < gpus:
         return f"this run uses {nproc} of the job's {gpus} GPUs on each node; {cure}"
     return ""
 
 
 def _job(environ: Environ) -> tuple[int, int]:
-    """Return the number of nodes of the job, and of GPUs on each; 0 if it is not known."""
+    """Return the job's number of nodes, and of GPUs on each; 0 for what is not known."""
     if environ.get("SLURM_JOB_ID"):
         per_node = environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # a100:2
         given = environ.get("SLURM_GPUS_ON_NODE") or per_node  # salloc's shell has only the latter

@@ -32,39 +32,39 @@ _DEBUG = ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG")
 def make_plan(typed: Typed) -> Plan:
     """Return the plan, except for what depends on the config or the machines.
 
-    Raises PlanError, LauncherError or HostlistError if the input does not describe a valid run.
+    May ask the scheduler, print warnings and reserve the run id (see choose_run_id). Raises
+    PlanError, LauncherError or HostlistError if the input does not describe a valid run.
     """
     given = _read_hosts_option(typed) if typed.like_torchrun else typed
-    is_guest = typed.like_torchrun and not is_our_train_py(typed.rest[0])
+    is_guest = typed.like_torchrun and not is_our_train_py(typed.rest[0])  # see foreign.py
     typed = hosts.with_plain_master(foreign.read_own(given, is_guest=is_guest))
     environ = typed.environ
-
     words, is_ours, config = choose_program(typed)
     max_restarts = _read_restarts(typed)
     fanout = choose_fanout(typed)
-    is_by_srun = fanout != "local" and environ.get("LAUNCHER") == "srun"
+    is_by_srun = fanout != "local" and environ.get("LAUNCHER") == "srun"  # no node agents
     engine = typed.engine or ("srun" if is_by_srun else "")
     is_here = fanout == "local" and not (typed.is_dry_run or environ.get("CONTAINER"))
-    if is_here and words[0] in ("-m", "--no-python"):
+    if is_here and words[0] in ("-m", "--no-python"):  # check_script() checks a file
         refuse_missing(typed.here, *words[:2])
 
     world = hosts.check_master(read_world(typed, fanout))
     try:
         world = spares.keep_back(world, environ, fanout, engine, max_restarts)
     except PlanError as error:
-        typed = foreign.ignore(typed, error, *spares.NAMES, is_guest=is_guest)
+        typed = foreign.ignore(typed, error, *spares.NAMES, is_guest=is_guest)  # or raises it
     is_by_hand = fanout == "local" and world.num_nodes > 1
     if is_by_hand:
         read_access(environ)  # raises PlanError if RUN_SECRET or HOSTS is wrong
 
     log_dir = Path(_first(typed.log_dir, environ, "LOG_DIR") or DEFAULT_LOG_DIR)
-    log_dir = typed.here / log_dir if typed.module else log_dir
+    log_dir = typed.here / log_dir if typed.module else log_dir  # a module runs in ROOT
     directory = ROOT if typed.module else typed.here
-    is_namer = world.node_rank == 0 and fanout != "job_command"
+    is_namer = world.node_rank == 0 and fanout != "job_command"  # the job has no id yet
     as_set = given.environ if typed.like_torchrun else environ  # the user's script reads them too
     named: list[Path | str] = [typed.here, ROOT, log_dir, config, *words]
     named += config_texts(Path(typed.config or "-"))
-    in_job = fanout in ("srun", "job_command", "check")
+    in_job = fanout in ("srun", "job_command", "check")  # now, or once the job starts
 
     return Plan(
         **vars(world),
@@ -92,6 +92,7 @@ def make_plan(typed: Typed) -> Plan:
 
 
 def _read_restarts(typed: Typed) -> int:
+    """Return how often the ranks may be restarted. Raises PlanError if the engine cannot do it."""
     given = _first(typed.max_restarts, typed.environ, "MAX_RESTARTS")
     restarts = int(read_value("MAX_RESTARTS", given or VARIABLES["MAX_RESTARTS"].default))
     if restarts and typed.engine:
@@ -101,7 +102,7 @@ def _read_restarts(typed: Typed) -> int:
 
 
 def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> dict[str, str]:
-    """Return the variables that every node gets."""
+    """Return the variables that every node agent gets: those of `environ`, as `as_set` has them."""
     chosen = {name: as_set[name] for name in in_order("agent") if environ.get(name)}
     if is_ours and environ.get("LOG_LEVEL") == "DEBUG":  # torch reads _DEBUG when imported
         chosen |= {name: environ.get(name) or "INFO" for name in _DEBUG}
@@ -112,9 +113,9 @@ def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> di
 
 
 def _read_hosts_option(typed: Typed) -> Typed:
-    """Return what was typed for launch.sh, with --hosts turned into other commands' fields.
+    """Return what was typed for launch.sh, with --hosts turned into the fields of other commands.
 
-    Raises PlanError if --hosts is `job` outside a job, or --via is wrong.
+    Raises PlanError if --hosts is `job` outside a job, or if --via is unknown or without --hosts.
     """
     nodes = typed.hosts
     via = typed.via or "ssh"
@@ -126,7 +127,8 @@ def _read_hosts_option(typed: Typed) -> Typed:
     if nodes != "job":
         if Path(nodes).is_file():
             return replace(typed, fanout=via, hostfile=nodes)
-        return replace(typed, fanout=via, node=re.split(r",(?![^\[]*\])", nodes))  # not in []
+        # In node[1,3], the comma separates no nodes.
+        return replace(typed, fanout=via, node=re.split(r",(?![^\[]*\])", nodes))
 
     if typed.environ.get("SLURM_JOB_ID"):
         return replace(typed, fanout="srun")
@@ -140,18 +142,19 @@ def _read_hosts_option(typed: Typed) -> Typed:
 def choose_fanout(typed: Typed) -> str:
     """Return how the nodes are reached: a module of launcher/fanout/, or `check`.
 
-    `auto` depends on where this runs. If it becomes `local`, nodes of a job that would stay unused
-    raise PlanError or give a warning, as does a login node.
+    `auto` depends on where this runs. If it becomes `local` in a step or job of several nodes, this
+    raises PlanError. It warns if the step has only a part of the job's nodes, or if this looks like
+    a login node, for which it asks sinfo and qstat.
     """
     environ = typed.environ
     job_variable = "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
-    if typed.batch_script and typed.is_dry_run and not environ.get(job_variable):
+    if typed.batch_script and typed.is_dry_run and not environ.get(job_variable):  # outside a job
         return "job_command"
     if typed.fanout in ("local", "auto") and (typed.node or typed.hostfile):
         return "ssh"
     if typed.fanout != "auto":
         is_only_node = typed.nodefile and pbs.count_nodes(environ) == 1
-        return "local" if is_only_node else typed.fanout  # some sites forbid ssh to it
+        return "local" if is_only_node else typed.fanout  # some sites forbid ssh to one's own node
 
     if environ.get("SLURM_JOB_ID") and not in_slurm_step(environ):
         return "srun"
@@ -169,15 +172,21 @@ def choose_fanout(typed: Typed) -> str:
 
 
 def is_login_node(environ: Environ) -> bool:
-    """Return whether a batch system answers here, and this process is in none of its jobs."""
+    """Return whether a batch system answers here, and this process is in none of its jobs.
+
+    Outside a job, waits up to LOGIN_NODE_S seconds each for sinfo and for qstat.
+    """
     asked = (ask_scheduler(tool, limit_s=limits.LOGIN_NODE_S) for tool in ("sinfo", "qstat"))
     return not job_id(environ) and any(answer is not None for answer in asked)
 
 
 def read_world(typed: Typed, fanout: str) -> World:
-    """Return the nodes of the run, from the arguments or from the scheduler."""
+    """Return the nodes of the run, from the arguments or from the scheduler.
+
+    May ask the scheduler. Raises PlanError, LauncherError or HostlistError if they are not valid.
+    """
     environ = typed.environ
-    if typed.nnodes is None:
+    if typed.nnodes is None:  # otherwise, each copy may be one node of the run
         mpi.refuse_copies(environ)
     nproc = read_nproc("the number of processes", _first(typed.nproc, environ, "NPROC_PER_NODE"))
     if fanout == "job_command":
@@ -187,7 +196,7 @@ def read_world(typed: Typed, fanout: str) -> World:
     if fanout in ("ssh", "pdsh") or typed.nodefile:
         return _read_named(typed, nproc)
 
-    if typed.fanout == "auto":
+    if typed.fanout == "auto":  # such as run_ddp.sh, which uses what the job requested
         nproc = nproc or pbs.asked_ranks(environ)
     return replace(_read_own_node(typed), nproc=nproc)
 
@@ -198,7 +207,10 @@ def _first(given: str | None, environ: Environ, variable: str) -> str | None:
 
 
 def _read_named(typed: Typed, nproc: int | None) -> World:
-    """Return the nodes that the user or PBS names one by one."""
+    """Return the nodes that the user or PBS names one by one; the first has node rank 0.
+
+    May ask PBS. Raises PlanError if there are no nodes, or if they cannot be read.
+    """
     is_named = typed.node or typed.hostfile
     if typed.nodefile or (typed.fanout == "auto" and not is_named):
         nodes = pbs.read_nodefile(typed.environ, nproc)
@@ -208,15 +220,22 @@ def _read_named(typed: Typed, nproc: int | None) -> World:
 
     if not nodes:
         raise PlanError("no nodes; name them after NPROC, or in a file with -f")
-    if len(nodes) == 1:
+    if len(nodes) == 1:  # no other node has to find the master
         return World(nproc=nodes[0].nproc, nodes=nodes)
     master = typed.environ.get("MASTER_ADDR") or nodes[0].host
     return World(len(nodes), master, nproc=nproc, nodes=nodes)
 
 
 def _read_own_node(typed: Typed) -> World:
-    """Return the world as this node sees it, if each node is started by srun or by hand."""
+    """Return the world as this node sees it, if each node is started by srun or by hand.
+
+    `nproc` is not set. With node rank `auto`, a process at the master's address gets node rank 0
+    and reserves it on this machine (see is_first). Warns if a part of the job stays unused, or if a
+    master is named for only one node. Raises PlanError or LauncherError if the arguments or srun's
+    variables are not valid or contradict each other.
+    """
     slurm.refuse_many_tasks(typed.environ)
+    # Other commands, and launch.sh --nnodes 1, do not take their place from srun's variables.
     may_be_task = typed.has_health_check or (typed.like_torchrun and typed.nnodes != "1")
     if may_be_task and (step := slurm.read_step(typed)):  # srun has started this on each node
         slurm.warn_of_part(typed, needs_srun=True)
@@ -251,7 +270,7 @@ def _warn_of_master(typed: Typed) -> None:
 
 
 def _read_port(typed: Typed, *, is_by_hand: bool) -> int | None:
-    """Return the port of the rendezvous; None if node rank 0 may choose it.
+    """Return the port of the rendezvous; None if node rank 0 may choose it. Raises PlanError.
 
     `is_by_hand`: each node is started separately, so that all must know the port beforehand.
     """
@@ -259,7 +278,7 @@ def _read_port(typed: Typed, *, is_by_hand: bool) -> int | None:
     if is_by_hand and in_slurm_step(typed.environ) and text in (None, "auto"):
         return port_from_id(job_run_id(typed.environ))  # only node rank 0 knows the run id
     text = text or (BY_HAND_PORT if is_by_hand else "auto")
-    if text == "auto" or (typed.port == "0" and not is_by_hand):
+    if text == "auto" or (typed.port == "0" and not is_by_hand):  # torchrun's 0: any free port
         return None
     return read_number("the port", text, *VARIABLES["MASTER_PORT"].bounds)
 
@@ -268,15 +287,18 @@ def _read_port(typed: Typed, *, is_by_hand: bool) -> int | None:
 
 
 def choose_run_id(typed: Typed, log_dir: Path, *, is_namer: bool) -> str:
-    """Return RUN_ID. If unset, node rank 0 gets an id from --rdzv-id or the job, or a new one.
+    """Return RUN_ID; if it is unset, an id from --rdzv-id or the job, or a new one.
 
-    Empty on other nodes (`is_namer` is false), which get it from node rank 0.
+    Without RUN_ID, empty if `is_namer` is false: node rank 0 names the run. If another launch has
+    the id of --rdzv-id or of the job, a number is appended; except in a dry run, this process
+    reserves the result on this machine (see free_run_id). Warns if RUN_ID overrides --rdzv-id.
+    Raises LauncherError if an id cannot name a folder, and OSError if a run.json is not readable.
     """
     environ = typed.environ
     run_id = environ.get("RUN_ID", "")
     given = plain_run_id(typed.run_id)
     if run_id:
-        is_derived = f"{run_id}.".startswith(f"{given}.")  # as the next free id, GIVEN.1
+        is_derived = f"{run_id}.".startswith(f"{given}.")  # GIVEN.1, from a resume line
         if given and not is_derived:
             warn(f"{typed.program}: warning: RUN_ID is {run_id}; --rdzv-id {given} is ignored")
         return check_run_id(run_id)
@@ -285,6 +307,6 @@ def choose_run_id(typed: Typed, log_dir: Path, *, is_namer: bool) -> str:
 
     name = given or job_run_id(environ)
     if not name:
-        return new_run_id()
+        return new_run_id()  # its time and random digits need no reservation
     free = free_run_id(log_dir, name, environ, of_job=not given, is_dry_run=typed.is_dry_run)
     return check_run_id(free)

@@ -38,7 +38,8 @@ OWN = {  # by a variable that names the scheduler; srun sets SLURM's again on ea
     "LSB_JOBID": GPUS,
 }
 _SHELLS = ("bash", "dash", "zsh", "fish", "ksh", "ksh93", "mksh", "tcsh", "busybox")
-# A task's stdout is the job's, not pbsdsh's. Other variables, including secrets, are not copied.
+# Each node writes its variables $1 to a file in the folder $0: a task's stdout is the job's, not
+# pbsdsh's. Other variables, including secrets, are not copied.
 _ANSWER = 'env -0 | grep -z -E "^($1)=" >"$0/$PBS_NODENUM"'
 
 
@@ -51,8 +52,12 @@ class Own:
     values: Mapping[str, Environ] = field(default_factory=dict)  # by node
 
     def ask(self, plan: Plan, say: Callable[[str], None]) -> None:
-        """Ask for each node's own values. Warns about nodes whose values are unknown."""
+        """Set `values`. Warns about nodes whose values are unknown.
+
+        May run pbsdsh and wait for it (see ask_nodes).
+        """
         self.values = ask_nodes(self.names, plan)
+        # A node loses nothing without its NCPUS, or without PBS's default number of threads.
         quiet = {"NCPUS", THREADS} if self.is_default else {"NCPUS"}
         names = " ".join(sorted({*self.names} - quiet))
         missing = [node.name for node in plan.nodes if node.name not in self.values]
@@ -65,22 +70,28 @@ class Own:
             )
 
     def of_node(self, node: str, nproc: int = 0) -> dict[str, str]:
-        """Return a node's own values, for its preflight or for an agent with `nproc` ranks."""
+        """Return what the scheduler set for a node, for its preflight or its agent's `nproc` ranks.
+
+        Empty for a node whose values are unknown.
+        """
         values = dict(self.values.get(node, {}))
+        # PBS's default would start as many threads as CPUs in each of several ranks.
         if self.is_default and nproc != 1:
             values.pop(THREADS, None)
         return values
 
 
 def find_own(asked: Choices, begun: Collection[str]) -> Own:
-    """Return which variables the scheduler has set for this node only.
+    """Return which variables the scheduler has set for this node only; `values` are still empty.
 
     `begun` has the shell's initial variables, as `NAME=value`: in the job, a value that is not
-    among them was typed. A value that the Python environment changed counts as typed.
+    among them was typed. A value that the Python environment changed counts as typed. In a PBS job,
+    qstat is asked for those that qsub sent.
     """
     environ = asked.environ
     signs = [sign for sign in OWN if environ.get(sign)]
     names = {name for sign in signs for name in OWN[sign]} & environ.keys()
+    # In a shell that is older than the job, the scheduler's values are as new as typed ones.
     began_in_job = any(f"{sign}={environ[sign]}" in begun for sign in signs)
     attributes = pbs.ask_qstat(environ.get("PBS_JOBID", "")) if names else {}
     sent = f",{attributes.get('Variable_List', '')},".replace("\\,", ",")
@@ -91,6 +102,7 @@ def find_own(asked: Choices, begun: Collection[str]) -> Own:
         if (began_in_job and value not in begun) or f",{value}," in sent:
             chosen.add(name)
 
+    # The request chose one number for all nodes, or this number is not PBS's default, NCPUS.
     threads = {chunk.get("ompthreads") for chunk in pbs.read_chunks(attributes)} - {None}
     if len(threads) == 1 or environ.get(THREADS) != environ.get("NCPUS"):
         chosen.add(THREADS)
@@ -104,15 +116,15 @@ def asked_names(environ: Environ) -> list[str]:
 
 
 def read_begun() -> set[str]:
-    """Return the shell's initial variables, as `NAME=value`; none if a scheduler owns it."""
+    """Return the shell's initial variables, as `NAME=value`; none of another user's shell."""
     return {*os.fsdecode(read_proc(_find_shell(), "environ")).split("\0")}
 
 
 def _find_shell() -> int:
-    """Return the session's shell that started us, also through programs such as timeout or make.
+    """Return the id of the session's shell that started this process; without one, of the parent.
 
-    Those already have the variables that were typed with the command. If there is no such shell,
-    return our parent.
+    Programs such as timeout or make may stand between: they already have the variables that were
+    typed with the command.
     """
     pid = os.getppid()
     with contextlib.suppress(OSError, IndexError):  # another user's, or it has ended
@@ -124,7 +136,10 @@ def _find_shell() -> int:
 
 
 def ask_nodes(names: Collection[str], plan: Plan) -> dict[str, dict[str, str]]:
-    """Return each node's own values, by node; only this node's if pbsdsh does not answer."""
+    """Return what the scheduler set for each node, by node; only here if pbsdsh does not answer.
+
+    pbsdsh is asked only if there are several nodes, and variables to ask for.
+    """
     environ = plan.environ
     hosts = list(dict.fromkeys(pbs.read_lines(environ)))
     by_host: dict[str, Environ] = {}
@@ -134,7 +149,7 @@ def ask_nodes(names: Collection[str], plan: Plan) -> dict[str, dict[str, str]]:
 
     host_of = {str(number): host for number, host in enumerate(hosts)}
     here = host_of.get(environ.get("PBS_NODENUM", "0"), short_host_name())
-    by_host[here] = environ
+    by_host[here] = environ  # known without pbsdsh
 
     by_node = {}
     for node in plan.nodes:
@@ -145,7 +160,11 @@ def ask_nodes(names: Collection[str], plan: Plan) -> dict[str, dict[str, str]]:
 
 
 def ask_pbsdsh(names: Collection[str], hosts: Sequence[str], folder: Path) -> dict[str, Environ]:
-    """Return the values that PBS gives a task, for each host that answers in time."""
+    """Return the values that PBS gives a task, for each host that answers in time.
+
+    Waits for all hosts, PBSDSH_S seconds and more for many. Each task writes a file to a temporary
+    folder in `folder`, which is created. Raises OSError if that or the start of pbsdsh fails.
+    """
     by_host: dict[str, Environ] = {}
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".nodes-", dir=folder) as answers:

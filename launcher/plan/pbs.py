@@ -33,9 +33,9 @@ REQUEST = (
 
 
 def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
-    """Return a PBS job's nodes, each with the ranks that the job's request gives it.
+    """Return a PBS job's nodes, each with `nproc` ranks; if that is None, asks qstat for them.
 
-    Raises PlanError if this is not a PBS job, or if it does not have the requested size.
+    Raises PlanError if this is not a PBS job, or if its node file does not have the requested size.
     """
     if not environ.get("PBS_JOBID"):
         raise PlanError(f"this is not a PBS job; {REQUEST}")
@@ -47,7 +47,7 @@ def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
     if lines and asked.isdecimal() and len(names) != int(asked):
         # Torque counts what was requested; a scheduler may put several of these nodes on one host.
         requested = int(environ.get("PBS_NUM_PPN") or 1) * int(asked)
-        is_complete = requested in (0, len(lines))
+        is_complete = requested in (0, len(lines))  # 0: no nodes were requested
     if not is_complete:
         raise PlanError(
             f"the job's node file has {count(len(names), 'node')}, but should have "
@@ -62,7 +62,10 @@ def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
 
 
 def asked_ranks(environ: Environ) -> int | None:
-    """Return the number of ranks that a job of one node requested; None: one per GPU."""
+    """Return the ranks that a PBS job requested for its only node; None if it requested none.
+
+    None also outside a PBS job. May ask qstat, and raises PlanError (see read_nodefile).
+    """
     if not environ.get("PBS_JOBID") or not read_lines(environ):
         return None
     node = read_nodefile(environ, None)[0]
@@ -70,7 +73,7 @@ def asked_ranks(environ: Environ) -> int | None:
 
 
 def read_lines(environ: Environ, name: str = "PBS_NODEFILE") -> list[str]:
-    """Return the lines of one of the job's files; the node file has a line for each MPI process."""
+    """Return the lines of a variable's file, if any; the node file has one for each MPI process."""
     file = Path(environ.get(name) or "/nonexistent")
     return file.read_text(errors="surrogateescape").split() if file.is_file() else []
 
@@ -83,7 +86,7 @@ def count_nodes(environ: Environ) -> int:
 def count_ranks(
     lines: Sequence[str], chunks: Sequence[Mapping[str, str]]
 ) -> tuple[dict[str, int], bool]:
-    """Return the ranks of each node, and whether the request chose them; empty: one per GPU.
+    """Return the ranks of each node (empty: one per GPU), and whether the request chose them.
 
     `lines` are those of the node file, which lists a chunk's host `mpiprocs` times (once by
     default). If `mpiprocs` is 1 for all chunks, each chunk has a rank per GPU, even if PBS puts
@@ -100,7 +103,7 @@ def count_ranks(
         return {name: number or 1 for name, number in gpus_of.items()}, True
 
     is_chosen = any("mpiprocs" in chunk for chunk in chunks)
-    return (dict(counts) if max(counts.values()) > 1 else {}), is_chosen
+    return (dict(counts) if max(counts.values()) > 1 else {}), is_chosen  # all 1: the default
 
 
 def add_tools_to_path(environ: OwnEnviron) -> None:
@@ -125,7 +128,7 @@ def _conf_file(environ: Environ) -> Path:
 
 @cache
 def ask_qstat(name: str, option: str = "-f") -> dict[str, str]:
-    """Return the attributes of a job or, with -Qf, of a queue; empty if PBS does not answer."""
+    """Return qstat's attributes of a job (-Qf: queue, -Bf: server); empty if PBS is silent."""
     answer = ask_scheduler("qstat", option, name) if name else None
     # qstat folds long lines, even within a character.
     text = os.fsdecode(os.fsencode(answer or "").replace(b"\n\t", b""))
@@ -136,14 +139,14 @@ def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the resources of each chunk that a job requested; empty if they are not known."""
     asked = attributes.get("schedselect") or attributes.get("Resource_List.select") or ""
     chunks: list[dict[str, str]] = []
-    for chunk in filter(None, asked.split("+")):  # 2:ncpus=16:ngpus=4
+    for chunk in filter(None, asked.split("+")):  # 2:ncpus=16:ngpus=4 is two chunks
         number, _, rest = chunk.partition(":") if chunk[0].isdecimal() else ("1", "", chunk)
         chunks += [dict(word.partition("=")[::2] for word in rest.split(":"))] * int(number)
     return chunks
 
 
 def find_silence(environ: Environ) -> str:
-    """Return a line if this is a PBS job, but qstat does not answer; otherwise empty."""
+    """Return a warning if this is a PBS job, but qstat does not answer; otherwise empty."""
     job = environ.get("PBS_JOBID", "")
     if not job or ask_qstat(job):
         return ""
@@ -157,7 +160,7 @@ def find_silence(environ: Environ) -> str:
 
 
 def find_short_delay(grace_s: int, environ: Environ) -> str:
-    """Return a line if PBS may kill this job while its ranks are still saving; otherwise empty."""
+    """Return a warning if kill_delay is known to be too short for a save; otherwise empty."""
     delay = _kill_delay(environ)
     close_s = limits.STOP_CLOSE_S
     stop_s = grace_s + close_s
@@ -176,7 +179,7 @@ def find_short_delay(grace_s: int, environ: Environ) -> str:
 
 
 def _kill_delay(environ: Environ) -> str:
-    """Return the seconds from SIGTERM to SIGKILL, as PBS writes them; empty if it does not answer.
+    """Return the seconds from SIGTERM to SIGKILL, as qstat shows them; empty if PBS is silent.
 
     The defaults, 10 s and 2 s, are those of pbs_queue_attributes(7B) and of Torque.
     """
@@ -195,7 +198,8 @@ def _kill_delay(environ: Environ) -> str:
 def set_launch_job(environ: OwnEnviron) -> None:
     """Set LAUNCH_JOB to what identifies this start of a PBS job, for all processes of this launch.
 
-    Otherwise each would have to ask PBS (see this_job). It is unset if PBS does not answer.
+    Otherwise each would have to ask PBS (see this_job). It is unset outside a PBS job, or if PBS
+    does not answer.
     """
     environ.pop("LAUNCH_JOB", None)
     job = environ.get("PBS_JOBID", "")
@@ -206,8 +210,8 @@ def set_launch_job(environ: OwnEnviron) -> None:
         identity = {
             "job": job,
             "run_id": job,
-            "start": max(int(starts) - 1, 0),
-            "cluster": job.partition(".")[2],
+            "start": max(int(starts) - 1, 0),  # PBS counts from 1
+            "cluster": job.partition(".")[2],  # the server, as in 7.head
             "submitted": attributes["ctime"],
         }
         environ["LAUNCH_JOB"] = json.dumps(identity)
@@ -216,7 +220,7 @@ def set_launch_job(environ: OwnEnviron) -> None:
 def names_from_qsub(environ: Environ) -> list[str]:
     """Return the names of the variables that qsub -v has set for this job.
 
-    None with -V, which sends all variables of the login shell.
+    Empty with -V, which sends all variables of the login shell, and if PBS does not answer.
     """
     attributes = ask_qstat(environ.get("PBS_JOBID", ""))
     names = re.findall(r"(?:^|,)(\w+)=", attributes.get("Variable_List", ""))
@@ -245,7 +249,7 @@ def is_torque(environ: Environ) -> bool:
     Torque (Administrator Guide 6.1, `qsub`): the size is `-l nodes=2:ppn=4`, -F gives the script
     its arguments, and PBS_VERSION in a job begins with TORQUE. OpenPBS 23.06 and PBS Pro (Reference
     Guide 2022.1, `qsub`): the size is `-l select=2:ncpus=4`, there is no -F, and a program with its
-    arguments follows `--`.
+    arguments follows `--`. Outside a job, this asks qsub for its version.
     """
     if environ.get("PBS_JOBID"):
         return environ.get("PBS_VERSION", "").startswith("TORQUE")
@@ -257,7 +261,7 @@ def is_torque(environ: Environ) -> bool:
 def job_command(environ: Environ, script: Path, typed: Words) -> list[str]:
     """Return the qsub command for what was typed; -V forwards the variables.
 
-    It requests what this job was given or, outside a job, one node. Empty if PBS does not answer.
+    It requests what qstat shows of this job or, outside a job, one node; empty without a size.
     """
     command = _qsub(environ, script)
     arguments = typed[1:]
@@ -269,8 +273,10 @@ def job_command(environ: Environ, script: Path, typed: Words) -> list[str]:
 
 
 def own_command(environ: Environ, typed: Words) -> list[str]:
-    """Return the qsub command for the batch job that this is part of: the user's own file, or a
-    command after `--`. Empty if that is not known.
+    """Return the qsub command that submits this batch job again; empty if qstat does not show it.
+
+    It submits the user's batch file or, if a command followed `--`, what was typed. Also empty for
+    a file that asks for a job array.
     """
     attributes = ask_qstat(environ.get("PBS_JOBID", ""))
     words = (attributes.get("Submit_arguments") or attributes.get("submit_args") or "").split()
@@ -278,8 +284,9 @@ def own_command(environ: Environ, typed: Words) -> list[str]:
         return job_command(environ, Path(typed[0]), typed)
 
     file = Path(environ.get("PBS_O_WORKDIR", ""), *words[-1:])  # qsub's last argument
+    # There is no file if qsub read it from a pipe. One with -J would start the whole array again.
     if not file.is_file() or re.search("^#PBS -J", file.read_text(errors="replace"), re.MULTILINE):
-        return []  # it would submit all tasks of the array
+        return []
     command = _qsub(environ, file)
     return command and [*command, words[-1]]
 
@@ -288,7 +295,7 @@ def _qsub(environ: Environ, script: Path) -> list[str]:
     """Return qsub with the options that a job needs to be like this one; see job_command().
 
     The job's attributes override the script's #PBS lines; an empty one removes the line's option.
-    Empty if the job's size is not known.
+    Asks qstat in a job; empty if the job's size is not known.
     """
     attributes = _this_job(environ) if environ.get("PBS_JOBID") else _one_node(environ)
     has_chunks = not is_torque(environ)
@@ -336,7 +343,7 @@ def _this_job(environ: Environ) -> dict[str, str]:
     if attributes.get("Rerunable") == "False":
         options["-r"] = "n"
     if folder := os.path.dirname(attributes.get("Output_Path", "").partition(":")[2]):
-        options["-o"] = f"{folder}/".removeprefix(f"{os.getcwd()}/")
+        options["-o"] = f"{folder}/".removeprefix(f"{os.getcwd()}/")  # PBS names the file
     if queue := environ.get("PBS_O_QUEUE"):  # the queue of the submission; it may route jobs
         options["-q"] = queue
-    return {"Resource_List.walltime": "", **attributes, **options}
+    return {"Resource_List.walltime": "", **attributes, **options}  # "" removes the script's

@@ -127,7 +127,9 @@ class Plan(World, Choices, ConfigFacts):
         return self.num_nodes + self.num_spares
 
     def request(self, *, meeting_size: int = 0, within_s: float = 0.0) -> Request:
-        """Return the preflight request for this machine, or for every node of a step."""
+        """Return the preflight request for this machine, or for every node of a step, in which
+        `meeting_size` nodes meet at the master's port within `within_s` (0: the usual limit).
+        """
         return Request(
             run_id=self.run_id,
             num_nodes=self.num_agents,
@@ -149,7 +151,7 @@ class Plan(World, Choices, ConfigFacts):
 
     def run_variables(self) -> dict[str, str]:
         """Return the environment variables that describe the run to an agent and its ranks."""
-        command = self.command if len(os.fsencode(self.command)) < LONGEST else ""
+        command = self.command if len(os.fsencode(self.command)) < LONGEST else ""  # exec's limit
         named = {
             "RUN_ID": self.run_id,
             "LAUNCH_COMMAND": command,
@@ -165,9 +167,8 @@ class Plan(World, Choices, ConfigFacts):
         return {name: value for name, value in named.items() if value or name == "LAUNCH_COMMAND"}
 
     def agent_command(self, *, nproc: int, port: int, node_rank: int | None) -> list[str]:
-        """Return what one node runs: its agent, with torchrun's arguments.
-
-        Without a node rank, as in a SLURM job step, the agent works out its own.
+        """Return what one node runs: its agent, with torchrun's arguments. Without a node rank, as
+        in a SLURM job step, the agent works out its own.
         """
         command = [self.python, str(self.root / AGENT)]
         if node_rank is not None:
@@ -194,7 +195,7 @@ class Plan(World, Choices, ConfigFacts):
         return [self.python, str(self.root / START), module]
 
     def run_inside(self, command: Words, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command on this machine, and wait for it. Raises Refused if it cannot start."""
+        """Run a command here, in the container, and wait. Raises Refused if it cannot start."""
         words = self.inside(command)
         try:
             return subprocess.run(words, stdin=subprocess.DEVNULL, errors="replace", **options)
@@ -222,14 +223,14 @@ class Plan(World, Choices, ConfigFacts):
         return f"cd {shlex.quote(str(self.directory))} && {shlex.join(command)}"
 
     def rank_counts(self, nproc: int) -> list[int]:
-        """Return the number of ranks of every node; `nproc` if none was asked for."""
+        """Return each node's number of ranks, without spares; `nproc` if none was given."""
         if self.nodes:
             return [node.nproc or nproc for node in self.nodes[: self.num_nodes]]
         return [self.nproc or nproc] * self.num_nodes
 
 
 def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], port: int) -> str:
-    """Return the line above a node's command in a dry run."""
+    """Return the line above a node's command in a dry run, with its ranks; a spare has none."""
     where = f"rendezvous {plan.master_addr}:{port}"
     if node_rank < 0:
         return f"# this node ({host}): {counts[0]} of {count(sum(counts), 'rank')}, {where}"
@@ -241,11 +242,8 @@ def node_comment(plan: Plan, node_rank: int, host: str, counts: Sequence[int], p
 
 
 def print_commands(plan: Plan, paste_line: Callable[[str, str], str]) -> None:
-    """Print the plan and, for each node, what `paste_line` makes of its name and command.
-
-    "One rank per GPU" counts this machine's GPUs.
-    """
-    here = check_node(plan.request(), plan.environ)
+    """Print the plan and, for each node, what `paste_line` makes of its name and command."""
+    here = check_node(plan.request(), plan.environ)  # its GPUs stand for those of every node
     counts = plan.rank_counts(here.nproc)
     print_plan(plan, here, None, counts)
     for number, node in enumerate(plan.nodes):
@@ -262,7 +260,7 @@ def print_plan(
     counts: Sequence[int],  # ranks of each node; empty if they are not known yet
     out: TextIO | None = None,  # None: stderr
 ) -> None:
-    """Print the plan."""
+    """Print the plan, in rows."""
     row = functools.partial(print_row, out=out)
     config = f"    {shlex.quote(plan.config)}" if plan.config not in ("", "-") else ""
     row("run", f"{plan.run_id or '(named by node rank 0)'}{config}")
@@ -292,7 +290,7 @@ def print_plan(
 def _print_ranks(
     plan: Plan, node: Report | None, counts: Sequence[int], row: Callable[[str, str], None]
 ) -> None:
-    """Print the number of ranks, and each rank's share of its node's CPUs and of the batch."""
+    """Print the number of ranks, their shares of CPUs and batch, and warnings about these."""
     backend = plan.backend.replace("auto", "nccl" if node and node.gpus else "gloo")
     each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
     row("ranks", f"{sum(counts)} = {count(plan.num_nodes, 'node')} x {each}, {backend}")
@@ -315,6 +313,7 @@ def _print_ranks(
 
 
 def _describe_spares(plan: Plan) -> str:
+    """Return the names of the spares, and with how many nodes the run can continue."""
     everyone = [node.name for node in plan.nodes] or hostlist.expand(plan.hosts)
     names = "  ".join(fold_names(everyone[plan.num_nodes :])) or "none"
     if plan.min_nodes == plan.num_nodes:
@@ -323,6 +322,7 @@ def _describe_spares(plan: Plan) -> str:
 
 
 def _describe_hosts(plan: Plan, node: Report | None) -> str:
+    """Return the nodes, with the master's address and port if they are known."""
     if node is None:  # the scheduler has not chosen yet
         return plan.hosts
     address = f"[{plan.master_addr}]" if ":" in plan.master_addr else plan.master_addr
@@ -338,6 +338,7 @@ def _describe_hosts(plan: Plan, node: Report | None) -> str:
 
 
 def _describe_preflight(plan: Plan, preflight: Preflight | None) -> str:
+    """Return the preflight's result, or why it has not run."""
     if plan.is_dry_run or preflight is None:
         return "not run (--dry-run)"
     if not plan.has_checks:

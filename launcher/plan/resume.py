@@ -23,9 +23,11 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASS")
 def command_line(typed: Typed, fanout: str) -> str:
     """Return what was typed, with the variables that shaped the run; this line resumes the run.
 
-    Empty if the job's size is not known.
+    In a job, the line requests a job like this one. For that, SLURM or PBS is asked: the line is
+    empty if the answer lacks what is needed, or if the user's own file asks PBS for a job array.
     """
     environ = typed.environ
+    # In a run, the failure block and the stopped line add RUN_ID themselves.
     names = ["RUN_ID"] if fanout == "job_command" else []
     names += in_order("resume")
     if fanout in ("ssh", "pdsh") or typed.nodefile:
@@ -36,12 +38,14 @@ def command_line(typed: Typed, fanout: str) -> str:
         names += [name for name in asked_names(environ) if not _SECRET.search(name)]
     names += _names_set_for_launch(typed)
 
+    # read_own() has set LOG_LEVEL from --log-level, which the words repeat.
     given = {**environ, "LOG_LEVEL": ""} if typed.log_level else environ
     set_names = filter(given.get, dict.fromkeys(names))
     variables = [f"{name}={shlex.quote(given[name])}" for name in set_names]
     variables += [f"PYTHON={shlex.quote(typed.python)}"] if environ.get("CONTAINER") else []
 
     own = len(typed.typed) - len(typed.rest)  # the rest belongs to the training script
+    # The line must start the run, and continue it from its checkpoints.
     words = [word for word in typed.typed[:own] if word not in ("--dry-run", "resume=never")]
     words += typed.typed[own:]
 
@@ -60,10 +64,12 @@ def command_line(typed: Typed, fanout: str) -> str:
 def _names_set_for_launch(typed: Typed) -> Iterator[str]:
     """Yield the names of PYTHON, PYTHONPATH and other programs' variables, if set for this launch.
 
-    The shell's initial variables, and those set by a site or an environment, are omitted.
+    Secrets are omitted, and so is what the next launch gets anyway: the shell's initial variables,
+    and those set by the scheduler, a site or an environment. May ask qstat.
     """
     environ = typed.environ
     again = read_begun()
+    # command_line() adds PYTHON for a container; the project's own environment is the default.
     if environ.get("CONTAINER") or typed.python == str(ROOT / ".venv/bin/python"):
         again.add(f"PYTHON={environ.get('PYTHON')}")
     theirs = {*typed.activated, *find_own(typed, again).names} - {"PYTHON"}
@@ -76,7 +82,10 @@ def _names_set_for_launch(typed: Typed) -> Iterator[str]:
 
 
 def forward_given(environ: OwnEnviron, given: Sequence[str]) -> None:
-    """Forward the variables that the user passed to the job, except what the launcher reads."""
+    """Add to FORWARD_ENV the variables that the user passed to the job (`given`).
+
+    Those that the launcher reads, or forwards in any case, are not added.
+    """
     asked = asked_names(environ)
     for name in given:
         if name in environ and name not in VARIABLES and not FORWARDED.fullmatch(name):

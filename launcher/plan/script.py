@@ -25,7 +25,8 @@ def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
     """Return the training script with its arguments, whether it is our train.py, and the config.
 
     The words end the agent's command line. They begin with `-m` for a module, and with
-    `--no-python` for any other program.
+    `--no-python` for any other program. The config is `-` if there is none, and "" for the
+    self-test. Raises PlanError if there is no such config, or if one is missing.
     """
     if typed.module:
         return ["-m", typed.module, *typed.rest], False, ""
@@ -55,7 +56,8 @@ def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
 def _choose_config(typed: Typed, *, is_ours: bool) -> str:
     """Return the config's file, or what CONFIG_FLAG passes; `-`: none, only for a user's script.
 
-    Raises PlanError if there is no such file, or a config is missing.
+    Raises PlanError if there is no such file, unless CONFIG_FLAG is set: its value need not be a
+    file. Also raises PlanError if a config is missing.
     """
     config = typed.config
     if config is None and typed.default_config:
@@ -79,13 +81,17 @@ def _choose_config(typed: Typed, *, is_ours: bool) -> str:
 
 
 def refuse_missing(here: Path, kind: str, name: str) -> None:
-    """Raise PlanError if this machine has no such module (-m), or no such program."""
+    """Raise PlanError if this machine has no such module (-m), or no such program.
+
+    A module may be in `here`, or where this Python finds modules.
+    """
     if kind != "-m":
         if not which(name):
             raise PlanError(f"{name!r} is not an executable program; correct its path")
         return
 
     package = name.partition(".")[0]
+    # find_spec("") would raise ValueError.
     is_found = PathFinder.find_spec(package, [str(here)]) or (package and find_spec(package))
     if not is_found:
         raise PlanError(f"there is no module {name!r}; correct its name, or set PYTHONPATH")
@@ -100,10 +106,14 @@ def is_our_train_py(script: str) -> bool:
 
 
 def check_script(plan: Plan) -> None:
-    """Raise PlanError if the script is not a Python program; other nodes compare theirs with it."""
+    """Raise PlanError if the script is not a Python program, or has a syntax error.
+
+    Only this machine's file is checked: the preflight compares those of the nodes. In a container,
+    another Python may accept it.
+    """
     name = plan.words[0]
     script = plan.directory / name
-    if plan.container or not script.is_file():  # a module, or another program
+    if plan.container or not script.is_file():  # -m or --no-python, for example
         return
     if script.suffix in _OTHER:
         cure = "put the script before it, or --no-python if it is a program"
@@ -114,15 +124,19 @@ def check_script(plan: Plan) -> None:
             warnings.simplefilter("ignore")
             compile(script.read_bytes(), name, "exec", dont_inherit=True)
     except SyntaxError as error:
-        if error.lineno:  # otherwise it is compiled, or an archive
+        if error.lineno:  # otherwise it is no text: compiled, or an archive
             cause = f"{name}:{error.lineno}: {error.msg}: {(error.text or '').strip()}"
             raise PlanError(f"{cause}; correct it [rank-error]") from None
-    except (ValueError, OSError):
+    except (ValueError, OSError):  # zero bytes, or not readable; Python names the cause
         pass
 
 
 def show_help(plan: Plan) -> int | None:
-    """Run the script once if it is asked for its help. Returns its exit code; None if it is not."""
+    """If the script is asked for its help, run it once, alone, and return its exit code.
+
+    Otherwise returns None, also for a program that is not Python, and in a dry run. Raises Refused
+    if it cannot start.
+    """
     is_program = plan.words[0] == "--no-python"
     if is_program or plan.words[-1] not in ("-h", "--help") or plan.is_dry_run:
         return None

@@ -62,7 +62,7 @@ def _read_table() -> Iterator[tuple[str, Setting]]:
         commands, _, names = header.rpartition(": ")
         given: dict[str, Any] = {}
         for key, value in re.findall(r"^(\w+) = (.*(?:\n .*)*)", lines, re.MULTILINE):
-            parts = re.split(r"\n +", value)
+            parts = re.split(r"\n +", value)  # further lines of a value are indented
             given[key] = " ".join(parts).split(", ") if key in _LISTS else "\n".join(parts)
         yield header, Setting(commands.split(", "), names.split(", "), **given)
 
@@ -88,7 +88,11 @@ def find_value(name: str, environ: Environ) -> str:
 
 
 def read_value(name: str, given: str) -> str:
-    """Return a value in our spelling. Raises PlanError or LauncherError if it cannot be ours."""
+    """Return a value in our spelling. Raises PlanError or LauncherError if it cannot be ours.
+
+    The variable's entry has its words, in any case, its bounds or its shape; if it has none of
+    these, any value can be ours.
+    """
     if name == "RUN_ID":
         return check_run_id(given)
 
@@ -107,7 +111,10 @@ def read_value(name: str, given: str) -> str:
 
 
 def read_nproc(what: str, text: str | None) -> int | None:
-    """Return a number of ranks per node; None for "auto", or if none was given."""
+    """Return a number of ranks per node; None for "auto", or if none was given. Raises PlanError.
+
+    `what` names the number in the message.
+    """
     if text is None or text == "auto":
         return None
     others = ", or auto (launch.sh --nproc-per-node: also gpu or cpu)"
@@ -115,7 +122,10 @@ def read_nproc(what: str, text: str | None) -> int | None:
 
 
 def read_number(what: str, text: str, low: int, high: int, others: str = "") -> int:
-    """Return a whole number from low to high. Raises PlanError for any other text."""
+    """Return a whole number from low to high. Raises PlanError for any other text.
+
+    The message calls it `what`, and ends with `others`, the other values that the caller accepts.
+    """
     if re.fullmatch(r"0|[1-9][0-9]{0,8}", text) and low <= int(text) <= high:
         return int(text)
     raise PlanError(f"{what} is {text!r}; give a whole number from {low} to {high}{others}")

@@ -39,10 +39,12 @@ def in_batch_script(environ: Environ) -> bool:
 
 
 def read_job(environ: Environ, script: str, asked: int | None) -> World:
-    """Return a job's nodes and ranks per node. Without MASTER_ADDR, the first node is the master.
+    """Return a job's nodes and ranks per node (None: one per GPU).
 
-    `script` is the entry script as it was typed, `asked` the ranks per node that the user asked
-    for. Raises PlanError if this is not a job, or the scripts cannot use it.
+    Without MASTER_ADDR, the job's first node, which gets node rank 0, is the master; SLURM is asked
+    for its address if its name has none. `script` is the entry script as it was typed, `asked` the
+    ranks per node that the user asked for. Raises PlanError if this is not a job, or if the scripts
+    cannot use it, and LauncherError or HostlistError if a variable of SLURM cannot be read.
     """
     names = "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST"
     if missing := [name for name in names if not environ.get(name)]:
@@ -69,7 +71,7 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
     nproc = tasks or asked or read_nproc("SLURM_GPUS_ON_NODE", gpus)
 
     nodes = environ["SLURM_JOB_NODELIST"]
-    given = environ.get("MASTER_ADDR", "") if num_nodes > 1 else ""
+    given = environ.get("MASTER_ADDR", "") if num_nodes > 1 else ""  # one node is its own master
     if given == "localhost" or is_loopback(given):
         raise PlanError(
             f"MASTER_ADDR is {given}, which the job's other nodes cannot reach; unset it, or give "
@@ -84,13 +86,15 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
 def tasks_per_node(environ: Environ) -> int | None:
     """Return the number of tasks per node that the user asked for, if it is more than one.
 
-    Raises PlanError if the nodes have different numbers of tasks.
+    Otherwise None: one task on each node is what the node agents need anyway. Raises PlanError if
+    the nodes have different numbers of tasks, and LauncherError if SLURM's list cannot be read.
     """
-    if not environ.get("SLURM_NTASKS"):  # then SLURM_TASKS_PER_NODE counts CPUs
+    # If the user asked for no tasks, SLURM sets SLURM_TASKS_PER_NODE to the CPUs of each node.
+    if not environ.get("SLURM_NTASKS"):
         return None
 
     text = environ.get("SLURM_TASKS_PER_NODE", "1")
-    tasks, *others = {*environment.tasks_per_node(text, "SLURM_TASKS_PER_NODE")}
+    tasks, *others = {*environment.tasks_per_node(text, "SLURM_TASKS_PER_NODE")}  # each size once
     if others:
         raise PlanError(
             f"the job has unequal nodes, SLURM_TASKS_PER_NODE={text}; "
@@ -100,16 +104,18 @@ def tasks_per_node(environ: Environ) -> int | None:
 
 
 def read_step(typed: Typed) -> World | None:
-    """Return the nodes of a step with one task per node, and this node's rank; None outside a step.
+    """Return the nodes of a step with one task per node, and its node rank; None outside a task.
 
-    Raises PlanError if an argument contradicts the step, and LauncherError if the step has several
-    tasks per node.
+    `nproc` is not set. May ask SLURM for the master's address. Raises PlanError if an argument
+    contradicts the step, and LauncherError if the step has several tasks per node, or if srun's
+    variables cannot be read.
     """
     environ = typed.environ
     step = slurm_node(environ, master=typed.master or "")
     if step is None:
         return None
 
+    # The user wants all of the job's nodes, but srun has started this on a part of them.
     if typed.nnodes == environ.get("SLURM_JOB_NUM_NODES") and (part := _describe_part(environ)):
         raise PlanError(
             f"{part}; start it with {_on_all_nodes(environ)}, without node numbers [wrong-world]"
@@ -136,7 +142,7 @@ def refuse_many_tasks(environ: Environ) -> None:
 
 
 def refuse_many_nodes(typed: Typed) -> None:
-    """Raise PlanError if the step (or the job, outside a step) has nodes that would stay unused."""
+    """Raise PlanError if the step, or the job outside a step, has several nodes: one is used."""
     environ = typed.environ
     is_step = in_slurm_step(environ)
     nodes = environ.get("SLURM_STEP_NUM_NODES" if is_step else "SLURM_JOB_NUM_NODES")
@@ -158,7 +164,8 @@ def refuse_many_nodes(typed: Typed) -> None:
 def warn_of_part(typed: Typed, *, needs_srun: bool = False) -> None:
     """Warn if a program that should use all nodes of a job starts in a step with fewer nodes.
 
-    With `needs_srun`, srun starts the program on each node.
+    `needs_srun` means that srun has to start the program on each node; others reach all nodes from
+    the batch script.
     """
     if part := _describe_part(typed.environ):
         cure = f"run {typed.program} in the batch script or salloc's shell, without srun"
@@ -187,8 +194,10 @@ def _on_all_nodes(environ: Environ) -> str:
 def job_command(environ: Environ, script: str | None, typed: Words) -> list[str]:
     """Return the command that repeats what was typed, in a job of the same size, from any shell.
 
-    `script` is a batch script of this project; None if another script was typed. Empty if SLURM
-    does not tell which file is the job's batch script.
+    `script` is a batch script of this project; None if another script was typed. Outside a job,
+    that is sbatch without a size. In a job, asks SLURM for what was requested; without an answer,
+    such options are missing. Empty if SLURM does not say which file is the job's batch script.
+    Raises PlanError or LauncherError (see tasks_per_node).
     """
     if not environ.get("SLURM_JOB_ID"):
         return ["sbatch", script or typed[0], *typed[1:]]
@@ -202,17 +211,18 @@ def job_command(environ: Environ, script: str | None, typed: Words) -> list[str]
     gpus = environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_GPUS_PER_NODE")
     if gpus:
         models = re.findall("gpu:([^:,]+):", gres)
-        lacks_model = len(models) == 1 and gpus.isdecimal()  # salloc's value may have it
+        lacks_model = len(models) == 1 and gpus.isdecimal()  # salloc's value may be a100:4
         words.append(f"--gpus-per-node={f'{models[0]}:{gpus}' if lacks_model else gpus}")
 
     is_in_batch = in_batch_script(environ)
+    # In the user's own file or in salloc's shell, no line of our scripts asks for these.
     omitted = _UNSET + _BY_SCRIPT if script and is_in_batch else _UNSET
     for option, field in _REPEATED.items():
         if (value := record.get(field, "0")) not in omitted:
             words.append(f"{option}={re.sub('gres[:/]gpu:', '', value)}")
     words += ["--exclusive"] if record.get("OverSubscribe") == "NO" else []
     if task := environ.get("SLURM_ARRAY_TASK_ID"):
-        words.append(f"--array={task}")
+        words.append(f"--array={task}")  # this task alone
 
     if is_in_batch and script:
         return ["sbatch", *words, script, *typed[1:]]
@@ -225,7 +235,7 @@ def job_command(environ: Environ, script: str | None, typed: Words) -> list[str]
 
 
 def step_command(environ: Environ, typed: Words) -> list[str]:
-    """Return the command that repeats what was typed, in a step of the same size."""
+    """Return the srun command that repeats what was typed, in a step of the same size."""
     sizes = {
         "nodes": "SLURM_STEP_NUM_NODES",
         "ntasks": "SLURM_STEP_NUM_TASKS",
@@ -236,27 +246,34 @@ def step_command(environ: Environ, typed: Words) -> list[str]:
 
 
 def end_chain(code: int, environ: Environ) -> None:
-    """Cancel the jobs that would resume a run, because it has completed or failed by itself.
+    """Cancel the waiting jobs of this job's chain if the run has completed or failed by itself.
 
-    They are still needed if the run saved and stopped, lost a node, or reached its time limit.
+    They are still needed if the run saved and stopped, if a part of it was killed, or if the job is
+    at its time limit, for which SLURM is asked. Does nothing outside a chain or a batch script.
     """
     name = chain_of(environ)
-    is_needed = code in (STOPPED, 128 + signal.SIGKILL)
+    is_needed = code in (STOPPED, 128 + signal.SIGKILL)  # the latter also after a node was lost
     if name and in_batch_script(environ) and not (is_needed or is_at_time_limit(environ)):
         subprocess.run(["scancel", "--state=PENDING", f"--name={name}"])
 
 
 def end_step(environ: Environ) -> None:
-    """End the step of which this process is a task: the tasks on other nodes would wait for it."""
+    """End this process's step after it refused to start: tasks on other nodes would wait for it.
+
+    Only node ranks 0 and 1 do so, and only if this process is the whole task; it ignores SIGTERM
+    from then on. Does nothing outside a step, or in a step of one node.
+    """
     if not in_slurm_step(environ) or environ["SLURM_STEP_NUM_NODES"] == "1":
         return
 
-    # Two nodes do this: an argument that is right on one of them makes the other one refuse.
+    # Two of the nodes ask SLURM, because one may not get here: only the others refuse an argument
+    # that is right on node rank 0, such as NODE_RANK=0.
     is_chosen = environ.get("SLURM_NODEID") in ("0", "1")
-    # Otherwise a script started this process, and may go on after it.
+    # Otherwise a script started this process, and may continue after it.
     is_whole_task = environ.get("SLURM_TASK_PID") == str(os.getpid())
     if is_chosen and is_whole_task:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process exits with its own code
+        # scancel signals this process, too, which must exit with the code of its own error.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         step = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
         subprocess.run(["scancel", "--quiet", "--signal=TERM", step])
 
@@ -271,16 +288,17 @@ def chain_of(environ: Environ) -> str:
 
 
 def is_at_time_limit(environ: Environ) -> bool:
-    """Return whether SLURM is ending this job at its time limit; False if it does not answer."""
+    """Ask SLURM whether it is ending this job at its time limit; False if it does not answer."""
     return ask_scontrol("job", job_id(environ)).get("Reason") == "TimeLimit"
 
 
 def preempt_mode(environ: Environ) -> str:
-    """Return what SLURM does to this job when the grace time of its preemption ends, such as
-    REQUEUE; "" outside such a time. If the job exits in that time, SLURM calls it failed.
+    """Ask SLURM what it does to this job when the grace time of its preemption ends.
 
-    The mode is that of the job's QOS, unless this is "cluster", otherwise that of the partition.
-    SLURM cancels what it cannot requeue, such as salloc's shell.
+    Returns a mode such as REQUEUE; "" outside a grace time, or if SLURM does not answer. If the job
+    exits in that time, SLURM calls it failed. The mode is that of the job's QOS, unless this is
+    "cluster", otherwise that of the partition. SLURM cancels what it cannot requeue, such as
+    salloc's shell.
     """
     job = ask_scontrol("job", job_id(environ))
     if job.get("JobState") != "RUNNING" or job.get("PreemptTime", "None") == "None":
@@ -298,7 +316,8 @@ def preempt_mode(environ: Environ) -> str:
 def ask_scontrol(kind: str, name: str) -> dict[str, str]:
     """Return the fields of the record of a job or partition; none if SLURM does not answer."""
     fields = re.findall(r"(\w+)=(\S*)", ask_scheduler("scontrol", "show", "-o", kind, name) or "")
-    return dict(reversed(fields))  # the first counts: the job's command may contain more
+    # Of fields with the same name, the first counts: the job's command may contain NAME=VALUE.
+    return dict(reversed(fields))
 
 
 def ask_squeue(*options: str) -> str | None:
@@ -307,9 +326,10 @@ def ask_squeue(*options: str) -> str | None:
 
 
 def has_ended(job: str) -> bool:
-    """Return whether a job of this user has ended or is ending; False if SLURM does not answer.
+    """Ask SLURM whether a job of this user has ended or is ending; False if squeue does not answer.
 
-    A site's squeue may answer from a cache that does not have the job yet; its record counts.
+    If squeue does not list the job, its record decides: a site's squeue may answer from a cache
+    that does not have the job yet. Without a record, it has ended.
     """
     jobs = ask_squeue(f"--user={os.getuid()}", "--format=%A %T")
     if jobs is None or re.search(rf"^{job} (?!COMPLETING)", jobs, re.MULTILINE):

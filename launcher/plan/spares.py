@@ -14,9 +14,11 @@ FANOUTS = ("ssh", "srun")  # that survive the loss of a node
 
 
 def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_restarts: int) -> World:
-    """Return the world with its last nodes as spares.
+    """Return the world with its last SPARES nodes as spares, no longer counted in `num_nodes`.
 
-    Raises PlanError if the numbers are not valid, or this launcher cannot replace a node.
+    `min_nodes` becomes MIN_NODES or, if that is unset, all other nodes. The world is unchanged if
+    neither variable asks for anything, and in a dry run of a batch script outside a job. Raises
+    PlanError if the numbers are not valid, or if this launcher cannot replace a node.
     """
     given = {name: environ[name] for name in NAMES if environ.get(name)}
     spares = int(given.get("SPARES", 0))
@@ -45,6 +47,6 @@ def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_rest
 
 
 def read_silence(world: World, environ: Environ) -> int:
-    """Return after how many seconds without a heartbeat a node is lost: less if it is replaced."""
+    """Return SILENCE_SECONDS or its default, which is less if the run can replace a lost node."""
     usual_s = limits.SPARED_SILENCE_S if world.min_nodes else limits.SILENCE_S
     return int(environ.get("SILENCE_SECONDS") or usual_s)

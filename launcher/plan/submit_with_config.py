@@ -55,7 +55,12 @@ class Size:
 
 
 def run(typed: Typed) -> int:
-    """Submit the training. Returns the exit code (with --wait, the job's)."""
+    """Submit the training. Returns the exit code (with --wait, the job's).
+
+    Asks sinfo for the nodes' GPUs, has train.py check the config, and creates logs/, unless this is
+    a dry run. Raises PlanError, LauncherError, HostlistError or Refused if the settings or the
+    cluster do not allow the job. Exits if train.py or sbatch fails (see check_config, submit_all).
+    """
     own, settings = split_settings(typed)
     gpus = read_number("num_gpus_train", own["num_gpus_train"], 1, MOST_GPUS)
     partition = own["partition"] or typed.environ.get("SBATCH_PARTITION", "")
@@ -91,7 +96,7 @@ def run(typed: Typed) -> int:
     job += ["--", *typed.rest] if typed.rest else []
 
     if not typed.is_dry_run:
-        Path("logs").mkdir(exist_ok=True)  # without it, the job fails silently
+        Path("logs").mkdir(exist_ok=True)  # SLURM does not create it, and the job fails silently
     return submit_all(typed, own, size, job, chain=typed.environ.get("RUN_ID") or new_run_id())
 
 
@@ -101,7 +106,8 @@ def run(typed: Typed) -> int:
 def split_settings(typed: Typed) -> tuple[dict[str, str], list[str]]:
     """Return the settings of this script by name ("" if not given), and those of the training.
 
-    Raises PlanError if one is unknown or missing.
+    Raises PlanError if one is unknown, missing or not a valid number, or if --wait is given with
+    several jobs.
     """
     own = dict.fromkeys(OWN, "")
     is_ours = not typed.environ.get("TRAIN_SCRIPT")
@@ -126,7 +132,10 @@ def split_settings(typed: Typed) -> tuple[dict[str, str], list[str]]:
 
 
 def choose_preparation(own: Mapping[str, str], by_config: str, program: str) -> str:
-    """Return the script that prepares the training, as typed or from the config; "" if none."""
+    """Return the script that prepares the training, as typed or from the config; "" if none.
+
+    Warns if num_gpus asks for GPUs for such a script, but there is none.
+    """
     script = own["prepare"] or by_config
     if int(own["num_gpus"] or 0) and not script:
         warn(
@@ -151,9 +160,10 @@ def choose_size(gpus: int, nodes: Sequence[int]) -> Size:
 
 
 def gpus_of_nodes(partition: str) -> list[int]:
-    """Return the GPU count of each node in one or several partitions; "" means the default one.
+    """Ask sinfo for the GPU count of each node with GPUs in a partition; "" means the default one.
 
-    Raises Refused if there are no GPUs, or sinfo fails.
+    Several partitions are separated by commas. Raises Refused if there are no GPUs, or if sinfo is
+    missing or fails.
     """
     if shutil.which("sinfo") is None:
         raise Refused("env-missing", "sinfo is not installed here; submit from a login node")
@@ -194,7 +204,8 @@ def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Words, *, 
 
     In a chain, each job starts after the previous one, and resumes its run. The job that ends the
     run cancels the rest, which it finds by their name, `chain` (slurm.end_chain). Returns the exit
-    code: the job's with --wait, and REFUSED if SLURM could never start the job.
+    code: the job's with --wait, and REFUSED if SLURM could never start the job. Exits with REFUSED
+    if sbatch fails. A dry run prints the commands.
     """
     common = [f"--{name}={own[name]}" for name in SBATCH_OPTIONS if own[name]]
     common += [f"--chdir={typed.here}"] if typed.here != Path.cwd() else []  # a path through a link
@@ -216,7 +227,7 @@ def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Words, *, 
         after = f"afterok:{submit.run([*common, *preparation])}"
 
     if (number := int(own["chain"] or 1)) > 1:
-        common += ["--no-requeue", f"--job-name={chain}"]
+        common += ["--no-requeue", f"--job-name={chain}"]  # the next job continues instead
         common += [f"--export=ALL,RUN_ID={chain},CHAIN={chain}"]
         for _ in range(number):
             after = f"afterany:{submit.run([*start_after(after), *common, *job])}"
@@ -235,7 +246,7 @@ def start_after(after: str) -> list[str]:
 
 
 def refusal(words: Words) -> str:
-    """Return why SLURM could never start a job; empty if it could."""
+    """Ask sbatch, without a submission, why SLURM could never start a job; empty if it could."""
     command = ["sbatch", "--test-only", *words]
     # A site's banner goes to stdout.
     result = subprocess.run(command, capture_output=True, errors="replace")
@@ -254,9 +265,10 @@ class Submission:
         self.sbatch: subprocess.Popen[str] | None = None  # the last one
 
     def run(self, words: Words, *, waits: bool = False) -> str:
-        """Print the sbatch command and run it. Returns the job's id; exits if there is none.
+        """Print the sbatch command and run it. Returns the job's id, which is added to `queued`.
 
-        With `waits`, sbatch itself ends only when the job does.
+        With `waits`, sbatch itself ends only when the job does; its process is left in `sbatch`.
+        Exits with REFUSED if sbatch fails or prints no id. A dry run only prints.
         """
         command = ["sbatch", "--parsable", *words]
         print_row("submit", shlex.join(command))
@@ -274,7 +286,10 @@ class Submission:
 
     @staticmethod
     def _read_id(sbatch: subprocess.Popen[str], *, waits: bool) -> str:
-        """Return the last line that is an id, and show the others: a site's sbatch may add some."""
+        """Return the last line that is an id, and show the others: a site's sbatch may add some.
+
+        With `waits`, return the first one at once. Empty if there is none.
+        """
         assert sbatch.stdout is not None
         job_id = ""
         for line in sbatch.stdout:
@@ -298,7 +313,8 @@ class Submission:
 def follow(program: str, job_id: str, sbatch: subprocess.Popen[str], after: str) -> int:
     """Show the job's log until `sbatch --wait` ends. Returns the job's exit code.
 
-    `after` is its dependency: the preparation job may have failed, so that this one never started.
+    If there is no log then, warns that the job did not start, and returns 1 instead of 0: its
+    dependency `after` may have failed, such as the job that prepares the training.
     """
     log = f"logs/slurm-{job_id}.out"
     command = ["tail", f"--pid={sbatch.pid}", "--follow=name", "--retry", "--lines=+1", log]
