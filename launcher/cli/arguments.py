@@ -40,8 +40,8 @@ class Call(NamedTuple):
 def parse(call: Call, words: Words, environ: Environ) -> Typed:
     """Return what was typed, as named fields.
 
-    In a task of a job array, the task's number replaces {task} in settings. Raises PlanError if the
-    command does not accept the words.
+    In a task of a job array, the task's number replaces {task} in settings, also for the resume
+    line. Raises PlanError if the command does not accept the words. May print warnings.
     """
     command = COMMANDS[call.command]
     known: Values = {
@@ -57,7 +57,7 @@ def parse(call: Call, words: Words, environ: Environ) -> Typed:
 
     is_scheduled = command.is_batch or bool(job_id(environ))
     values = _Reader(call.command, known, words, is_scheduled=is_scheduled).read()
-    if command.finish and values["fanout"] not in TASKS.values():
+    if command.finish and values["fanout"] not in TASKS.values():  # --help needs none
         command.finish(values, environ)
     _choose_batch_script(values, call.file)
     typed = [call.script, *words]
@@ -79,12 +79,12 @@ def read_usage(file: str) -> str:
 
 
 def _choose_batch_script(values: Values, file: str) -> None:
-    """Set the batch script that a resume line submits: ours, or the user's edited copy of it.
+    """Set `batch_script`, which a resume line submits: ours, or the user's edited copy of it.
 
-    Removes it if launch.sh was not submitted, but run directly.
+    Removes it from `values` if launch.sh was not submitted, but run directly.
     """
     ours = values.get("batch_script")
-    is_copy = file.endswith(_COPIES)
+    is_copy = file.endswith(_COPIES)  # the scheduler's; nothing shows where the original is
     if values.get("like_torchrun") and not is_copy:
         del values["batch_script"]
     elif ours and not is_copy and not is_same(Path(file), ROOT / ours):
@@ -97,7 +97,7 @@ class _Reader:
     def __init__(
         self, command: str, values: Values, words: Iterable[str], *, is_scheduled: bool
     ) -> None:
-        self.own = options_of(command)
+        self.own = options_of(command)  # not those that all commands accept
         self.values = values
         self.is_scheduled = is_scheduled
         self.options = {**COMMON, **self.own}
@@ -107,7 +107,10 @@ class _Reader:
         self.see = f"see {values['program']} --help"
 
     def read(self) -> Values:
-        """Return the values; after an option such as --status, only those of its task."""
+        """Return the values; after an option such as --status, only those of its task.
+
+        Reads all words. Raises PlanError if the command does not accept one.
+        """
         for word in self.words:
             if word == "--":
                 self.values["rest"] = tuple(self.words)
@@ -125,8 +128,8 @@ class _Reader:
     # --- arguments and settings ---
 
     def _read_argument(self, word: str) -> None:
-        """Add a setting, a node, or the next positional argument to the values."""
-        if _SETTING.match(word) and not os.path.exists(word):
+        """Add a setting, a node or the next positional argument. Raises PlanError for more."""
+        if _SETTING.match(word) and not os.path.exists(word):  # a file's name may contain a =
             self._append("setting", word)
         elif not self.arguments:
             raise PlanError(f"unexpected argument {word!r}; usage: {self.values['usage']}")
@@ -138,7 +141,11 @@ class _Reader:
     # --- options ---
 
     def _read_option(self, word: str) -> None:
-        """Add an option to the values, with its value from the same word or from the next one."""
+        """Add an option to the values, with its value from the same word or from the next one.
+
+        An option such as --status replaces all values. Raises PlanError if the option is unknown,
+        lacks a value, has one too many, or does not apply to a job.
+        """
         name, value = self._split_option(word)
         if name in TASKS:
             self._replace_run(name, [] if value is None else [value])
@@ -160,7 +167,11 @@ class _Reader:
             self.values[option.field] = True if value is None else value
 
     def _split_option(self, word: str) -> tuple[str, str | None]:
-        """Return the full name of a word's option, and the value in the same word, or None."""
+        """Return the full name of a word's option, and the value in the same word, or None.
+
+        Raises PlanError if the option is unknown or its abbreviation ambiguous. Options that all
+        commands accept cannot be abbreviated.
+        """
         if word.startswith("--"):
             name, equals, text = word.partition("=")
             value = text if equals else None
@@ -168,6 +179,7 @@ class _Reader:
             name, value = word[:2], word[2:].removeprefix("=") or None  # -r3
 
         spelt = name.replace("_", "-")
+        # spelt[2:]: -r abbreviates nothing, and a bare -- would abbreviate every option.
         longer = [full for full in self.own if spelt[2:] and full.startswith(spelt)]
         meant = [spelt] if spelt in self.options or spelt in TASKS else longer
         if len(meant) != 1:
@@ -177,7 +189,7 @@ class _Reader:
     def _unknown(self, word: str, longer: Sequence[str]) -> str:
         """Return the message for an unknown option, or for an ambiguous abbreviation."""
         hint = did_you_mean(word, (*self.options, *TASKS))
-        if 0 < len(longer) < 4:
+        if 0 < len(longer) < 4:  # more would fill the line
             hint = f"did you mean {' or '.join(longer)}? "
         own = "its name" if "program" in self.positional else "--"
         cure = f"{hint}{self.see}, and put the training script's own options after {own}"
@@ -188,7 +200,8 @@ class _Reader:
     def _replace_run(self, option: str, words: Iterable[str]) -> None:
         """Replace all values by those of a task: --help, --version, or --status RUN and the like.
 
-        `words` are those that were read with the option; all unread ones belong to it, too.
+        `words` are those that were read with the option; all unread ones belong to it, too. Raises
+        PlanError for --status or --stop of a job, and for options that do not go with the task.
         """
         task = TASKS[option]
         words = [*words, *self.words]

@@ -25,11 +25,13 @@ from distributed.checkpoint import CheckpointError, files, load, weights_hash
 def _print_checkpoints(folder: Path, *, verify: bool) -> bool:
     """Print a line for each checkpoint, the oldest first. Returns whether any is damaged.
 
-    With `verify`, each is compared with its manifest.
+    With `verify`, each is compared with its manifest. Otherwise, only damage to the manifest or to
+    progress.json is found, or a wrong size.
     """
     has_damage = False
     for path in files.candidates(folder)[::-1]:
         try:
+            # read_files() is never empty; it raises if a file is damaged.
             text = "intact" if verify and files.read_files(path) else _describe(path)
         except CheckpointError as error:
             text = f"damaged: {error}"
@@ -39,7 +41,10 @@ def _print_checkpoints(folder: Path, *, verify: bool) -> bool:
 
 
 def _describe(path: Path) -> str:
-    """Return a checkpoint's size, date, validation loss, and which links lead to it."""
+    """Return a checkpoint's size, date, validation loss, and which links lead to it.
+
+    Raises CheckpointError if its manifest or progress.json is damaged.
+    """
     manifest = files.read_manifest(path)
     loss = files.read_progress(path).get("validation_loss")
     size = sum(entry["size"] for entry in manifest["files"].values()) / 1e6
@@ -75,7 +80,10 @@ def export(weights: dict[str, Tensor], file: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line; returns the exit code, 1 if verify finds damage."""
+    """Run the command line. Returns the exit code: 1 if verify finds damage, 2 for an error.
+
+    Prints the error's first line to stderr.
+    """
     try:
         if len(arguments) > 1 and not files.candidates(Path(arguments[1])):
             raise CheckpointError(f"{arguments[1]} holds no checkpoint; correct the path")

@@ -47,6 +47,7 @@ def options_of(command: str) -> dict[str, Option]:
     options = {}
     for setting in TABLE.values():
         if command in setting.commands and setting.names[0].startswith("-"):
+            # --name, --name= or --name=field
             for name, has_value, own in (word.partition("=") for word in setting.names):
                 target = own or setting.field or name[2:].replace("-", "_")
                 options[name] = Option(target, bool(has_value), name in setting.names_nodes)
@@ -57,9 +58,11 @@ def options_of(command: str) -> dict[str, Option]:
 
 
 def _complete_launch(values: Values, environ: Environ) -> None:
-    """For options that were not typed, read PET_NNODES and similar variables, as torchrun does.
+    """Complete the values of launch.sh as torchrun would: from variables, then from each other.
 
-    Raises PlanError if --hosts and another option both name the nodes.
+    For options that were not typed, reads PET_NNODES and similar variables. With --hosts, those
+    that name nodes are ignored, with a warning. Raises PlanError if --hosts and another option both
+    name the nodes, or if read_like_torchrun() rejects the values.
     """
     for name, option in options_of("launch").items():
         variable = f"PET_{name[2:].replace('-', '_').upper()}"
@@ -82,7 +85,11 @@ def _refuse_without_master(values: Values, _environ: Environ) -> None:
 
 
 def _join_config(values: Values, environ: Environ) -> None:
-    """Combine --config-path and --config-name into one config, or pass them to a Hydra script."""
+    """Combine --config-path and --config-name into one config, or pass them to a Hydra script.
+
+    Like Hydra, takes a folder that does not exist here as relative to the script. Raises PlanError
+    if only one of the two is given, unless the script uses Hydra, which has defaults for both.
+    """
     folder = values.pop("config_path", "")
     name = values.pop("config_name", "")
     if not folder and not name:
@@ -96,7 +103,7 @@ def _join_config(values: Values, environ: Environ) -> None:
         values.setdefault("config", "-")
     elif folder and name:
         beside = (script if script.is_file() else Path(__file__).parents[1]).parent / folder
-        folder = beside if beside.is_dir() and not Path(folder).is_dir() else folder  # as in Hydra
+        folder = beside if beside.is_dir() and not Path(folder).is_dir() else folder
         ending = "" if name.endswith((".yaml", ".yml")) else ".yaml"
         values["config"] = f"{folder}/{name}{ending}"
     else:
@@ -104,13 +111,16 @@ def _join_config(values: Values, environ: Environ) -> None:
 
 
 def _read_config_variable(values: Values, environ: Environ) -> None:
-    """Use qsub's `-v CONFIG=FILE`, because qsub passes no arguments to a script."""
+    """Use qsub's `-v CONFIG=FILE` if no config was typed: qsub passes no arguments to a script."""
     if environ.get("CONFIG"):
         values.setdefault("config", environ["CONFIG"])
 
 
 def _pass_to_test(values: Values, _environ: Environ) -> None:
-    """Pass the self-test its own options. It runs in the project's folder."""
+    """Move the self-test's options to its own arguments, `rest`.
+
+    Raises PlanError for a setting, or for a test that does not exist.
+    """
     if settings := values.get("setting"):
         raise PlanError(f"{settings[0]!r}: settings have no effect here; omit them")
     test = values.pop("test", "")
@@ -118,6 +128,7 @@ def _pass_to_test(values: Values, _environ: Environ) -> None:
     if test not in ("", "basic", "all"):
         raise PlanError(f"--test is {test!r}; give basic or all")
     words = ["--test", test] if test else []
+    # The self-test runs in the project's folder, and not where this was typed.
     words += ["--json", str(values["here"] / file)] if file else []
     values["rest"] = (*values.pop("passed", ()), *words, *values.get("rest", ()))
 

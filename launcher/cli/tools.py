@@ -16,7 +16,7 @@ CHECKPOINT = {"ls": "DIR", "verify": "DIR", "export": "DIR FILE", "hash": "DIR"}
 
 
 def main(arguments: Sequence[str], environ: Environ) -> int:
-    """Run the command that was typed. Returns the exit code."""
+    """Run explain.sh or checkpoint.sh, as typed. Returns the exit code: BAD_INPUT if refused."""
     program = Path(arguments[0]).name
     words = arguments[1:]
     if "explain" in program:

@@ -6,7 +6,10 @@ import subprocess
 
 
 def git_commit() -> str | None:
-    """Return the working directory's commit, plus `+` if files have changed; None outside git."""
+    """Return the working directory's commit, plus `+` if files have changed; None outside git.
+
+    Also None if git is missing or takes longer than 5 s.
+    """
     try:
         answer = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],

@@ -25,10 +25,10 @@ class Restart:
     replaced: tuple[str, ...] = ()  # which spares replaced them
 
     def describe(self, most: int) -> str:
-        """Return what failed, and what it cost, in one line."""
+        """Return what failed, and what it cost, in one line. `most` is MAX_RESTARTS."""
         text = f"restart {self.number} of {most} after {self.who}: {self.cause}"
         text = "; ".join([text, *self.replaced])
-        if self.step < 0 or self.is_counted:
+        if self.step < 0 or self.is_counted:  # the loss is not known
             return text
         begin = f"from step {self.saved_step}" if self.saved_step >= 0 else "from the beginning"
         begin += ", in memory" if self.is_from_memory else ""

@@ -24,7 +24,11 @@ class RunFolder:
             self.failures /= f"start_{start}"
 
     def create(self) -> None:
-        """Create the folders, and `latest` and `node_<rank>.log` beside them. Raises Refused."""
+        """Create the folders, the node's log, and the links `latest` and `node_<rank>.log`.
+
+        Links of the same names that lead elsewhere belong to the user and are kept. Raises Refused
+        if the folder cannot be written to.
+        """
         with writing_to(self.path):
             self.failures.mkdir(parents=True, exist_ok=True)
             open_own(self.node_log, "ab").close()

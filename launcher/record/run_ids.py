@@ -22,9 +22,11 @@ def free_run_id(
 ) -> str:
     """Return the first of NAME, NAME.1, ... that is free.
 
-    Of a job's names, those are taken that another launch in this start of the job has; of others,
-    those of live runs, because torch's guides all use "100". Except in a dry run, this process
-    reserves the name, so that a launch at the same time gets the next one.
+    With `of_job`, a name is taken if another launch has used it in this start of the job: a later
+    start resumes that run. Otherwise, only live runs keep their names, because torch's guides all
+    use "100". Except in a dry run, this process reserves the name on this machine, so that a launch
+    at the same time gets the next one; it also reserves the taken names that it tries. May ask the
+    scheduler. Raises OSError if a record cannot be read.
     """
     is_free = _is_new_in_job if of_job else _is_not_live
     for number in itertools.count():
@@ -46,6 +48,7 @@ def _is_same(start: str, other: str) -> bool:
     """Return whether two results of this_start() mean the same one; one may lack the submit time.
 
     Two launches in the same session of a PBS job are in the same start, even if qstat is silent.
+    Otherwise, False if a start is unknown.
     """
     job, _, session = start.partition(" @")
     other_job, _, other_session = other.partition(" @")
@@ -56,12 +59,13 @@ def _is_same(start: str, other: str) -> bool:
 
 
 def _is_new_in_job(folder: Path, environ: Environ) -> bool:
-    """Return whether no other launch in this start of the job has the run of this folder."""
+    """Return whether no launch in this start of the job has used this folder. Raises OSError."""
     record = read(folder)
     return record is None or not _is_same(record.job, this_start(environ))
 
 
 def _is_not_live(folder: Path, environ: Environ) -> bool:
+    """Return whether the run of this folder is not live (see refuse_live). Raises OSError."""
     with contextlib.suppress(Refused):
         refuse_live(folder, environ)
         return True
@@ -72,7 +76,8 @@ def _reserve(folder: Path, start: int) -> bool:
     """Reserve a run's name on this machine. Returns False if another launch has reserved it.
 
     The reservation lasts until this process exits or becomes the agent; then the run's record
-    decides. The next start of a job ignores reservations by a start that was cut off.
+    decides. The next start of a job (`start` counts them) ignores reservations by a start that was
+    cut off. A folder's path is hashed because a socket's name has at most 107 bytes.
     """
     name = os.fsencode(f"{folder.absolute()} {start}")
     return processes.claim(hashlib.sha256(name).hexdigest())

@@ -96,7 +96,10 @@ class Record:
 
 
 def read(folder: Path) -> Record | None:
-    """Return a run's record: empty if it is damaged, None if there is none. Raises OSError."""
+    """Return a run's record: empty if it is damaged, None if there is none. Raises OSError.
+
+    Fields that this version does not know are ignored.
+    """
     path = folder / "run.json"
     if path.is_symlink() or not path.exists():  # a link is not ours; the next record replaces it
         return None
@@ -127,23 +130,26 @@ def _change(folder: Path, changes: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _one_writer(folder: Path) -> Iterator[None]:
-    """Lock out other writers. After 2 s, or if locking fails, continue without the lock."""
+    """Lock out other writers. After 2 s, or if locking fails, continue without the lock.
+
+    Creates the folder. Raises OSError if that fails, or if the lock file cannot be opened.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with open_own(folder / ".run.json.lock", "a") as lock:
         for _ in turns(limits.RECORD_LOCK_S):
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except (BlockingIOError, PermissionError):
+            except (BlockingIOError, PermissionError):  # another writer has it
                 continue
-            except OSError:
+            except OSError:  # a file system without locks
                 break
         yield
 
 
 @contextlib.contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Make a folder for logs. Raises Refused if the caller then cannot write to it.
+    """Make a folder for logs, for the body to write to. Raises Refused if either fails (OSError).
 
     If a part of the path is a link to a folder that was removed, that folder is made again.
     """
@@ -159,17 +165,17 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def this_start(environ: Environ) -> str:
-    """Return an identifier of this start of the job; empty if it is unknown.
+    """Return an identifier of this start of the job; empty outside a job. Asks SLURM in its jobs.
 
     In a PBS job, where qstat may not answer, the identifier includes the session of this start.
     """
-    job = this_job(environ)  # empty if it is not known
+    job = this_job(environ)  # empty outside a job, and if PBS did not answer
     start = " ".join(str(job[name]) for name in ("cluster", "run_id", "start", "submitted") if job)
     if "PBS_JOBID" not in environ:
         return start
 
     if not job and environ.get("PBS_ENVIRONMENT") == "PBS_INTERACTIVE":
-        start = job_id(environ)  # PBS starts it only once
+        start = job_id(environ)  # PBS never starts such a job again
     leader = os.getsid(0)
     return f"{start} @{socket.gethostname()} {leader} {start_ticks(leader)}"
 
@@ -184,7 +190,8 @@ def refuse_live(folder: Path, environ: Environ) -> None:
     """Raise Refused if the run in a folder is live, as far as this machine can see.
 
     A scheduler may restart a job while its first start is still running; the new start then takes
-    over the run. In a job, only the lock is checked, because it records the job.
+    over the run. In a job, only the lock is checked, because it records the job. This asks SLURM in
+    its jobs. Also raises Refused if the folder is a link, and OSError if run.json is not readable.
     """
     if folder.is_symlink():
         raise Refused("dir-unwritable", f"{folder} is a link; choose another RUN_ID")
@@ -207,7 +214,8 @@ def refuse_live(folder: Path, environ: Environ) -> None:
 def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
     """Record that this process starts the run, with more fields of the record.
 
-    Raises Refused if the run is live, or its folder cannot be written to.
+    Deletes the last output of an earlier start. In a job of SLURM, asks it for the job. Raises
+    Refused if the run is live, or if its folder cannot be written to.
     """
     me = LauncherProcess.of(os.getpid())
     job = this_start(environ)
@@ -219,7 +227,9 @@ def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
 def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
     """Record how the run of this process ended, unless it is known or another process took over.
 
-    `agent` is the id of a process that held the folder's lock.
+    `agent` is the id of an agent whose end its parent records: the run is that agent's if it was
+    the last to lock the folder. Without `agent`, the record must name this process as the launcher.
+    If the record cannot be read or written, nothing happens.
     """
     with contextlib.suppress(OSError):
         record = read(folder) or Record()
@@ -261,10 +271,12 @@ class LiveRecord:
         versions: Mapping[str, str],
         **fields: Any,
     ) -> None:
-        """Write what is known from the start: enough to identify and repeat the run.
+        """Lock the run, and write what identifies it and is needed to repeat it.
 
-        `launcher` is None if it has recorded itself; `fields` are other fields of the record.
-        Raises Refused if another live process has the run.
+        The lock is held until this process ends. Deletes the last output of an earlier start,
+        unless `attempt` is above 0: then only the new hosts and world size are written. `launcher`
+        is None if it has recorded itself; `fields` are other fields of the record. Raises Refused
+        if another live process has the run, or if its folder cannot be written to.
         """
         self._folder = folder
         with writing_to(folder):

@@ -93,10 +93,7 @@ def find_all(log_dir: Path) -> list[Run]:
 
 
 def find(log_dir: Path, run_id: str) -> Run:
-    """Return the run with this id.
-
-    Raises ValueError if there is none; the message suggests a similar id.
-    """
+    """Return the run with this id. Raises ValueError if there is none, naming a similar id."""
     runs = {run.id: run for run in find_all(log_dir)}
     if run_id in runs:
         return runs[run_id]
@@ -107,7 +104,10 @@ def find(log_dir: Path, run_id: str) -> Run:
 
 
 def describe(runs: Sequence[Run]) -> str:
-    """Return a line for each run: its id, state and date, its step, its script and its progress."""
+    """Return a line for each run: its id, state and date, its step, its script and its progress.
+
+    Columns that are empty for all runs are omitted.
+    """
     rows = [
         (
             printable(run.id, LONGEST),
@@ -127,15 +127,19 @@ def describe(runs: Sequence[Run]) -> str:
 
 
 def progress(run: Run) -> str:
-    """Return why a run failed, otherwise its latest metrics, otherwise its last line of output."""
+    """Return why a run failed, otherwise its latest metrics, otherwise its last line of output.
+
+    Empty if it has none of these. Metrics are numbers, without the step and the time.
+    """
     if cause := run.cause:
         return cause
 
-    with contextlib.suppress(ValueError, AttributeError, OSError):
+    with contextlib.suppress(ValueError, AttributeError, OSError):  # none, or not a JSON object
         values = json.loads(_last_line(run.folder / "metrics.jsonl"))
         newest = [
             f"{name} {value:.4g}"
             for name, value in values.items()
+            # Not isinstance(): True and False are ints, too.
             if type(value) in (int, float) and name not in ("step", "time")
         ]
         return "  ".join(newest)
@@ -153,15 +157,15 @@ def progress(run: Run) -> str:
 def goodput(record: Record, now: float) -> str:
     """Return a line with the share of the latest start's time that was spent on training.
 
-    It names the time lost by starting, and by each fault that led to a restart. `now` is in seconds
-    since the epoch.
+    It names the time lost by starting, and by each fault that led to a restart, until the step of
+    the failure was reached again. `now`, in seconds since the epoch, ends a live run.
     """
     started = record.started or now
     end = record.ended or now
     restarts = [restart for restart in record.restarts if restart.failed >= started]
     losses = {"start": record.first_step - started} if record.first_step else {}
     for restart in restarts:
-        lost_s = restart.lost_s or end - restart.failed  # the run has not caught up yet
+        lost_s = restart.lost_s or end - restart.failed  # 0: the run has not caught up yet
         losses[restart.fault] = losses.get(restart.fault, 0.0) + lost_s
     share = max(0.0, 1 - sum(losses.values()) / max(end - started, 1e-9))
     lost = ", ".join(f"{seconds:.1f} s {kind}" for kind, seconds in losses.items())
@@ -182,7 +186,10 @@ def date(seconds: float) -> str:
 
 
 def main(task: str, words: Sequence[str], log_dir: Path, program: str, *, is_dry_run: bool) -> int:
-    """Do what --status, --stop or --stacks asks for. Returns the exit code."""
+    """Do what --status, --stop or --stacks asks for. `words` are those after it.
+
+    Returns the exit code; prints a line for BAD_INPUT, if there is no such run, and for REFUSED.
+    """
     try:
         if task == "status":
             return print_status(log_dir, words, program)
@@ -198,9 +205,9 @@ def main(task: str, words: Sequence[str], log_dir: Path, program: str, *, is_dry
 
 
 def print_status(log_dir: Path, words: Sequence[str], program: str) -> int:
-    """Print the newest runs or, if some are named, those, with failure blocks or process ids.
+    """Print the newest runs or, if `words` name some, those, with failure blocks or process ids.
 
-    Returns the exit code. Raises ValueError if there is no such run.
+    Returns the exit code, 0. Raises ValueError if there is no such run.
     """
     run_ids = [word for word in words if word != ALL]
     found = [find(log_dir, run_id) for run_id in run_ids] or find_all(log_dir)
@@ -220,7 +227,10 @@ def print_status(log_dir: Path, words: Sequence[str], program: str) -> int:
 
 
 def _print_details(run: Run) -> None:
-    """Print what restarts have cost, and the failure block or the ranks on this machine."""
+    """Print what restarts have cost, then the failure block or stopped line that the run kept.
+
+    A live run has kept none: print the process ids of its ranks on this machine, if any.
+    """
     if run.record.restarts:
         print(goodput(run.record, time.time()))
     if kept := find_kept(run.folder):
@@ -230,12 +240,17 @@ def _print_details(run: Run) -> None:
 
 
 def show_stacks(run: Run) -> int:
-    """Print the stacks of all ranks of a run; the run continues. Raises CannotDo."""
+    """Print the stacks of all ranks of a run, which continues. Returns the exit code, 0.
+
+    Asks node rank 0's agent with a file in the run's folder, and waits for the answer in SHOWN.
+    Raises CannotDo if the run is not live, or if the agent does not answer in time; then the
+    request is removed. Raises OSError if the folder is not writable.
+    """
     if run.record.is_over or run.state == KILLED:
         raise CannotDo(f"run {run.id} is not running: {run.state}; it has no stacks")
 
     shown = run.folder / SHOWN
-    size = shown.stat().st_size if shown.exists() else 0
+    size = shown.stat().st_size if shown.exists() else 0  # of earlier answers
     open_own(run.folder / ASKED, "a").close()
 
     limit_s = limits.for_nodes(limits.STACKS_SHOW_S, len(run.record.hosts))
@@ -254,9 +269,11 @@ def show_stacks(run: Run) -> int:
 
 
 def stop(run: Run, program: str, *, is_dry_run: bool) -> int:
-    """Ask a run's launcher to stop it, and wait until it has ended; the ranks may save first.
+    """Send SIGTERM to a run's launcher, wait until it has ended, and print the run's status.
 
-    Raises CannotDo.
+    Its ranks may save first, so the wait takes up to the run's GRACE and STOP_COMMAND_S seconds;
+    Ctrl-C ends it. A dry run prints the command. Returns the exit code, 0. Raises CannotDo if the
+    run is not live on this machine, or has not ended after the wait.
     """
     launcher = run.record.launcher
     limit_s = run.record.grace + limits.STOP_COMMAND_S
