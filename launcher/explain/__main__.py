@@ -44,7 +44,10 @@ COPIES = Path("/proc/self/fd")
 
 
 def main(arguments: Sequence[str], environ: Environ, program: str = "explain") -> int:
-    """Run the command line. Returns the exit code."""
+    """Run the command line, on the newest run if it names nothing. Returns the exit code.
+
+    If a name leads to no log, prints the state of the run with that id, or what to give instead.
+    """
     log_dir = Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR)
     names = arguments or [find_newest(log_dir)]
 
@@ -76,7 +79,8 @@ def find_newest(log_dir: Path) -> str:
 def _copy_if_pipe(name: str) -> str:
     """Return the path of a copy of a pipe or of standard input; any other name as it is.
 
-    A log is read several times, and a pipe can be read only once. Raises OSError.
+    A log is read several times, and a pipe can be read only once. The copy has no name; its path
+    leads to a descriptor, which stays open. Raises OSError with this name.
     """
     if name != STDIN and not Path(name).is_fifo():
         return name
@@ -91,7 +95,12 @@ def _copy_if_pipe(name: str) -> str:
 
 
 def explain(names: Sequence[str], log_dir: Path) -> int:
-    """Print what ended the runs or logs. Returns the exit code. Raises OSError."""
+    """Print what ended the runs or logs that are named, or the section of a fault.
+
+    That is a failure block or stopped line that ends a log; without one, the lines that refused the
+    start, or the best cause. Returns the exit code: 1 if there is no failure. Raises OSError if a
+    log cannot be read.
+    """
     # The logs of a run that ended well may contain the failure of an earlier start.
     if all(has_ended_well(name, log_dir) for name in names):
         print(f"no failure: {', '.join(names)} ended with code 0")
@@ -109,14 +118,14 @@ def explain(names: Sequence[str], log_dir: Path) -> int:
         refusals |= find_refusals(file, has_stopped=has_stopped)
 
     if first_end:
-        if has_stopped:  # while one node had refused, and the others were waiting for it
+        if has_stopped:  # perhaps because one node had refused, and the others waited for it
             print_refusals(refusals)
         print(first_end)
         return 0
 
     sightings = [seen for file in files for seen in read(file) if seen.text not in refusals]
     cause = find_cause(sightings)
-    if refusals and (cause is None or cause.kind >= Kind.WARNING):
+    if refusals and (cause is None or cause.kind >= Kind.WARNING):  # a refusal says more
         print_refusals(refusals)
         return 0
     if cause is None:
@@ -129,7 +138,7 @@ def explain(names: Sequence[str], log_dir: Path) -> int:
 
 
 def print_states(folders: Container[Path], log_dir: Path) -> None:
-    """Print the states of the runs in these folders: live, or killed with their launchers."""
+    """Print the states of the runs in these folders, and for a killed launcher the resume line."""
     runs = [run for run in find_all(log_dir) if run.folder.resolve() in folders]
     if runs:
         print(describe(runs))
@@ -158,7 +167,8 @@ def has_ended_well(name: str, log_dir: Path) -> bool:
 def find_logs(name: str, log_dir: Path) -> list[Path]:
     """Return the logs that a word of the command line names.
 
-    For a run, that is the block that its launcher kept; without one, the logs of its nodes.
+    For a run or its folder, that is the block that its launcher kept; without one, the logs of its
+    nodes. Any other word is returned as a path, which may not exist.
     """
     for place in (Path(name), log_dir / name):
         if (place / KEPT).is_file():
@@ -175,7 +185,11 @@ def find_cause(sightings: Sequence[Sighting]) -> Sighting | None:
 
 
 def print_cause(cause: Sighting, sightings: Sequence[Sighting], ranks: Sequence[int]) -> None:
-    """Print a cause in the form of the failure block; `ranks` printed the same error."""
+    """Print a cause in the form of the failure block.
+
+    `sightings` are all that the logs have, of which others are counted; `ranks` printed the same
+    error as the cause.
+    """
     where = f" ({cause.host})" if cause.host else ""
     also = []
     if same := [rank for rank in ranks if f"rank {rank}" != cause.rank]:

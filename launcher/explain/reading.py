@@ -113,9 +113,11 @@ class First(NamedTuple):
 
 
 def read(file: Path) -> list[Sighting]:
-    """Return a log's lines about a failure; of lines that differ only in numbers, only the first.
+    """Return the lines about a failure of the last start in a log, with what is known of each.
 
-    Raises OSError.
+    Of lines that differ only in numbers, only the first is returned, and of all at most
+    MOST_SIGHTINGS. If a launcher reports which rank failed first, they are changed accordingly (see
+    _with_first). Raises OSError.
     """
     shapes = set[int]()  # hashes of the lines so far, without their digits
     recent = deque([b""] * TABLE, maxlen=ABOVE + 1)
@@ -137,7 +139,7 @@ def read(file: Path) -> list[Sighting]:
         if hash(shape) in shapes:
             continue
         shapes.add(hash(shape))
-        if not (shape.endswith(b"]") or HINT.search(shape)):
+        if not (shape.endswith(b"]") or HINT.search(shape)):  # quick, and most lines end here
             continue
 
         line = text.decode(errors="replace")
@@ -158,13 +160,17 @@ def read(file: Path) -> list[Sighting]:
         if len(sightings) == MOST_SIGHTINGS:
             break
 
-    earliest = min(tables, default=first_seen)  # by its time
+    earliest = min(tables, default=first_seen)  # a table has a time; other reports have none
     return _with_first(sightings, earliest) if earliest else sightings
 
 
 def find_sighting(line: str) -> Sighting | None:
-    """Return what one line says about a failure; None if it says nothing."""
+    """Return what one line says about a failure, without file, number and frames; None if nothing.
+
+    Its rank is that which wrote the line or, if no prefix names one, that which the line mentions.
+    """
     prefix, text = split_prefix(line)
+    # A line of ours, which ends with its fault, gets the lowest kind of that fault's rules.
     if fault := own_fault(text):
         kind = min((rule.kind for rule in RULES if rule.fault == fault), default=Kind.CAUSE)
     elif rule := match(text):
@@ -201,6 +207,7 @@ def find_refusals(file: Path, *, has_stopped: bool) -> dict[str, str]:
 
         line = strip_prefix(stripped.decode(errors="replace"))
         fault = own_fault(line)
+        # In a rank, our own exceptions end with a fault, too, but they refuse no start.
         if fault and _PROGRAM.match(line) and not _EXCEPTION.match(line):
             refusals[line] = fault
     return refusals
@@ -210,6 +217,7 @@ def _lines_of_last_start(file: Path, *, has_stopped: bool = False) -> Iterator[t
     """Yield the lines of a log with their numbers, without those of earlier starts.
 
     With `has_stopped`, the last row that ends a start is the stopped line of the start to read.
+    Reads the log twice. Raises OSError.
     """
     marks = deque([0], maxlen=2)  # the numbers of the last two rows that begin or end a start
     marks.extend(number for number, row in lines_of(file) if _BEFORE.match(row))
@@ -218,7 +226,10 @@ def _lines_of_last_start(file: Path, *, has_stopped: bool = False) -> Iterator[t
 
 
 def lines_of(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the beginning of each line with its number; a progress bar's states are lines too."""
+    """Yield the first LONGEST bytes of each line with its number. Raises OSError.
+
+    A progress bar's states, which end with a carriage return, are lines with the same number.
+    """
     number, begun = 1, b""
     with file.open("rb") as opened:
         while piece := opened.read(_PIECE):
@@ -277,14 +288,14 @@ def strip_prefix(line: str) -> str:
 
 
 def _lines_of_same(above: str, line: str) -> list[str]:
-    """Return the lines above a line that have the same prefixes, without them."""
+    """Return the lines above a line that have the same kinds of prefixes, without the prefixes."""
     prefix, _ = split_prefix(line)
     rows = map(split_prefix, above.splitlines())
     return [text for its_prefix, text in rows if its_prefix.keys() == prefix.keys()]
 
 
 def _frames(above: Sequence[str]) -> list[str]:
-    """Return the user's frames of the traceback that ends below these lines."""
+    """Return the user's frames of the last traceback in these lines; empty if there is none."""
     starts = [number for number, row in enumerate(above) if row.startswith("Traceback (most")]
     return user_frames("\n".join(above[starts[-1] :])) if starts else []
 
@@ -303,8 +314,12 @@ def _read_first(text: str) -> First | None:
 
 
 def _with_first(sightings: Sequence[Sighting], first: First) -> list[Sighting]:
-    """Return the sightings with the rank that a launcher saw fail first, where they name none."""
-    has_killed_others = first.code not in ("", "-9")  # torch has, if that rank was not killed
+    """Return the sightings, changed by what a launcher reports on the process that failed first.
+
+    Those that name no rank, and those with only its exit code, get its rank; those that name it get
+    its host. If its code shows that it was not killed, killed ranks are a consequence.
+    """
+    has_killed_others = first.code not in ("", "-9")  # torch's agent kills the other ranks then
     result = []
     for seen in sightings:
         told = seen

@@ -28,6 +28,9 @@ def find_rule(message: str) -> Rule | None:
 
 
 def refine(fault: str, stack: Sequence[str]) -> str:
-    """Return the fault of an error, after a look at the lines of its traceback."""
+    """Return the fault of an error: small-shm, not disk-full, if its stack shows shared memory.
+
+    `stack` has the lines of its traceback.
+    """
     is_shared = _SHARED.search("\n".join(stack[-_STACK_LINES:]))
     return "small-shm" if fault == "disk-full" and is_shared else fault
