@@ -50,7 +50,10 @@ def find_option(arguments: Sequence[str], name: str) -> str:
 
 
 def read_grace(arguments: Sequence[str], environ: Environ) -> float:
-    """Return how long the ranks have to save, in seconds: by an option, or by a variable."""
+    """Return how long the ranks have to save, in seconds: by the option, or by a variable.
+
+    The first that is set counts. Returns GRACE_S if none is set, or if it is not a number.
+    """
     names = "GRACE", "PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     given = [find_option(arguments, "--shutdown-timeout"), *map(environ.get, names)]
     first = next(filter(None, given), GRACE_S)
@@ -63,7 +66,7 @@ def read_grace(arguments: Sequence[str], environ: Environ) -> float:
 def read_silence(environ: Environ) -> float:
     """Return after how many seconds without a heartbeat another node or the launcher is lost."""
     given = environ.get("SILENCE_SECONDS", "")
-    return float(given) if given.isdecimal() and int(given) else SILENCE_S
+    return float(given) if given.isdecimal() and int(given) else SILENCE_S  # 0 is not valid
 
 
 def read_for_torch(parse: Callable[[list[str]], Namespace], arguments: Sequence[str]) -> Namespace:

@@ -79,7 +79,8 @@ def read_container(
 
     `paths` are what the run needs from this machine: folders, and texts that may name folders. If
     a folder does not exist yet, its parent is mounted, so that the run can create it. With
-    `in_job`, the commands run in steps of a SLURM job. Raises PlanError.
+    `in_job`, the commands run in steps of a SLURM job. Raises PlanError if there is no such image,
+    no runtime for it here, or CONTAINER_ARGS is not valid in a shell.
     """
     given = environ.get("CONTAINER", "")
     if not given:
@@ -101,6 +102,7 @@ def read_container(
 def config_texts(config: Path) -> list[str]:
     """Return the text of a config, and of the files beside it that it names, such as its defaults.
 
+    Empty if the config is not a file. Raises OSError if one of them cannot be read.
     Any word counts as a possible name: the config's parser may exist only inside the image.
     """
     if not config.is_file():

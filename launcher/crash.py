@@ -67,7 +67,10 @@ def _python_stack(lines: Sequence[str]) -> list[str]:
 
 
 def _explain_mismatch(stack: Sequence[str]) -> str:
-    """Return a cause that names the function that the script called last."""
+    """Return a cause that names the function of torch that the script called last, if it is known.
+
+    `stack` begins with the innermost frame.
+    """
     called = ""
     for frame in filter(None, map(match_frame, stack)):
         if not is_foreign(frame["file"]):

@@ -25,7 +25,11 @@ _given = _read_limit()
 
 
 def anonymous_file(name: str) -> int:
-    """Return the descriptor of a new file in memory, which nobody else can open by name."""
+    """Return the descriptor of a new file, which nobody else can open by name.
+
+    It is in memory, or in the folder for temporary files if the system has neither memory files nor
+    /dev/shm. `name` is only shown in /proc. Raises OSError.
+    """
     try:
         return os.memfd_create(name)
     except AttributeError:  # Pythons built for old systems, such as conda's
@@ -38,9 +42,10 @@ def anonymous_file(name: str) -> int:
 
 
 def wait_for_input(fds: Iterable[int], seconds: float | None = None) -> list[int]:
-    """Return those that can be read or have been closed at the other end; None waits for one.
+    """Wait until one can be read, or has been closed at the other end. Returns all such ones.
 
-    Unlike select(), this accepts numbers above 1,023, which a process of a large run has.
+    The list is empty after `seconds`; None means no limit. Unlike select(), this accepts numbers
+    above 1,023, which a process of a large run has.
     """
     poll = select.poll()
     for fd in fds:
@@ -49,7 +54,10 @@ def wait_for_input(fds: Iterable[int], seconds: float | None = None) -> list[int
 
 
 def raise_limit(needed: int = _MOST) -> int:
-    """Let this process open `needed` files, as far as its hard limit allows; return the limit."""
+    """Let this process open `needed` files, as far as its hard limit allows.
+
+    Returns the limit that then applies; it is negative if there is none.
+    """
     soft, hard = _read_limit()
     if 0 <= soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)

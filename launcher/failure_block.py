@@ -80,7 +80,7 @@ def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
 
 
 def read_tail(file: Path, size: int, opener: Callable[..., IO[Any]] = open) -> str:
-    """Return the last `size` bytes of a file as text. Raises OSError."""
+    """Return the last `size` bytes of a file as text, with U+FFFD for others. Raises OSError."""
     with opener(file, "rb") as opened:
         opened.seek(max(0, opened.seek(0, os.SEEK_END) - size))
         return str(opened.read(), errors="replace")

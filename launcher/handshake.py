@@ -56,8 +56,8 @@ def new_secret() -> str:
 def read_access(environ: Environ) -> Access:
     """Return who may join, according to RUN_SECRET or, if that is unset, HOSTS.
 
-    RUN_SECRET is the secret or the path of a file that holds it.
-    Raises PlanError, with cause and cure in one line, if one of them cannot be used.
+    RUN_SECRET is the secret or the path of a file that holds it. The names in HOSTS are resolved.
+    Raises PlanError or HostlistError, with cause and cure in one line, if one cannot be used.
     """
     secret = environ.get("RUN_SECRET", "")
     if "/" in secret:
@@ -113,7 +113,10 @@ def connect(address: str, port: int, secret: bytes, limit_s: float) -> socket.so
 
 
 def introduce(connection: socket.socket, secret: bytes) -> None:
-    """Prove to node rank 0 that this node knows the secret, and check that node rank 0 does too."""
+    """Prove to node rank 0 that this node knows the secret, and check that node rank 0 does too.
+
+    Raises NotAccepted if there is no complete answer in time, WrongSecret if the proof is wrong.
+    """
     try:
         theirs = _receive(connection, NONCE_BYTES)
         ours = os.urandom(NONCE_BYTES)
@@ -163,14 +166,18 @@ class Acceptor:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def wait(self, limit_s: float) -> list[tuple[socket.socket, bytes]]:
-        """Return the connections let in within the limit, each with its first line."""
+        """Wait for an event, up to `limit_s` or PROOF_S. Returns the connections now let in.
+
+        Each comes with what it has sent after its proof: its first line, perhaps more. The list is
+        often empty. Drops connections that have waited for longer than PROOF_S.
+        """
         let_in = []
         for key, _ in self._selector.select(min(limit_s, limits.PROOF_S)):
             if key.fileobj is self._listener:
                 self._accept()
             elif (visitor := self._waiting.get(key.fd)) and self._read(visitor):
                 self._forget(visitor)
-                visitor.socket.setblocking(True)
+                visitor.socket.setblocking(True)  # for its new owner
                 let_in.append((visitor.socket, visitor.received))
 
         while self._waiting and self._oldest.since < time.monotonic() - limits.PROOF_S:

@@ -16,7 +16,10 @@ INTERRUPTED = signal.SIGINT - 128  # exits with 130, but is not a script's own 1
 
 
 def code_for_shell(code: int, signals: Container[int | None]) -> int:
-    """Return an exit code, or INTERRUPTED if `signals` has a Ctrl-C and nothing else went wrong."""
+    """Return an exit code, or INTERRUPTED if `signals` has a Ctrl-C and nothing else went wrong.
+
+    Only a process in the foreground gets a Ctrl-C; in the background, the code stays.
+    """
     is_stop = code in (STOPPED, 128 + signal.SIGINT)
     return INTERRUPTED if is_stop and signal.SIGINT in signals and is_in_foreground() else code
 

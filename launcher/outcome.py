@@ -149,7 +149,10 @@ def _end_without_failure(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> Ou
 
 
 def _exit_before(victim: Failure, nodes: Iterable[NodeEnd]) -> Failure | None:
-    """Return the failure of the rank that exited with code 0 too early, so that `victim` failed."""
+    """Return the failure of the rank that exited with code 0 too early, so that `victim` failed.
+
+    Of several, it is that of the lowest rank. None if no rank exited with 0.
+    """
     finished = [(rank, node) for node in nodes for rank, code in node.left.items() if code == 0]
     if not finished:
         return None
@@ -195,7 +198,10 @@ def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
 
 
 def describe_ends(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> str:
-    """Return how the ranks of a stopped run ended, in groups: "ranks 0-2 saved, ..."."""
+    """Return how the ranks of a stopped run ended, in groups: "ranks 0-2 saved, ..."
+
+    The group of the lowest rank comes first.
+    """
     why = "by a second Ctrl-C" if signals.count(signal.SIGINT) > 1 else "after GRACE"
     ends = {rank: f"killed {why}" for node in nodes for rank in node.stopped}
     for node in nodes:

@@ -24,7 +24,9 @@ _RECORDED = {  # what the record of a job contains if these variables are its ow
 def leave_outer_job(environ: OwnEnviron) -> None:
     """Remove the variables of the outer job: sbatch and salloc pass on those of their shell.
 
-    What SLURM sets only for some jobs, such as an array's tasks, is checked with the job's record.
+    What SLURM sets only for some jobs, such as an array's tasks, is checked with the job's record,
+    for which it asks scontrol, and may wait. Raises LauncherError if SLURM_TASKS_PER_NODE cannot be
+    read.
     """
     remove_variables("S(QUEUE|INFO)_", environ)  # the user's filters and formats; we give our own
     job = environ.get("SLURM_JOB_ID", "")
@@ -38,7 +40,7 @@ def leave_outer_job(environ: OwnEnviron) -> None:
         return
 
     tasks = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "1"), "SLURM_TASKS_PER_NODE")
-    if environ.get("SLURM_NTASKS") not in (None, str(sum(tasks))):
+    if environ.get("SLURM_NTASKS") not in (None, str(sum(tasks))):  # the outer job's: they differ
         remove_variables("SLURM_N(TASKS|PROCS)", environ)
     if environ.get("SLURM_CPUS_PER_TASK") == "1":  # what SLURM makes of the outer job's
         remove_variables("SLURM_CPUS_PER_TASK", environ)
@@ -56,7 +58,8 @@ def leave_outer_job(environ: OwnEnviron) -> None:
 def _read_owner(process: str) -> tuple[str, str]:
     """Return the job and the step of a job's script or of a task; empty if unknown.
 
-    Its parent, slurmstepd, shows them in its title: [12.batch] or [12.0].
+    `process` is its process id. Its parent, slurmstepd, shows them in its title: [12.batch] or
+    [12.0].
     """
     stat = read_stat(int(process)) if process.isdecimal() else []
     title = read_proc(int(stat[PARENT]), "cmdline").decode(errors="replace") if stat else ""

@@ -59,7 +59,7 @@ class SilenceNews:
     def describe(self, silence_s: float, limit_s: float) -> str:
         """Take note of a silence. Returns the line that is due; empty if none is.
 
-        A peer is lost after `limit_s`.
+        `silence_s` is how long the peer has been silent; it is lost after `limit_s`.
         """
         before_s = self._before_s
         self._before_s = silence_s

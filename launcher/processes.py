@@ -288,7 +288,7 @@ def kill_others(spared: Iterable[int]) -> None:
 
 
 def end_marked(token: str, wait_s: float) -> int:
-    """Wait for the processes of a run to end, and kill the rest. Returns the number killed."""
+    """Wait up to `wait_s` for a run's processes to end, kill the rest, and return how many."""
     left, files = _await_marked(token, wait_s)
     if left:
         send([pid for pid in left if not shared_files.is_cleaner(pid)], signal.SIGKILL)

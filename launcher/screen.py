@@ -39,7 +39,7 @@ class View:
         return data
 
     def add(self, data: bytes) -> None:
-        """Add what the stream has written."""
+        """Show what the stream has written; hold an unfinished line that would mix with others."""
         text = self._held + data
         start = text.rfind(b"\n") + 1
         whole, line = text[:start], text[start:]

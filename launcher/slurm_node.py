@@ -11,10 +11,11 @@ from distributed.job import ask_scheduler, is_task
 
 
 def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, str] | None:
-    """Return the node count, node rank and master of a step with one task per node, or None.
+    """Return the node count, node rank and master of a step with one task per node.
 
-    On several nodes, the master is the first of these that is set: `master`, MASTER_ADDR, the first
-    node. Raises LauncherError if the step has several tasks per node.
+    None if this is not a task of a step. On several nodes, the master is the first of these that is
+    set: `master`, MASTER_ADDR, node rank 0. Asks scontrol if its name cannot be resolved. Raises
+    LauncherError if the step has several tasks per node, or if its variables are not valid.
     """
     if not is_task(environ):
         return None
@@ -33,7 +34,10 @@ def slurm_node(environ: Mapping[str, str], master: str = "") -> tuple[int, int, 
 
 
 def find_address(node: str) -> str:
-    """Return a node's name, or its address if only SLURM knows it, as in some clouds."""
+    """Return a node's name, or its address if only SLURM knows it, as in some clouds.
+
+    Asks scontrol if the name cannot be resolved; returns the name if scontrol does not answer.
+    """
     try:
         socket.getaddrinfo(node, None)
     except OSError:

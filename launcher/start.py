@@ -42,7 +42,11 @@ from launcher.wire import limits
 
 
 def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
-    """Run the command that was typed. Returns the exit code. Prints one line if it is refused."""
+    """Run the command that was typed. Returns the exit code. Prints one line if it is refused.
+
+    At the end, cancels the later jobs of a chain that are not needed. If nothing was started, ends
+    the step of which this process is a task. Changes `environ`.
+    """
     outlive_others()
     leave_outer_run(environ)
     size = len(Call._fields)
@@ -77,7 +81,12 @@ def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
 
 
 def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
-    """Do what was typed: show something, submit a job, or run. Returns the exit code."""
+    """Do what was typed: show something, submit a job, or run. Returns the exit code.
+
+    With the fan-out `local`, a run does not return: this process becomes the node agent. Until the
+    fan-out handles them, a stop signal ends this process, and a notice is pending. Raises what
+    main() catches.
+    """
     leave_outer_job(environ)
     typed = parse(call, words, environ)
     if typed.fanout in ("help", "version"):  # bash prints these, because that needs no Python
@@ -126,9 +135,10 @@ def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:
     """If an earlier start of this job is still running the run, have it save and stop.
 
     A scheduler that has lost contact with a node starts its job again elsewhere, and cannot end the
-    first start. Its agent reads run.json; if it does not stop in time, this start goes on.
+    first start. Its agent reads run.json, to which this adds the new start. Waits for GRACE and
+    STOP_COMMAND_S at most, and then returns even if the earlier start has not stopped.
     """
-    if not (job_id(environ) and is_locked(folder)):
+    if not (job_id(environ) and is_locked(folder)):  # outside a job, refuse_live() has refused
         return
 
     wait_s = grace_s + limits.STOP_COMMAND_S

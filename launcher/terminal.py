@@ -83,9 +83,9 @@ class Terminal(io.RawIOBase):
             self._dropped += max(1, data.count(b"\n"))
 
     def _add(self, data: bytes) -> None:
-        """Write what the stream accepts at once, and queue the rest for the thread."""
+        """Queue data for the thread; first, write what an instant terminal accepts at once."""
         self._last = data[-1:]
-        if self._is_instant and not self._size:
+        if self._is_instant and not self._size:  # otherwise it would overtake the queue
             data = data[self._write(data) :]
         if not data:
             return

@@ -45,7 +45,8 @@ class Stream(io.FileIO):
 def mend_streams() -> Stream:
     """Make stdin, stdout and stderr usable even if the caller closed them or the disk is full.
 
-    Returns stdout, without its buffer.
+    A closed one becomes /dev/null. Replaces sys.stdout and sys.stderr by streams that write each
+    line at once. Returns stdout, without its buffer.
     """
     # If the caller closed one, another file must not get its number.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -63,7 +64,10 @@ def mend_streams() -> Stream:
 
 
 def open_own(path: Path, mode: str, **options: Any) -> IO[Any]:
-    """Open a file in a folder that others may write to: follow no link, wait for no pipe."""
+    """Open a file in a folder that others may write to: follow no link, wait for no pipe.
+
+    Raises OSError if it is a link, or cannot be opened.
+    """
 
     def opener(name: str, flags: int) -> int:
         flags |= os.O_NOFOLLOW
@@ -92,7 +96,7 @@ def print_row(label: str, text: str, out: TextIO | None = None) -> None:
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun: 1 rank, 2 ranks."""
+    """Return a number with its noun: 1 rank, 2 ranks. Without `plural`, the noun gets an s."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 

@@ -67,7 +67,8 @@ _hints = cache(get_type_hints)
 
 def _read(kind: Any, value: Any, where: str) -> Any:
     """Return a value of JSON as a `kind`. Raises MessageError, which names it as `where`."""
-    if type(value) is kind and kind is not float:  # most values: lists of hosts, for example
+    # Most values. The exact type, because True is an int; a float must also be finite.
+    if type(value) is kind and kind is not float:
         return value
     if is_dataclass(kind):
         return _read_dataclass(kind, value, where)

@@ -60,9 +60,9 @@ class Connection(Child):
         token: str,  # `<token>.<node>` begins the node's messages, and marks its processes
         show: Show,
     ) -> None:
-        """Connect to bash on the node; `show` gets all output that is not a message.
+        """Start ssh to bash on the node; it gives up after `connect_s` seconds.
 
-        ssh gives up after `connect_s` seconds without a connection.
+        `show` gets all output except messages and, before the agent's start, stderr.
         """
         self.name = node
         self.token = token
@@ -108,13 +108,14 @@ class Connection(Child):
 
     @property
     def last_words(self) -> str:
-        """The last line that ssh printed, or that the node printed before the start."""
+        """The last line that ssh printed, or else the node's last on stderr before the start."""
         size = os.fstat(self._log).st_size
         said = self._words + b"\n" + os.pread(self._log, 4096, max(0, size - 4096))
         lines = said.decode(errors="replace").split("\n")
         return next(filter(None, map(str.strip, reversed(lines))), "")
 
     def _read_output(self, data: bytes, is_error: bool) -> None:
+        """Keep the messages, and stderr before the start; show the rest. No data: the end."""
         output = data
         told = list[Any]()
         if not is_error:
@@ -122,7 +123,7 @@ class Connection(Child):
             for _, message in told:
                 if isinstance(message, Membership):
                     self._answers[Membership] = message  # the newest
-                self._answers.setdefault(type(message), message)
+                self._answers.setdefault(type(message), message)  # of other kinds, the first
 
         if told or not self.is_started:  # the ranks' output says nothing about the far side
             self._note_heard(time.monotonic())
@@ -143,7 +144,7 @@ class Connection(Child):
     # --- how the node's part of the run ends --------------------------------------------------
 
     def forgive_silence(self) -> None:
-        """Count anew from here: until now, the launcher itself was suspended."""
+        """Measure the silence from now on: until now, the launcher itself was suspended."""
         self.heard = time.monotonic()
         self.gap = Gap()
 
@@ -163,7 +164,7 @@ class Connection(Child):
     # --- why there is no connection -----------------------------------------------------------
 
     def look_for_fault(self) -> None:
-        """Find out in the background why ssh has not reached the node."""
+        """If ssh has failed without a hello, find out why in a thread; do so only once."""
         if not self._probe and self.code == SSH_FAILED and not self.answer(Hello):
             self._probe = threading.Thread(target=self._find_fault, daemon=True)
             self._probe.start()
@@ -214,10 +215,10 @@ def connect_all(
     turn: Turn,
     until: float,
 ) -> None:
-    """Connect to all nodes, and wait until each has said hello or has failed.
+    """Connect to all nodes. Wait until each has said hello or has failed, at most until `until`.
 
     If many connections arrive at once, an sshd, especially a bastion's, drops some (MaxStartups).
-    If others succeed, the dropped ones are tried again.
+    If others succeed, the dropped ones are tried again, TRIES times in all, after longer pauses.
     """
     for place in range(num_nodes):
         connections.append(connect(place))
@@ -254,8 +255,9 @@ def wait_for(kind: type, connections: Sequence[Connection], turn: Turn, until: f
 def find_fault(node: str, environ: Environ) -> str:
     """Return the fault of a node that ssh cannot reach: its name, the network, or its sshd.
 
-    Only a node without a jump host or proxy can be tried from here. Raises TimeoutExpired, KeyError
-    or ValueError if ssh does not report its configuration.
+    Waits up to PROBE_S for ssh's configuration, then for a connection to sshd. Only a node without
+    a jump host or proxy can be tried from here; the fault of others is "ssh-refused". Raises
+    TimeoutExpired, KeyError or ValueError if ssh does not report its configuration.
     """
     command = ["ssh", *given_options(environ), "-T", "-G", "--", node]
     result = subprocess.run(command, capture_output=True, timeout=limits.PROBE_S)
@@ -285,9 +287,10 @@ def name_variables(plan: Plan, own: Collection[str]) -> Plan:
 
 
 def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
-    """Return the names of the variables to send to the nodes, except those for this node only.
+    """Return the names of the variables to send to the nodes, except `own`, this node's only.
 
-    Raises PlanError if FORWARD_ENV names a variable that is not set.
+    Omits names that a shell cannot export. Raises PlanError if FORWARD_ENV names a variable that is
+    not set.
     """
     environ = plan.environ
     asked = asked_names(environ)
@@ -302,11 +305,11 @@ def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
 
 
 def unsent_names(plan: Plan, own: Collection[str]) -> list[str]:
-    """Return the variables that a user may expect on the nodes, but that are not sent.
+    """Return the names of variables that a user may expect on the nodes, but that are not sent.
 
-    A user may expect those that are set here to suit this machine, and those that the training
-    script names. Not meant are HOME, PATH and so on, which each node has, and the launchers' own
-    variables, which they send in other ways.
+    A user may expect those that are set here to suit this machine, and those in the text of the
+    training script, unless it is train.py. Excluded are HOME, PATH and so on, which each node has,
+    and the launchers' own variables, which they send in other ways.
     """
     wanted = {*TABLE["machines"].own}
     script = plan.directory / next((word for word in plan.words if word[:1] != "-"), "")
@@ -320,9 +323,10 @@ def unsent_names(plan: Plan, own: Collection[str]) -> list[str]:
 def write_opening(plan: Plan, added: Environ) -> str:
     """Return the commands for a node's bash: say hello, then run the far side in this directory.
 
-    `added` are variables in addition to the forwarded ones. The hello has the address at which ssh
-    reached the node, the third word of SSH_CONNECTION. Exit code 127 means that the node lacks the
-    directory or the project. A forwarded TMPDIR that does not exist there gives way to the node's.
+    `added` are variables in addition to the forwarded ones, with LAUNCH_TOKEN. The hello has the
+    address at which ssh reached the node, the third word of SSH_CONNECTION. Exit code 127 means
+    that the node lacks the directory or Python. If a forwarded TMPDIR does not exist there, the
+    node's own value is used.
     """
     names = *plan.forwarded, "LAUNCH_JOB", "TMPDIR", *JOB_VARIABLES
     environ = plan.environ

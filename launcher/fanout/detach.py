@@ -31,9 +31,11 @@ from launcher.text import PlanError, open_own, print_row, short_host_name
 def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
     """Continue in a child. Returns a function that redirects the child's output to the run's log.
 
-    Until the child calls it, this process stays on the terminal and forwards signals to the
-    child. It exits with the child's code if the child exits first, otherwise with 0. `script` is as
-    typed, for the commands shown to the user. Raises PlanError if the run has no id yet.
+    Only the child returns; it has a new session, and its sys.stderr also keeps a copy. Until the
+    child calls the function, this process stays on the terminal and forwards signals to the child.
+    It exits with the child's code if the child exits first. Otherwise it prints the commands that
+    follow, show and stop the run, and exits with 0. `script` is as typed, for these commands.
+    Raises PlanError if the run has no id yet.
     """
     if not plan.run_id:
         raise PlanError(
@@ -57,7 +59,7 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
             print_row("detached", f"tail -f {shlex.quote(str(log))}")
             print_row("status", f"{again} --status {shlex.quote(plan.run_id)}")
             print_row("stop", f"{again} --stop {shlex.quote(plan.run_id)}")
-        os._exit(code or 0)
+        os._exit(code or 0)  # without exit handlers: they are the child's
 
     os.close(reader)
     processes.leave_terminal(me)
@@ -68,13 +70,14 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
 def _wait_for_start(child: int, reader: int) -> int | None:
     """Wait until the run starts, and forward signals to the child until then.
 
-    Returns the child's exit code if it exits first, otherwise None.
+    Returns the child's exit code if it exits first, otherwise None; from then on, this process
+    ignores these signals.
     """
     handled = handled_signals()
     for signum in handled:
         signal.signal(signum, lambda signum, _: os.kill(child, signum))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-    if not os.read(reader, 1):
+    if not os.read(reader, 1):  # the child has exited, which closes its end of the pipe
         return processes.exit_code(os.waitpid(child, 0)[1])
     for signum in handled:  # from now on, --stop stops the run
         signal.signal(signum, signal.SIG_IGN)
@@ -84,7 +87,8 @@ def _wait_for_start(child: int, reader: int) -> int | None:
 def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
     """In the child, copy the output so far to the log, print only there, and let the parent exit.
 
-    Raises Refused if the log cannot be written.
+    stdin becomes /dev/null. If the log is the transcript, adds the transcript's links to it. Exits
+    if the parent is gone. Raises Refused if the log cannot be written.
     """
     with run_json.writing_to(log.parent):
         file = open_own(log, "ab")

@@ -33,9 +33,10 @@ from launcher.wire.messages import Cut, Exit, Ready, Request, Start, Sweep
 
 
 def main(arguments: list[str], environ: OwnEnviron) -> int:
-    """Serve the launcher until it has no more requests, or the agent has ended; or serve pdsh.
+    """Serve the launcher until it is gone or silent, or until the agent has ended; or serve pdsh.
 
-    Returns the exit code: that of the agent with --pdsh, otherwise 0.
+    Returns the exit code: that of the agent with --pdsh, otherwise 0. Changes `environ` as the
+    request to start says.
     """
     processes.outlive_others()
     if arguments[:1] == ["--pdsh"]:
@@ -61,7 +62,11 @@ def main(arguments: list[str], environ: OwnEnviron) -> int:
 
 
 def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -> int:
-    """Run the node's agent in a child process. Returns its exit code. The child never returns."""
+    """Run the node's agent in a child process, and send heartbeats until it ends.
+
+    Returns its exit code; CANNOT_START if its folder does not exist. The child never returns. If
+    the connection `pdsh` ends first, ends the run. Changes `environ`, the folder and stdin.
+    """
     mend_streams()
     environ.update(start.variables)
     try:
@@ -69,6 +74,7 @@ def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -
     except OSError as error:
         warn(f"cannot start the node agent: {error}")
         return CANNOT_START
+    # Without Python and its file: the agent is forked.
     agent = fork_agent(start.command[2:], environ, move_control_off_stdin(token), pdsh)
 
     def beat() -> None:
@@ -94,6 +100,7 @@ def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -
 def await_pdsh(name: str, token: str) -> int | None:
     """Wait for pdsh's process at a socket. Returns the connection, or None if none is made.
 
+    Gives up after PDSH_FETCH_S, or if the launcher's connection ends. Sends Ready, then heartbeats.
     Only this user's processes are accepted. No one can take the name first: the launcher chose it
     at random, and pdsh's command shows it only once every node is listening.
     """
@@ -128,7 +135,11 @@ def is_ours(connection: socket.socket) -> bool:
 
 
 def hold_agent(name: str) -> int:
-    """In pdsh's process, wait until the node's agent ends. Returns its exit code."""
+    """In pdsh's process, wait until the node's agent ends. Returns its exit code.
+
+    Returns KILLED if the far side is gone, or if pdsh's connection ends. Raises OSError or
+    SystemExit if the far side of this user does not listen.
+    """
     with socket.socket(socket.AF_UNIX) as far_side:
         far_side.connect(f"\0{name}")
         if not is_ours(far_side):

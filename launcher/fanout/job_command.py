@@ -10,7 +10,10 @@ from launcher.plan.plan import Plan, print_plan
 
 
 def run(plan: Plan, _be_ready: Callable[[], None]) -> int:
-    """Print what is known about the job before it starts, and the command that submits it."""
+    """Print what is known about the job before it starts, and the command that submits it.
+
+    Returns 0. `_be_ready`, which every fan-out gets, is not called, because nothing starts.
+    """
     counts = plan.rank_counts(plan.nproc) if plan.nproc else []
     backend = plan.backend.replace("auto", "nccl with GPUs, else gloo")
     plan = replace(plan, run_id=plan.run_id or "<job id>", backend=backend)

@@ -33,7 +33,10 @@ class NodePart:
 def judge_end(
     plan: Plan, parts: Sequence[NodePart], started: float, stopped_by: int, still_s: float = 0.0
 ) -> Outcome:
-    """Return how a run that was launched by this plan has just ended."""
+    """Return how a run that was launched by this plan has just ended.
+
+    `parts` are by node rank. The units of `started` and the rest are those of LaunchEnd.
+    """
     end = LaunchEnd(
         run_id=plan.run_id,
         log_dir=plan.log_dir,
@@ -71,7 +74,7 @@ class LaunchEnd:
         return choose([*self._told(), *self._losses(), *self._unreported(), *self._others()])
 
     def _told(self) -> Iterator[Account]:
-        """Yield what the agents reported."""
+        """Yield what the agents reported, with this launcher's run id and command."""
         for told in (part.told for part in self.parts if part.told):
             # A node does not choose what the user pastes.
             command = self.command if told.command else ""
@@ -100,6 +103,7 @@ class LaunchEnd:
         if not lost or (have_ended and has_gone_well):
             return
 
+        # If the nodes ended their parts, an error that an agent reported may be the cause.
         basis = Basis.SILENCE if have_ended else Basis.LOST_NODE
         if len(self.parts) > 1 and len(silent) == len(self.parts):
             cause = f"no heartbeat from any node for {self.silence_s:g} s (network down?)"
@@ -118,7 +122,7 @@ class LaunchEnd:
         for node, part in enumerate(self.parts):
             code = part.code
             if not code or code in told:
-                pass  # it succeeded, or an agent's own report explains the code
+                pass  # it succeeded or did not end (_losses()), or a report explains the code
             elif code == CANNOT_START:
                 cause = "the node agent was not started; the lines above say why"
                 yield Basis.NOT_STARTED, self._blame(node, "env-missing", cause, code)

@@ -26,7 +26,11 @@ from launcher.wire.messages import Report
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec does not return
-    """Start this node's ranks. Returns only if nothing was started; the value is the exit code."""
+    """Check this node, print the plan, and execute the node agent, which starts the ranks.
+
+    Returns only if nothing was started: REFUSED if a check failed, 0 after a dry run. Raises
+    Refused if the preflight does not start in the container.
+    """
     if plan.has_transcript and not plan.is_dry_run and not plan.is_detached:
         transcript.copy_output_to(transcript.new_file(plan))
     report = check_here(plan)
@@ -53,6 +57,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     # A signal that arrives now is left to the agent's supervisor, or ends a container's start.
     signal.pthread_sigmask(signal.SIG_UNBLOCK if plan.container else signal.SIG_BLOCK, STOP_SIGNALS)
     be_ready()
+    # The agent's supervisor is the launcher; the token marks the run's processes.
     added = {"LAUNCH_START": "local", "LAUNCH_TOKEN": os.urandom(16).hex()}
     given = {**plan.environ, **plan.run_variables(), **added}
     if nproc > 1 and find_own(plan, read_begun()).is_default:
@@ -64,7 +69,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
 def check_here(plan: Plan) -> Report:
     """Return what the preflight finds on this machine, in the run's container if it has one.
 
-    Raises Refused if the preflight does not start there.
+    A dry run starts no container. Raises Refused if the preflight does not start in it.
     """
     if plan.is_dry_run or not plan.container:
         return check_node(plan.request(), plan.environ)
@@ -82,11 +87,13 @@ def check_here(plan: Plan) -> Report:
 def is_healthy(plan: Plan, nproc: int) -> bool:
     """Test whether the ranks of this node can work together, and print the result.
 
-    `--standalone` limits the test to this node and a free port, even in a step of a SLURM job.
+    Starts ranks, and waits for them. `--standalone` limits the test to this node and a free port,
+    even in a step of a SLURM job.
     """
     start = time.monotonic()
     agent = [plan.python, str(plan.root / AGENT), "--standalone", "--nproc-per-node", str(nproc)]
     command = [*agent, "-m", "distributed.selftest", "--test", "basic"]
+    # `-m distributed.selftest` is found in the working directory.
     container = plan.container and replace(plan.container, directory=plan.root)
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     result = replace(plan, container=container).run_inside(command, cwd=plan.root, **output)

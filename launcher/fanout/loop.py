@@ -42,6 +42,10 @@ class Loop:
     """Waits for children, signals and time together. Create it once, in the main thread."""
 
     def __init__(self, environ: Environ, most_children: int) -> None:
+        """Raise the limit on open files, and handle stop signals, SIGQUIT and SIGCHLD from now on.
+
+        Raises Refused if the hard limit is too low for `most_children`.
+        """
         self.environ = environ  # the children's
         needed = 4 * most_children + 64  # open files
         limit = descriptors.raise_limit(needed)
@@ -63,7 +67,10 @@ class Loop:
         self.selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
 
     def wait(self, seconds: float) -> list[signal.Signals]:
-        """Handle events, up to a time limit. Returns the signals that arrived, except SIGCHLD."""
+        """Wait for events for up to `seconds`, and handle those that have come.
+
+        Returns the signals that arrived, except SIGCHLD. May return early without any.
+        """
         for key, _ in self.selector.select(seconds):
             if self.selector.get_map().get(key.fd) is key:  # no earlier event has closed it
                 key.data()
@@ -88,7 +95,7 @@ class Loop:
 
 @cache
 def fixed_options() -> Sequence[str]:
-    """Return the fixed options that this machine's ssh knows."""
+    """Return the fixed options that this machine's ssh knows. Asks ssh for its version, once."""
     with contextlib.suppress(OSError):
         told = subprocess.run(["ssh", "-V"], stdin=subprocess.DEVNULL, capture_output=True)
         version = re.search(rb"OpenSSH_(\d+)\.(\d+)", told.stderr)
@@ -122,7 +129,7 @@ class Child:
     """
 
     def __init__(self, loop: Loop, command: list[str], on_output: Show) -> None:
-        """Start the program."""
+        """Start the program. From then on, Loop.wait() calls `on_output`. Raises OSError."""
         self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
         self._loop = loop
         self._on_output = on_output
@@ -136,7 +143,8 @@ class Child:
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            preexec_fn=partial(processes.leave_terminal, os.getpid()),  # even if it is stopped
+            # It ends with this process, even if it is stopped.
+            preexec_fn=partial(processes.leave_terminal, os.getpid()),
         )
         for fd in stdin, stdout, stderr:
             os.close(fd)
@@ -175,7 +183,7 @@ class Child:
             self._process.send_signal(signal.SIGCONT)
 
     def reap(self) -> None:
-        """Record the program's end, after its last output."""
+        """If the program has just ended, pass on its last output, then record its exit code."""
         code = self._process.poll()
         if self.code is not None or code is None:
             return
@@ -188,6 +196,7 @@ class Child:
         self.code = code
 
     def _write(self) -> None:
+        """Write what fits now. The loop calls this again until nothing is left."""
         try:
             del self._unsent[: os.write(self._stdin, self._unsent[:_CHUNK])]
         except BlockingIOError:
@@ -205,7 +214,7 @@ class Child:
             self._loop.selector.unregister(self._stdin)
 
     def _read(self, fd: int) -> bool:
-        """Read what is available. Returns False if there is nothing."""
+        """Read once, and pass it on. Returns False if there is nothing, or nothing will follow."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:

@@ -37,7 +37,7 @@ class Nodes:
         self._sweeps: dict[Connection, Connection] = {}  # the newest second connection to each
 
     def leave_behind(self) -> list[Connection]:
-        """Leave the nodes that the run has begun to continue without. Returns them."""
+        """Leave the nodes that the run has begun to continue without. Returns them, each once."""
         answers = [node.answer(Membership) for node in self.connections]
         known = [membership for membership in answers if membership]
         newest = max(known, key=lambda membership: membership.attempt, default=None)
@@ -68,6 +68,7 @@ class Nodes:
     def check_deadline(self, rest_s: float) -> bool:
         """Whether the run has neither ended nor continued in time after a node's end.
 
+        False if it cannot continue without a node.
         A call after the first end sets the deadline: DECIDE_S and `rest_s` from then. A call while
         all current nodes are running clears it.
         """
@@ -85,7 +86,8 @@ class Nodes:
     def find_unreachable(self, loop: Loop, within_s: float) -> dict[Connection, str]:
         """Sweep the nodes that have not reported their end. Returns the unreachable ones, and why.
 
-        A node that was left behind is swept again if that has failed: it may be reachable by now.
+        Waits up to `within_s` for their answers. A node that was left behind is swept again if that
+        has failed: it may be reachable by now.
         """
         for node in self.connections:
             if node.answer(Exit):
@@ -100,7 +102,7 @@ class Nodes:
         return {node: sweep.last_words for node, sweep in failed}
 
     def end_hung(self, loop: Loop) -> None:
-        """After a refusal, end what hangs, or was stopped, on nodes that did not report."""
+        """After a refusal, end what hangs, or was stopped, on nodes that did not report. Waits."""
         for node in self.connections:
             is_there = node.answer(Hello) and node.code is None
             if is_there and not node.answer(Report):
@@ -114,11 +116,11 @@ class Nodes:
         while any(sweep.code is None for sweep in sweeps) and time.monotonic() < until:
             for sweep in sweeps:
                 if sweep.answer(Exit):
-                    sweep.close_input()
+                    sweep.close_input()  # which ends the far side, and with it ssh
             loop.wait(until - time.monotonic())
 
     def parts(self, unreachable: Container[Connection]) -> list[NodePart]:
-        """Return how each node's part of the run ended, by node rank."""
+        """Return how each node's part of the run ended, by node rank, then of the spares."""
         return [
             NodePart(
                 host=node.name,

@@ -24,7 +24,10 @@ from launcher.wire.messages import Ready, Report, Start
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
-    """Start the run on its nodes and wait for its end. Returns the exit code."""
+    """Start the run on its nodes and wait for its end. Returns the exit code.
+
+    Raises PlanError or Refused if nothing was started.
+    """
     return PdshFanout(plan).run(be_ready)
 
 
@@ -43,7 +46,10 @@ class PdshFanout(Fanout):
         super().require_tools()
 
     def start_nodes(self, reports: Sequence[Report]) -> None:
-        """Send each node its start request, wait until all listen for pdsh, and start pdsh."""
+        """Send each node its start request, wait until all listen for pdsh, and start pdsh.
+
+        After the wait's limit, it starts anyway, for the nodes that do listen.
+        """
         super().start_nodes(reports)
         ready_by = time.monotonic() + limits.PDSH_READY_S + self.slack_s
         wait_for(Ready, self.connections, self.turn, ready_by)

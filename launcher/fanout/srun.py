@@ -35,7 +35,11 @@ _CANNOT_START = (REFUSED, *range(125, 128))  # the exit codes of a broken Python
 
 
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
-    """Start the run on all nodes of the job. Returns the run's exit code."""
+    """Start the run on all nodes of the job, and wait for its end. Returns the run's exit code.
+
+    Returns REFUSED if a check fails, 0 after a dry run, which prints the command instead. Raises
+    PlanError or Refused if nothing was started.
+    """
     if has_ended(plan.job):
         cause = f"SLURM_JOB_ID is {plan.job}, a job that has ended"
         raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")
@@ -67,9 +71,10 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
 
 
 def secret_variables(plan: Plan) -> dict[str, str]:
-    """Return variables for the agents: the run's secret, and how to report the run's end.
+    """Return variables for the agents: a new secret, and how to report the run's end.
 
-    After sbatch --export with NONE or a list, srun forwards only what is named, so we name these.
+    After sbatch --export with NONE or a list, srun forwards only what is named, so we name these,
+    and PATH, by which srun finds the program, and HOME.
     """
     variables = {"RUN_SECRET": handshake.new_secret()}
     if not plan.engine:
@@ -86,7 +91,7 @@ def secret_variables(plan: Plan) -> dict[str, str]:
 
 
 def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
-    """Check every node; replace faulty ones and repeat, while there are spares.
+    """Check every node; replace faulty ones and repeat, while there are spares. Prints the faults.
 
     Returns the plan, node rank 0's report, and the comparison of all reports; None if the start
     is refused. Raises Refused if a node does not answer, and no spare can replace it.
@@ -116,9 +121,9 @@ def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
 
 
 def ask_nodes(plan: Plan) -> list[Report]:
-    """Run the preflight on every node. Returns the reports by node rank.
+    """Run the preflight on every node. Returns the reports of those that answer, by node rank.
 
-    Raises Refused if more nodes are silent than there are spares.
+    Raises Refused if more nodes are silent than there are spares. Exits if SLURM ended the step.
     """
     pieces = in_pieces(encode(plan.request(meeting_size=plan.num_agents)), LONGEST)
     check = plan.inside([*plan.module_command("launcher.preflight.check_node"), *pieces])
@@ -129,7 +134,7 @@ def ask_nodes(plan: Plan) -> list[Report]:
 
     answers = receive(srun, plan)
     code = processes.shell_code(srun.returncode)
-    if code == 128 + signal.SIGTERM:
+    if code == 128 + signal.SIGTERM:  # from SLURM, or from receive() after its limit
         leave_if_stopped(plan)
 
     reports = read_reports(answers)
@@ -153,7 +158,11 @@ def ask_nodes(plan: Plan) -> list[Report]:
 
 
 def leave_if_stopped(plan: Plan) -> None:
-    """Exit if SLURM has ended the preflight's step: scancel and preemptions signal steps first."""
+    """Exit if the job is being preempted or has ended, because that has ended the preflight's step.
+
+    Asks SLURM, and requeues the job if its preemption allows that. scancel and preemptions signal
+    steps before the batch script, so no signal has told this process yet.
+    """
     mode = preempt_mode(plan.environ)
     if "REQUEUE" in mode:
         requeue(plan, has_limit=False)
@@ -164,7 +173,8 @@ def leave_if_stopped(plan: Plan) -> None:
 def receive(srun: Srun, plan: Plan) -> bytes:
     """Return what the preflight's step printed. Warns about nodes that keep the others waiting.
 
-    srun itself gives up on a silent node only after several of SLURM's timeouts.
+    Ends the step after a limit, which is longer if the step loads an image: srun itself gives up on
+    a silent node only after several of SLURM's timeouts.
     """
     limit_s = limits.STEP_IMAGE_S if plan.step_options() else limits.STEP_PREFLIGHT_S
     try:
@@ -173,7 +183,7 @@ def receive(srun: Srun, plan: Plan) -> bytes:
         reports = read_reports(wait.output or b"")
 
     silent = silent_hosts(plan, reports)
-    if reports and silent:
+    if reports and silent:  # without any report, the step may still wait for the job's other steps
         warn(
             f"{plan.program}: warning: no answer to the preflight from {', '.join(silent)} "
             f"for {limits.STEP_NAMING_S:g} s; waiting [node-missing]"
@@ -187,7 +197,7 @@ def receive(srun: Srun, plan: Plan) -> bytes:
 
 
 def silent_hosts(plan: Plan, reports: Iterable[Report]) -> list[str]:
-    """Return the hosts of the node ranks that have not answered."""
+    """Return the hosts of the node ranks, and of the spares, that have not answered."""
     answered = {report.node_rank for report in reports}
     hosts = enumerate(hostlist.expand(plan.hosts))
     return [host for node_rank, host in hosts if node_rank not in answered]
@@ -210,11 +220,12 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
 
 
 def rank_step(plan: Plan, nproc: int) -> list[str]:
-    """Return the command that starts each rank as a task of its own, for LAUNCHER=srun.
+    """Return the command that starts each rank as a separate task, for LAUNCHER=srun.
 
     Raises PlanError if the job has a number of tasks per node other than `nproc`.
     """
     environ = plan.environ
+    # If nobody chose the number of tasks, SLURM_TASKS_PER_NODE counts CPUs; one task starts.
     tasks = environ.get("SLURM_TASKS_PER_NODE", "1") if environ.get("SLURM_NTASKS") else "1"
     if {*tasks_per_node(tasks, "SLURM_TASKS_PER_NODE")} != {nproc}:
         raise PlanError(
@@ -246,8 +257,9 @@ def node_step(plan: Plan, options: Sequence[str], command: Sequence[str]) -> lis
     """Return the srun command that runs `command` once per node, with all resources of the job.
 
     srun does not inherit the CPUs, nor the GPUs if sbatch's options differ from the script's. It
-    must not read how the job, or the shell that submitted it, divides them among tasks. The job
-    name applies to the step: stop_step() finds the step by it.
+    must not read how the job, or the shell that submitted it, divides them among tasks: these
+    variables are unset. The job name applies to the step: stop_step() finds the step by it.
+    `options` are for srun; they follow SRUN_OPTS, which must not override them.
     """
     shares = "GPUS_PER_TASK NTASKS_PER_GPU CPUS_PER_GPU TRES_PER_TASK GPU_BIND TRES_BIND CPU_BIND"
     shares += " MEM_PER_CPU MEM_PER_GPU MEM_PER_NODE"  # without them, a step has all memory
@@ -257,7 +269,7 @@ def node_step(plan: Plan, options: Sequence[str], command: Sequence[str]) -> lis
     if plan.left_out:
         step.append(f"--exclude={','.join(plan.left_out)}")
     step += [f"--chdir={plan.directory}", f"--ntasks={plan.num_agents}", "--ntasks-per-node=1"]
-    if cpus := plan.environ.get("SLURM_JOB_CPUS_PER_NODE"):
+    if cpus := plan.environ.get("SLURM_JOB_CPUS_PER_NODE"):  # nodes may differ; a step cannot
         step.append(f"--cpus-per-task={min(tasks_per_node(cpus, 'SLURM_JOB_CPUS_PER_NODE'))}")
     step.append(f"--job-name={plan.run_id}")
     if gpus := plan.environ.get("SLURM_GPUS_ON_NODE"):

@@ -52,10 +52,10 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
 
 
 class Fanout:
-    """A run on nodes that ssh reaches."""
+    """A run on nodes that ssh reaches. Raises PlanError as forwarded_names() does."""
 
     def __init__(self, plan: Plan) -> None:
-        self.own = find_own(plan, read_begun())
+        self.own = find_own(plan, read_begun())  # in a PBS job, asks qstat
         self.plan = name_variables(plan, self.own.names)
         self.token = os.urandom(16).hex()
         self.saving_s = 0 if plan.engine else plan.grace_s  # for agents to save a snapshot
@@ -70,6 +70,7 @@ class Fanout:
         self.beat_at = 0.0
 
     def run(self, be_ready: Callable[[], None]) -> int:
+        """Do what run() above says: REFUSED if a check fails, 0 after a dry run."""
         if self.plan.is_dry_run:
             print_commands(self.plan, self.paste_line)
             return 0
@@ -102,7 +103,7 @@ class Fanout:
     def check_nodes(self) -> list[Report] | None:
         """Connect to all nodes, check them, replace faulty ones by spares, and print the plan.
 
-        Returns the reports, by node rank; None if the start is refused.
+        Returns the reports, by node rank; None if the start is refused. Raises Refused as well.
         """
         began = time.monotonic()
         within_s = self.slack_s + self.plan.preflight_s
@@ -128,9 +129,8 @@ class Fanout:
             for connection in self.connections:
                 connection.terminate()
             self.connections.clear()
-            self.token = os.urandom(16).hex()
+            self.token = os.urandom(16).hex()  # the old one marks processes that may be left
             return self.check_nodes()
-
         if refuses:
             return None
         counts = [report.nproc for report in reports[: plan.num_nodes]]
@@ -138,7 +138,7 @@ class Fanout:
         return reports
 
     def request_reports(self, until: float) -> None:
-        """Choose the master, have every node check itself, and wait for the reports."""
+        """Choose the master, have every node check itself, and wait: longer if all said hello."""
         hellos = [node.answer(Hello) for node in self.connections]
         left_s = until - time.monotonic()
         self.plan = choose_master(self.plan, hellos)
@@ -156,6 +156,7 @@ class Fanout:
         return self.connect(self.plan.nodes[number].name, f"{self.token}.{number}", show)
 
     def connect(self, node: str, token: str, show: Show) -> Connection:
+        """Start ssh to a node, and send it the commands that start the far side there."""
         at_start_s = max(limits.SSH_CONNECT_S, self.plan.preflight_s - limits.CHECKS_S - 1)
         connect_s = (limits.SSH_CONNECT_S if self.started else at_start_s) + self.slack_s
         connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
@@ -171,14 +172,14 @@ class Fanout:
             connection.start(self.start_request(report, connection))
 
     def start_request(self, report: Report, node: Connection) -> Start:
-        """Return what starts the agent of the node that sent this report."""
+        """Return the request that starts the agent of the node that sent this report."""
         plan, nproc = self.plan, report.nproc
         command = plan.agent_command(nproc=nproc, port=report.port, node_rank=report.node_rank)
         variables = {**plan.run_variables(), **self.own.of_node(node.name, nproc)}
         return Start(command, variables, plan.directory)
 
     def watch(self) -> None:
-        """Wait until every node's part has ended; at `close_at`, close the control streams."""
+        """Wait until all connections have ended; at `close_at`, close the control streams."""
         while any(node.code is None and not node.is_left for node in self.connections):
             now = time.monotonic()
             until = self.close_at
@@ -187,7 +188,7 @@ class Fanout:
                 for node in self.connections:
                     node.close_input()
             if now > until:
-                return
+                return  # report_end() ends what is left
             self.turn(until)
 
     def turn(self, until: float) -> None:
@@ -238,10 +239,10 @@ class Fanout:
         self.nodes.sweep(node)
 
     def forward_signal(self, signum: Signals) -> None:
-        """Forward a signal to every node; the agents decide how to act on it."""
+        """Forward a signal to all nodes, SIGQUIT to node rank 0; a stop sets a time for the end."""
         is_query = signum == QUERY and QUERY not in stop_signals()
         if not (self.started or is_query):
-            leave_unstarted(signum)
+            leave_unstarted(signum)  # exits
         if signum not in NOTICES and not is_query:
             self.stopped_by = signum
             self.close_within(self.plan.grace_s + limits.STOP_CLOSE_S)
@@ -254,7 +255,7 @@ class Fanout:
         is_cut = node.answer(Cut)
         has_ended = node.answer(Exit) and not is_cut
         if not self.started:
-            node.look_for_fault()
+            node.look_for_fault()  # why ssh has not reached it
         elif node.is_left or (has_ended and self.nodes.can_change):
             pass  # the run continues without it, or the agents decide whether it does
         elif has_ended:
@@ -279,7 +280,7 @@ class Fanout:
     # --- the end ------------------------------------------------------------------------------
 
     def report_end(self) -> int:
-        """Print how the run ended. Returns its exit code."""
+        """End what is left on the nodes, and print how the run ended. Returns its exit code."""
         plan = self.plan
         within_s = limits.SSH_CONNECT_S + self.slack_s + limits.CONTROL_END_S
         unreachable = self.nodes.find_unreachable(self.loop, within_s)

@@ -46,13 +46,14 @@ Srun = subprocess.Popen[bytes]
 
 
 def start(plan: Plan, command: Sequence[str], stdout: int | None) -> Srun:
-    """Start a command in a new session; it gets SIGTERM when this process ends.
+    """Start srun in a new session; it gets SIGTERM when this process ends. Does not wait for it.
 
-    In our own session, Ctrl-C would make srun kill the step before anything is saved.
+    In our own session, Ctrl-C would make srun kill the step before anything is saved. `stdout` is
+    as for Popen: None means that srun prints to this process's stdout.
     """
     parent = os.getpid()
 
-    def prepare() -> None:
+    def prepare() -> None:  # a child inherits the signals that this process blocks
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, QUERY, *processes.WAKING})
         processes.leave_terminal(parent, signal.SIGTERM)
 
@@ -67,11 +68,11 @@ def start(plan: Plan, command: Sequence[str], stdout: int | None) -> Srun:
 
 
 class Output:
-    """Reads srun's stdout, and separates the agents' messages from the ranks' output."""
+    """Reads srun's stdout in a thread: shows the ranks' output, and keeps the agents' messages."""
 
     def __init__(self, srun: Srun, token: str) -> None:
         self.outcomes: dict[int, Outcome] = {}  # by the node rank that each node started with
-        self.exits: dict[int, int] = {}
+        self.exits: dict[int, int] = {}  # the agents' exit codes, by the same
         self.membership: Membership | None = None  # the nodes that the run still has; None: all
         self.begun: set[int] = set()  # the nodes that have sent anything
         self._answers = Answers(token)
@@ -92,23 +93,26 @@ class Output:
                     self.outcomes[rank] = message
                 case Exit():
                     self.exits[rank] = message.code
-                case Membership() if (
+                case Membership() if (  # each agent reports it: an older one may arrive later
                     self.membership is None or message.attempt >= self.membership.attempt
                 ):
                     self.membership = message
 
     @property
     def has_outcome(self) -> bool:
-        """Whether a node has reported how the run ended."""
+        """Whether a node that still takes part has reported how the run ended."""
         return any(map(self._takes_part, self.outcomes))
 
     @property
     def unreported(self) -> set[int]:
-        """The nodes that started and have not reported an exit."""
+        """The nodes that started, still take part, and have not reported an exit."""
         return {*filter(self._takes_part, self.begun)} - self.exits.keys()
 
     def parts(self, hosts: str, code: int) -> list[NodePart]:
-        """Return how each node's part ended; `code` is for parts without a reported exit."""
+        """Return how the part of each node ended, by node rank, then of the spares.
+
+        One that started but reported no exit gets `code`. `hosts` is SLURM's list of the nodes.
+        """
         ends = self.exits | dict.fromkeys(self.unreported, code)
         names = hostlist.expand(hosts)
         ranks = range(len(names)) if self.membership is None else self.membership.nodes
@@ -118,7 +122,7 @@ class Output:
         return self.membership is None or rank in self.membership.nodes
 
     def close(self) -> None:
-        """Show the remaining output, and end an unfinished line."""
+        """Take in the last reports, and show the last output; wait up to DRAIN_S for each."""
         self._thread.join(limits.DRAIN_S)
         self.receive()
         self._screen.drain(limits.DRAIN_S)
@@ -126,7 +130,7 @@ class Output:
             print(file=sys.stderr)
 
     def _follow(self) -> None:
-        data = b"."
+        data = b"."  # anything but the end
         while data:
             data = os.read(self._fd, 65536)
             text, told = self._answers.read(data)
@@ -140,8 +144,8 @@ class Output:
 def run_step(plan: Plan, command: Sequence[str]) -> int:
     """Run the step to its end, report it, and requeue the job if it is to resume.
 
-    Returns the run's exit code. Does not start the step if a notice came first and the job is back
-    in the queue.
+    Returns the run's exit code, INTERRUPTED after a Ctrl-C. If a notice came first, requeues the
+    job, and returns STOPPED without starting the step. Leaves the signals that it handles blocked.
     """
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -170,26 +174,30 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         code = outcome.code
         asked.append(outcome.signum)  # scancel may have sent the signal directly to the ranks
 
-    # 128 + SIGUSR1: the notice came before there was anything to save.
+    # 128 + SIGUSR1: the notice ended the ranks before one had saved. With checkpoints, that counts
+    # too: the job can start again from an earlier checkpoint, or from the beginning.
     has_saved = code == STOPPED or (code - 128 in NOTICES and plan.checkpoint_dir)
     is_stopped = code in (STOPPED, 128 + signal.SIGTERM) and not (outcome and outcome.failure)
+    # SLURM requeues a preempted job only if it is still running when its grace time ends.
     is_preempted = is_stopped and "REQUEUE" in slurm.preempt_mode(plan.environ)
     comes_back = is_preempted or (has_saved and not {*asked}.isdisjoint(NOTICES))
 
     if outcome:  # before the requeue, which ends this job
-        shown = replace(outcome, command="") if comes_back else outcome
+        shown = replace(outcome, command="") if comes_back else outcome  # SLURM resumes it
         print_outcome(shown, sys.stderr, plan.folder)
     if comes_back and not requeue(plan, has_limit=not is_preempted) and outcome:
         print_resume(outcome, sys.stderr)
-    # srun was killed after the loss of a node: SLURM may requeue the job itself, and then sends a
-    # signal.
+    # A node was lost: SLURM may requeue the job itself, with a signal, unless this script exits.
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(plan.environ):
         signal.sigtimedwait(handled, limits.REQUEUE_S)
     return code_for_shell(code, asked)
 
 
 def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -> None:
-    """Wait for srun to end, and add the signals that ask for a stop to `asked`."""
+    """Wait for srun to end. Forward the signals that ask for a stop, and add them to `asked`.
+
+    SIGQUIT shows all stacks. Ends srun on a second Ctrl-C, or if it hangs after the run's end.
+    """
     handled = handled_signals()
     interrupts = Interrupts()
     begun = 0
@@ -203,7 +211,7 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -
             end_s = limits.for_nodes(limits.SRUN_END_S, plan.num_agents)
             end.set_within(limits.DECIDE_S + plan.grace_s if may_continue else end_s)
         else:
-            end = Deadline()
+            end = Deadline()  # the run may continue without the nodes that have reported its end
 
         if output and len(output.begun) > begun:  # a new node may have missed signals
             begun = len(output.begun)
@@ -229,10 +237,11 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -
 def find_outcome(
     plan: Plan, output: Output, code: int, started: float, asked: Sequence[int]
 ) -> Outcome | None:
-    """Return the outcome of a step; None if no agent has reported anything about its end.
+    """Return the outcome of a step; None if no agent reported one or failed, and none was killed.
 
-    `code` is srun's, the highest code of a task; a task without a report may have been killed. If
-    an outcome was reported, await_end() may have killed srun, because tasks took long to exit.
+    `code` is srun's, the highest of its tasks. If it is 137 or more, nodes without a reported
+    exit count as killed, but not after a signal in `asked`, nor if an outcome was reported: then
+    await_end() may have killed srun, because tasks took long to exit.
     """
     is_killed = code >= KILLED and not (asked or output.has_outcome)
     parts = output.parts(plan.hosts, KILLED if is_killed else 0)
@@ -244,9 +253,9 @@ def find_outcome(
 def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
     """Return the outcome with SIGTERM's code, if SLURM ended the run and no rank saved.
 
-    A time limit is reported as a failure because, unlike with scancel, nobody asked for a stop.
+    Asks scontrol. A time limit is a failure because, unlike with scancel, nobody asked for a stop.
     """
-    is_stopped = not outcome.failure and outcome.code not in (0, STOPPED)
+    is_stopped = not outcome.failure and outcome.code not in (0, STOPPED)  # STOPPED: it saved
     if not is_stopped or outcome.signum == signal.SIGINT:
         return outcome
 
@@ -255,15 +264,16 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
         cause = "SLURM ended the job at its time limit, before the ranks had saved and exited"
         failure = Failure("time-limit", cause, code, short_host_name(), -1, time.time())
         return replace(outcome, code=code, failure=failure)
+    # In salloc's shell, a person may have sent it to this program: the ranks' own code stays.
     is_cancelled = outcome.signum == signal.SIGTERM and in_batch_script(plan.environ)
     return replace(outcome, code=code) if is_cancelled else outcome
 
 
 def forward_signal(signum: int, plan: Plan, srun: Srun) -> None:
-    """Send SIGTERM or a notice to every task of the step; a second SIGTERM has no effect.
+    """Send every task of the step a notice, or SIGTERM for any other signal, without waiting.
 
     SLURM signals all processes of a task, and a notice would kill ranks that do not handle it. So
-    the agents, which know these ranks, get it through a file.
+    the agents, which know these ranks, get it through a file. They ignore a second SIGTERM.
     """
     if signum not in NOTICES:
         threading.Thread(target=stop_step, args=(plan, srun), daemon=True).start()
@@ -276,10 +286,10 @@ def forward_signal(signum: int, plan: Plan, srun: Srun) -> None:
 
 
 def stop_step(plan: Plan, srun: Srun) -> None:
-    """Send SIGTERM to every task of our step, so that ranks can save; srun does not forward it."""
+    """Send SIGTERM to every task of our step, so that ranks can save. Waits for SLURM's answers."""
     listed = ask_squeue("--steps", f"--job={plan.job}", "--format=%i %j")
     if listed is None:
-        srun.send_signal(NOTICES[0])  # works without SLURM's controller
+        srun.send_signal(NOTICES[0])  # unlike SIGTERM, srun forwards it, without the controller
         return
     steps = re.findall(rf"^(\S+) {re.escape(plan.run_id)}$", listed, re.MULTILINE)
     if steps:
@@ -289,11 +299,11 @@ def stop_step(plan: Plan, srun: Srun) -> None:
 
 
 def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
-    """Put the job back into the queue; SLURM starts it again under the same id.
+    """Put the job back into the queue, and say so; SLURM starts it again under the same id.
 
-    With a limit, the job ends instead after three restarts in a row without a new checkpoint. In a
-    chain of jobs, the next one resumes instead. Returns False if the user has to resume the run,
-    because SLURM rejects the request, or the user has cancelled the job.
+    Returns False if the user has to resume the run, because SLURM rejects the request or, with
+    `has_limit`, the user has cancelled the job. Does nothing in a chain of jobs: the next one
+    resumes. With `has_limit`, does not requeue after three restarts without a new checkpoint.
     """
     if chain_of(plan.environ):
         return True
@@ -318,9 +328,9 @@ def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
 
 
 def makes_no_progress(plan: Plan) -> bool:
-    """Record the newest checkpoint. Warns if the last MOST_STARTS starts have all ended with it.
+    """Return whether the last MOST_STARTS starts ended with the same checkpoint; if so, warn.
 
-    False if the folder of checkpoints is not known.
+    Adds the newest to a file in the run's folder. False if the folder of checkpoints is not known.
     """
     if not plan.checkpoint_dir:
         return False

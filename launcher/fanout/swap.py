@@ -20,7 +20,8 @@ TWICE = 2  # losses of one node in a run, after which it is not used again
 def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
     """Return the node ranks of the nodes that do not answer, have a fault, or were lost twice.
 
-    Empty if the run has no spares.
+    With a strict preflight, a warning counts as a fault. `reports` are by node rank, None for no
+    answer. Reads run.json for the losses. Empty if the run has no spares.
     """
     if not plan.num_spares:
         return set()
@@ -40,7 +41,8 @@ def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
 def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
     """Return the plan with these nodes replaced by spares, and the changes in words.
 
-    None if `ill` is empty, spares are too few, or node rank 0 is ill and MASTER_ADDR is set.
+    `ill` are node ranks; those of spares are removed. None if `ill` is empty, a node has no healthy
+    spare with the same number of ranks, or node rank 0 is ill and MASTER_ADDR is set.
     """
     if not ill or (0 in ill and plan.environ.get("MASTER_ADDR")):
         return None
@@ -67,9 +69,10 @@ def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
 
 
 def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
-    """Do the same as swap() for a SLURM job's plan, which does not list its nodes one by one.
+    """Do what swap() does for a SLURM job's plan, which has SLURM's list instead of `nodes`.
 
-    All nodes of a step are alike, and keep the order of SLURM's list.
+    The step excludes the nodes in `ill`, and node ranks follow the order of the list: each later
+    node moves up. All nodes of a step are alike, so any spare can replace any node.
     """
     hosts = hostlist.expand(plan.hosts)
     replaced = swap(replace(plan, nodes=[*map(NodePlan, hosts)]), ill)
@@ -89,9 +92,11 @@ def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None
 
 
 def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
-    """Set the master to the address at which ssh reached node 0, despite aliases and jump hosts.
+    """Return the plan with the address at which ssh reached node rank 0, for the master's address.
 
-    Raises Refused if the other nodes cannot reach it.
+    Other nodes may not know the name that ssh takes, such as an alias. The plan stays as it is if
+    MASTER_ADDR is set, if there is only one node, or if node rank 0 has not answered. Raises
+    Refused if the address is a loopback address, but ssh reached another node elsewhere.
     """
     first = plan.nodes[0]
     address = hellos[0].address if hellos[0] else ""

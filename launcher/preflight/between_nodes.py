@@ -30,7 +30,8 @@ def receive_others(
 ) -> list[Fault]:
     """On node rank 0, wait for `number` nodes; if all arrive, have each pair test its link.
 
-    Returns faults for the nodes that node rank 0 cannot reach. Closes the listener.
+    If a `folder` is given, makes a temporary file there, for which the others look. Returns faults
+    for the nodes that node rank 0 cannot reach. Closes the listener.
     """
     with listener, contextlib.ExitStack() as stack:
         acceptor = Acceptor(listener, access, say=lambda text: None)  # the check-in reports it
@@ -48,7 +49,7 @@ def receive_others(
             stack.enter_context(contextlib.closing(link))
         left_s = wait.left_s if len(here) == number else 0
         faults = meeting.try_pairs(me, here, left_s, limits.PAIR_PASS_S, file)
-    return [fault for node_id, fault in faults if node_id == me.node_id]
+    return [fault for node_id, fault in faults if node_id == me.node_id]  # others report theirs
 
 
 def visit_master(
@@ -56,13 +57,15 @@ def visit_master(
 ) -> tuple[list[Fault], list[str]]:
     """On any other node, connect to node rank 0, compare the clocks and the folder, and try links.
 
-    Returns the faults, and the names of the checks that were made.
+    Returns the faults, and the names of the checks that were made. Both are empty if node rank 0,
+    or another check here, reports why the nodes cannot meet.
     """
     try:
         master = Link(_reach(address, port, secret, wait))
     except socket.gaierror:
         return [], []  # check_master reports it
     except OSError as error:
+        # No answer to the connection, or none to the handshake, which raises NotAccepted from it.
         is_silent = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
         if not is_silent and isinstance(error, NotAccepted | WrongSecret):
             return [], []  # another program has the port, which node rank 0 reports
@@ -110,6 +113,6 @@ def _reach(address: str, port: int, secret: bytes, wait: Wait) -> socket.socket:
         try:
             return connect(address, port, secret, limits.GREETING_S)
         except OSError as error:
-            if own_time.now() > until.get(error.errno or 0, 0):
+            if own_time.now() > until.get(error.errno or 0, 0):  # other errors are final
                 raise
             time.sleep(2 * limits.POLL_S)

@@ -18,7 +18,10 @@ FEW_PROCESSES = 4096  # with a higher limit for each user, nobody's processes ar
 
 
 def count_cpus() -> int:
-    """Return the number of CPUs that this process may use, by its affinity and its quotas."""
+    """Return the number of CPUs that this process may use, by its affinity and quotas; at least 1.
+
+    A quota is rounded down.
+    """
     # The files of cgroups v2, then of v1: both have the CPU time that each period allows.
     pairs = [*_limits("cpu.max"), *_limits("cpu.cfs_quota_us", "cpu.cfs_period_us")]
     quotas = [quota // period for quota, period in pairs]
@@ -29,7 +32,10 @@ def count_cpus() -> int:
 
 
 def count_memory_kills() -> int:
-    """Return the number of out-of-memory kills in this process's control group."""
+    """Return the number of out-of-memory kills in this process's cgroup; 0 if it is unknown.
+
+    If the cgroup has no such number, it is that of the nearest parent that has one.
+    """
     with contextlib.suppress(OSError):
         for group in _groups():
             words = _read(group / "memory.events") or _read(group / "memory.oom_control")

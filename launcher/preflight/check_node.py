@@ -29,7 +29,12 @@ MARK = "node"  # begins the messages of a node (launcher_link.py)
 
 
 def check_node(request: Request, environ: Environ) -> Report:
-    """Check this node, and meet the others at the same time, for the clocks, links and folders."""
+    """Check this node, and meet the others at the same time, for the clocks, links and folders.
+
+    Waits for the others for up to `request.within_s`. Closes the master's port again. Without
+    `request.has_checks`, only counts the GPUs and chooses the port. Raises PlanError if the nodes
+    meet, and RUN_SECRET or HOSTS cannot be used.
+    """
     start = time.perf_counter()
     port, listener, port_error = open_master_port(request)
     is_compared = request.has_checks and request.num_nodes > 1
@@ -38,18 +43,19 @@ def check_node(request: Request, environ: Environ) -> Report:
         visit = beside.submit(_meet, request, port, listener, environ)
         machine = _look_at_machine(request, environ, port, port_error)
         faults = [*_check(machine)] if request.has_checks else []
+        # check_gpus() reports it otherwise. Here, it matters only if no number of ranks is known.
         if machine.nproc == 0 and machine.gpu_error and not request.has_checks:
             faults = [Fault("gpu-unhealthy", machine.gpu_error, "give the number of processes")]
         files = must_match.hash_files(request.words, request.directory) if is_compared else {}
 
     if is_compared and machine.script:
-        files.setdefault(machine.script.name, "")
+        files.setdefault(machine.script.name, "")  # check_program() reports a missing script
     met, done = visit.result()
 
     return Report(
         node_rank=request.node_rank,
         num_nodes=request.num_nodes,
-        nproc=machine.nproc or 1,
+        nproc=machine.nproc or 1,  # a report needs one; if none is known, a fault says so
         host=short_host_name(),
         run_id=request.run_id,
         versions=must_match.versions() if is_compared else {},
@@ -78,7 +84,11 @@ def _check(machine: Machine) -> Iterator[Fault]:
 def _meet(
     request: Request, port: int, listener: socket.socket | None, environ: Environ
 ) -> tuple[Sequence[Fault], Sequence[str]]:
-    """Return the faults found at the master's port, and the names of the checks made there."""
+    """Return the faults found at the master's port, and the names of the checks made there.
+
+    Both are empty if the nodes do not meet; node rank 0 names no checks. Closes the listener.
+    Raises PlanError if RUN_SECRET or HOSTS cannot be used.
+    """
     can_meet = request.node_rank != 0 or listener is not None
     if not (request.has_checks and request.meeting_size > 1 and can_meet):
         if listener:
@@ -106,7 +116,8 @@ def _meet(
 def _look_at_machine(request: Request, environ: Environ, port: int, port_error: int) -> Machine:
     """Return what the checks need: the request with its open questions answered, and the machine.
 
-    `nproc` is 0 if the number of ranks is not known: there is no GPU, and there must be one.
+    Waits for nvidia-smi or rocm-smi. `nproc` is 0 if the number of ranks is not known: the GPUs
+    cannot be counted, or there is none although the ranks need one.
     """
     try:
         gpus = visible_gpus(environ)
@@ -116,7 +127,7 @@ def _look_at_machine(request: Request, environ: Environ, port: int, port_error: 
         gpu_error = str(error)
 
     given = environ.get("SLURM_GPUS_ON_NODE", "")
-    nproc = request.nproc or len(gpus) or int(given.isdecimal() and given)
+    nproc = request.nproc or len(gpus) or int(given.isdecimal() and given)  # int(False) is 0
     nproc = nproc or (0 if gpu_error else request.cpu_nproc)
 
     return Machine(
@@ -139,7 +150,11 @@ def read_reports(output: bytes) -> list[Report]:
 
 
 def main(arguments: Sequence[str], environ: Environ) -> int:
-    """Check this node as requested; a long request is split into several arguments."""
+    """Check this node as requested, and print the Report as a message. Returns 0.
+
+    A long request is split into several arguments. In a step, SLURM_NODEID is the node rank: all
+    tasks get the same request.
+    """
     request = parse(Request, "".join(arguments))
     node_rank = int(environ.get("SLURM_NODEID") or request.node_rank)
     send_message(f"{MARK}.{node_rank}", check_node(replace(request, node_rank=node_rank), environ))

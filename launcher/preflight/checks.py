@@ -177,7 +177,7 @@ def check_cpus(machine: Machine) -> Iterator[Fault]:
 
 
 def check_master(machine: Machine) -> Iterator[Fault]:
-    """The master's name can be resolved here, other nodes can reach it, and its port is free."""
+    """The master's name leads to node rank 0, also from other nodes, and its port is free here."""
     name = machine.master_addr
     port = machine.port
     addresses = []
@@ -299,7 +299,7 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
 
 
 def check_folders(machine: Machine) -> Iterator[Fault]:
-    """There is space for logs and checkpoints, and a real write succeeds."""
+    """There is space for logs and checkpoints, and a real write succeeds. Makes purged folders."""
     # Other nodes save only sharded checkpoints, in a folder that they share with node rank 0.
     saved = machine.checkpoint_dir if machine.node_rank == 0 else None
     for directory in (machine.directory / folder for folder in (machine.log_dir, saved) if folder):

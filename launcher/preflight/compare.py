@@ -40,8 +40,8 @@ def judge(
 ) -> Preflight:
     """Return all faults, first of the silent nodes, last the differences between the others.
 
-    `reports` are by node rank. Unless `seconds` says how long the preflight took, it is as long as
-    the slowest node's.
+    `reports` are by node rank, without those of the silent nodes. Unless `seconds` says how long
+    the preflight took, it is as long as the slowest node's.
     """
     findings = [*silent]
     findings += [Finding(report.host, fault) for report in reports for fault in report.faults]
@@ -49,13 +49,17 @@ def judge(
     if len(reports) > 1:
         findings += differences(reports)
         done_by_each = [{*report.done} for report in reports[1:]]
-        num_checks += COMPARED + len(set.intersection(*done_by_each))
+        num_checks += COMPARED + len(set.intersection(*done_by_each))  # made by all of them
     took_s = max(report.seconds for report in reports) if seconds is None else seconds
     return Preflight(num_checks, findings, len(reports), took_s)
 
 
 def differences(reports: Sequence[Report]) -> Iterator[Finding]:
-    """Yield how nodes differ from the first one, and the faults found at the master's port."""
+    """Yield how nodes differ from the first report's, and the faults found at the master's port.
+
+    The latter count only if node rank 0 has answered and had the port: otherwise they follow from
+    that.
+    """
     first, *others = reports
     names = {fault.name for fault in first.faults}
     is_master_there = first.node_rank == 0 and not names & {"port-in-use", "run-is-live"}

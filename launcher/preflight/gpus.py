@@ -77,7 +77,8 @@ class Gpu:
 def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:
     """Return the GPUs that torch would see, in its order; none on a machine without them.
 
-    Raises GpuError if the machine has GPUs, but their tool cannot report them.
+    Waits up to NVIDIA_SMI_S for their tool. Raises GpuError if the machine has GPUs, but the tool
+    cannot report them.
     """
     until = time.monotonic() + limits.NVIDIA_SMI_S
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
@@ -99,7 +100,8 @@ def visible_gpus(environ: Environ) -> tuple[Gpu, ...]:
 def _nvidia_gpus(until: float) -> Iterator[Gpu]:
     """Yield the GPUs; instead of a GPU that is divided, yield its MIG instances.
 
-    If nvidia-smi is slow, their processes and NVLinks are unknown.
+    If nvidia-smi is slow, their processes and NVLinks are unknown. Raises GpuError if it cannot
+    list them by `until` (monotonic).
     """
     more_until = time.monotonic() + limits.NVIDIA_SMI_MORE_S
     columns = "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version,mig.mode.current"
@@ -142,7 +144,7 @@ def _number(text: str) -> int | None:
 
 
 def _nvlinks(until: float) -> dict[str, int]:
-    """Return how many NVLinks of each GPU are active, by UUID."""
+    """Return how many NVLinks of each GPU are active, by UUID. Raises GpuError."""
     active: dict[str, int] = {}
     for line in _run("nvidia-smi", ["nvlink", "--status"], until).stdout.splitlines():
         if gpu := re.search(r"\(UUID: (\S+)\)", line):
@@ -154,7 +156,7 @@ def _nvlinks(until: float) -> dict[str, int]:
 
 
 def _mig_instances(until: float) -> dict[str, list[str]]:
-    """Return the UUIDs of the MIG instances of each GPU, by the GPU's UUID."""
+    """Return the UUIDs of the MIG instances of each GPU, by the GPU's UUID. Raises GpuError."""
     instances: dict[str, list[str]] = {}
     gpu = ""
     for uuid in re.findall(r"\(UUID: (\S+)\)", _run("nvidia-smi", ["-L"], until).stdout):
@@ -178,7 +180,7 @@ def newest_cuda() -> int:
 
 
 def _amd_gpus(until: float) -> Iterator[Gpu]:
-    """Yield the GPUs, of which only the index and the UUID are known."""
+    """Yield the GPUs, of which only the index and the UUID are known. Raises GpuError."""
     answer = _run("rocm-smi", ["--showuniqueid", "--csv"], until)
     if answer.returncode != 0 and Path("/dev/kfd").exists():
         raise GpuError(f"rocm-smi: {' '.join((answer.stdout + answer.stderr).split())}")
@@ -215,7 +217,10 @@ def _query(table: str, columns: str, until: float) -> list[list[str]]:
 
 
 def _select(gpus: Sequence[Gpu], wanted: str) -> Iterator[Gpu]:
-    """Yield the GPUs listed by index or UUID, up to the first invalid one, as CUDA does."""
+    """Yield the GPUs listed by index or beginning of the UUID, up to the first invalid one.
+
+    CUDA reads its list in this way.
+    """
     for word in wanted.split(","):
         name = word.strip()
         named = [gpu for gpu in gpus if name and (gpu.index == name or gpu.uuid.startswith(name))]
@@ -239,7 +244,7 @@ def find_slow(gpus: Sequence[Gpu]) -> Iterator[str]:
 
     for model in dict.fromkeys(gpu.model for gpu in gpus):
         alike = [gpu for gpu in gpus if gpu.model == model]
-        full = [gpu for gpu in alike if gpu.lanes == gpu.max_lanes]
+        full = [gpu for gpu in alike if gpu.lanes == gpu.max_lanes]  # others are reported above
         yield from _describe_odd(full, "lanes", "{} PCIe lanes")
         yield from _describe_odd(_expect_nvlinks(alike), "nvlinks", "{} active NVLinks")
 

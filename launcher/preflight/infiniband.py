@@ -67,7 +67,11 @@ def ports_of_nccl(ports: Iterable[Port], environ: Environ) -> list[Port]:
 
 
 def is_chosen(device: str, names: str, number: str = "") -> bool:
-    """Whether a variable lets NCCL use a device; it lists prefixes, =exact or ^excluded names."""
+    """Whether a variable lets NCCL use a device; it lists prefixes, =exact or ^excluded names.
+
+    An empty list allows all devices. The list may give a port; `number` is the device's.
+    """
+    # The two signs, if any, come first, in either order.
     is_exact = "=" in names[:2]
     is_named = False
     for word in names.lstrip("^=").split(","):

@@ -30,7 +30,10 @@ def versions() -> dict[str, str]:
 
 
 def read_torch() -> dict[str, Any]:
-    """Return the values in torch's version file, such as `cuda` and `hip` (a version or None)."""
+    """Return the values in torch's version file, such as `cuda` and `hip` (a version or None).
+
+    Runs that file, and nothing else of torch. Empty if torch is missing.
+    """
     torch = importlib.util.find_spec("torch")
     if torch and torch.origin:
         with contextlib.suppress(OSError):  # a folder that merely has this name
@@ -39,7 +42,10 @@ def read_torch() -> dict[str, Any]:
 
 
 def missing_of_torch() -> str:
-    """Return what an import of torch would not find, without importing it."""
+    """Return in words what an import of torch would not find, without importing it.
+
+    Runs ldd, for up to 3 s. Returns "" if nothing is missing, or if ldd does not tell.
+    """
     spec = importlib.util.find_spec("torch")
     folder = Path(spec.origin or "").parent if spec else Path()
     names = [folder / f"_C{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
@@ -61,7 +67,11 @@ def missing_of_torch() -> str:
 def describe_program(
     words: Sequence[str], task_file: str, *, skips_arguments: bool
 ) -> dict[str, str]:
-    """Return what agents compare, by name: the script, its arguments, and the files they name."""
+    """Return what agents compare, by name: the script, its arguments, and the files they name.
+
+    Files are relative to the working directory. With `skips_arguments`, only the script and the
+    file of train.py's task are compared.
+    """
     if skips_arguments:
         return hash_files([words[0], task_file], Path())
     return {ARGUMENTS: shlex.join(words[1:]), **hash_files([*words, task_file], Path())}

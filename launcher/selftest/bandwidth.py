@@ -76,7 +76,7 @@ COLLECTIVES: dict[str, tuple[Call, Callable[[int], float]]] = {  # with busbw / 
 def measure(names: Sequence[str], seconds: float) -> Iterator[Measured]:
     """Yield the result of each collective with each size, within about `seconds` for all.
 
-    Larger sizes are skipped once one call would take too long.
+    All ranks iterate together. Larger sizes are skipped once one call would take too long.
     """
     ranks = dist.get_world_size()
     sizes = GPU_SIZES if device().type == "cuda" else SIZES
@@ -112,7 +112,10 @@ def _expected_s(measured: Sequence[Measured], size: int) -> float:
 
 
 def call_seconds(call: Call, whole: Tensor, part: Tensor, repeats: int) -> float:
-    """Return the time of one call, on the slowest rank."""
+    """Return the seconds of one call, averaged over `repeats`, on the slowest rank.
+
+    All ranks call this.
+    """
     dist.barrier()
     whole.sum().item()  # wait until the GPU is idle
     with warnings.catch_warnings():
@@ -120,6 +123,6 @@ def call_seconds(call: Call, whole: Tensor, part: Tensor, repeats: int) -> float
         start = time.perf_counter()
         for _ in range(repeats):
             call(whole, part)
-        (whole[0] + part[0]).item()
+        (whole[0] + part[0]).item()  # wait until the last call is done
         took = (time.perf_counter() - start) / repeats
     return float(max(gather_json(took)))

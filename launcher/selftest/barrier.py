@@ -33,7 +33,11 @@ class Barrier:
         self._met = 0
 
     def wait_for_all(self, what: str, limit_s: float = limits.SELFTEST_S) -> None:
-        """Return once all have arrived; raises StuckError if one is stuck, or does not arrive."""
+        """Return once all have arrived.
+
+        Raises StuckError if one has called give_up(), or does not arrive in `limit_s` seconds;
+        `what` is then named as what it did not finish.
+        """
         self._met += 1
         here = f"selftest/{self._name}/{self._met}"
         deadline = time.monotonic() + limit_s
@@ -47,7 +51,7 @@ class Barrier:
             if self._store.check([_STUCK]):
                 raise StuckError(parse(Fault, self._store.get(_STUCK)))
             if time.monotonic() > deadline:
-                left = self._size - self._store.add(here, 0)
+                left = self._size - self._store.add(here, 0)  # adding 0 reads the counter
                 cause = f"{count(left, 'rank')} did not finish {what}"
                 raise StuckError(Fault("rank-stuck", cause))
 

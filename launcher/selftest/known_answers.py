@@ -57,7 +57,10 @@ def run_checks(rank: int, ranks: int) -> Iterator[Check]:
 
 
 def _collectives(rank: int, ranks: int, dtype: torch.dtype) -> Iterator[Check]:
-    """Yield the checks of the collectives. Rank r contributes the number r % 4 + 1 to each."""
+    """Yield the checks of the collectives. Rank r contributes the number r % 4 + 1 to each.
+
+    Only rank 0 has the result of the reduce.
+    """
     every = torch.arange(ranks, device=device()).remainder(4).add(1).to(dtype)  # each rank's number
     mine = every[rank].repeat(NUMBERS)
     ones = torch.ones_like(mine)
@@ -99,7 +102,10 @@ def _ring(mine: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def _ddp_step(rank: int, ranks: int) -> Check:
-    """Compare a DDP model's gradient with the average over all batches, computed on this rank."""
+    """Compare a DDP model's gradient with the average over all batches, computed on this rank.
+
+    Seeds torch's generator, so that all ranks have the same model and batches.
+    """
     torch.manual_seed(0)
     alone = nn.Linear(32, 8).to(device())
     batches = torch.randn(ranks, 16, 32, device=device())  # [rank, sample, feature]

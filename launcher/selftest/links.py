@@ -81,7 +81,10 @@ def measure(
 def _measure_pair(
     nodes: Sequence[Node], pair: Pair, me: int, barrier: Barrier, seconds: float
 ) -> Iterator[Link]:
-    """Measure both directions, one after the other. Yields the link from node number `me`."""
+    """Measure both directions, one after the other. Yields the link from node number `me`.
+
+    Raises StuckError, on all ranks that wait, if a transfer does not end in time.
+    """
     for way in (pair, pair[::-1]):
         source, target = way
         peer = nodes[target if me == source else source]
@@ -99,7 +102,8 @@ def _measure_pair(
 def _send(peer: int, seconds: float) -> tuple[float, float]:
     """Make ever larger transfers for `seconds`. Returns bytes/s of the largest, and the latency.
 
-    Only the largest count, because a rate limit on a link lets short bursts pass.
+    Only the largest count, because a rate limit on a link lets short bursts pass. Raises
+    RuntimeError if a transfer takes longer than TRANSFER_S.
     """
     word = torch.zeros(1, dtype=torch.int64, device=device())
     deadline = time.monotonic() + seconds
@@ -137,7 +141,7 @@ def _time_transfer(peer: int, size: Tensor, data: Tensor | None) -> float:
 
 
 def _receive(peer: int) -> None:
-    """Take part in the transfers of a peer's _send()."""
+    """Take part in the transfers of a peer's _send(). Raises RuntimeError as that does."""
     size = torch.zeros(1, dtype=torch.int64, device=device())
     while True:
         _transfer(size, peer, is_sending=False)

@@ -53,12 +53,16 @@ class Test:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the whole test on this rank. Returns the exit code. Raises Leave on rank 0 after FAIL."""
+    """Run the whole test on this rank, print the verdict, and write the JSON file.
+
+    Returns 0, also on other ranks after FAIL. Raises Leave on rank 0 after FAIL, and OSError or
+    ValueError if the ranks cannot join or the JSON file cannot be written.
+    """
     started = time.monotonic()
     env = init_distributed(timeout_s=60)
     if options.json and env.is_main:
         Path(options.json).touch()  # fail now, not at the end
-    if env.world_size == 1:
+    if env.world_size == 1:  # init_distributed() has made no process group
         backend, own = ("nccl", device()) if device().type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=own)
 
@@ -88,7 +92,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure_all(test: Test) -> int:
-    """Measure everything, and print results on the way. Returns the number of checks."""
+    """Measure everything, and print results on the way. Returns the number of checks.
+
+    All ranks call this. The results are in `test.findings`. Raises StuckError if a rank is stuck.
+    """
     env = test.env
     findings = test.findings
     is_basic = test.options.test == "basic"
@@ -129,7 +136,7 @@ def measure_all(test: Test) -> int:
     is_right = not any(member.faults for member in findings.members)
     if not is_basic and env.world_size > 1 and is_right:
         measure_collectives(test)
-    return len(checks) + 1
+    return len(checks) + 1  # and that of torch's versions
 
 
 def measure_collectives(test: Test) -> None:
@@ -238,4 +245,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(options)
     except (OSError, ValueError) as error:  # could not join; the text names the fault
         print(f"FAIL  {error}")
-        return BAD_INPUT if getattr(error, "filename", None) else 1
+        return BAD_INPUT if getattr(error, "filename", None) else 1  # of --json

@@ -77,6 +77,7 @@ class Findings:
                 yield fault if is_everywhere else replace(fault, host=member.host)
 
     def _links(self) -> Iterator[Fault]:
+        """Yield the slow nodes, and the slow links of other nodes that have no slow rank."""
         best = best_links(self.links)
         for node, usual in self.slow_nodes.items():
             speed = rate(slower_way(best[node], self.links))
@@ -90,6 +91,7 @@ class Findings:
                 continue  # a slow rank makes its node's links look slow, not the other way round
             cause = f"the link from {self.hosts[source]} to {self.hosts[target]} is slow: "
             cause += f"{rate(self.links[source, target])}; others have {rate(usual)}"
+            # Either end may be the cause. Exclude the later one: node rank 0 stays.
             yield Fault("slow-link", cause, self.hosts[max(source, target)])
 
     def _ranks(self) -> Iterator[Fault]:

@@ -35,7 +35,8 @@ _PIECE = 900  # characters; srun mixes lines that are longer than 1024
 def read_request(fd: int, silence_s: float = limits.SILENCE_S) -> Any | None:
     """Return the launcher's next message, skipping signs of life; None at the end or after silence.
 
-    Not a byte more is read, because what follows may be meant for another process.
+    Also None if a line is not a message. Not a byte more is read, because what follows may
+    be meant for another process.
     """
     stream = io.FileIO(fd, closefd=False)
     line = b"\n"
@@ -47,8 +48,11 @@ def read_request(fd: int, silence_s: float = limits.SILENCE_S) -> Any | None:
 
 
 def await_input(fd: int, silence_s: float) -> bool:
-    """Wait until there is something to read. Returns False after this long without anything."""
-    own = OwnTime()
+    """Wait until there is something to read. Returns False after `silence_s` seconds without it.
+
+    Time in which this process is suspended does not count.
+    """
+    own = OwnTime()  # this may be another thread than the main one, to which own_time.now() belongs
     heard = time.monotonic()
     while own.since(heard) <= silence_s:
         if wait_for_input([fd], limits.BEAT_S):
@@ -106,7 +110,10 @@ class Answers:
         return b"".join([*output, text[:begin]]), told
 
     def _read_message(self, line: bytes) -> tuple[int, Any]:
-        """Return the node, and its message, or None if that is incomplete. Raises MessageError."""
+        """Return the node, and its message; None if that is incomplete, or a sign of life.
+
+        Raises MessageError if the line, or the message that it completes, is not valid.
+        """
         number, _, piece = line.partition(b" ")
         if not number.isdigit():
             raise MessageError("no node")
@@ -117,6 +124,6 @@ class Answers:
         text = self._begun.pop(node, b"") + piece.removeprefix(b"+")
         if not piece.startswith(b"+"):
             return node, messages.read(text)
-        if len(text) <= LONGEST_MESSAGE:
+        if len(text) <= LONGEST_MESSAGE:  # otherwise the beginning is dropped, and the end invalid
             self._begun[node] = text
         return node, None

@@ -101,7 +101,7 @@ def address_of(end: Callable[[], Any]) -> str:
 
 
 def introduce(link: Link, me: NodeReport) -> socket.socket:
-    """Introduce this node to the other end. Returns the listener of its failover port."""
+    """Introduce this node to the other end. Returns the open listener of its failover port."""
     listener = open_failover_port(str(link.socket.getsockname()[0]))
     link.send(replace(me, failover_port=listener.getsockname()[1]))
     return listener
@@ -126,6 +126,7 @@ def try_pairs(
 ) -> list[tuple[int, Fault]]:
     """On node rank 0, have each pair of nodes test its link. Returns the faults, with node ids.
 
+    Waits for about `within_s + more_s` seconds at most; a node that does not answer has no fault.
     In a large run, each node tests only its neighbours: a port where nobody accepts has room for
     128 connections in older kernels. If `within_s` is 0, the others try only node rank 0.
     """
@@ -151,6 +152,7 @@ def try_pairs(
 def neighbours(members: Sequence[Member], node_id: int) -> Sequence[Member]:
     """Return the members that a node tries: from the next one on; itself last, if at all.
 
+    There are MOST_TRIED at most.
     `members` are sorted by node id; the first follows the last.
     """
     after = [member for member in members if member.node_id > node_id]
@@ -159,7 +161,10 @@ def neighbours(members: Sequence[Member], node_id: int) -> Sequence[Member]:
 
 
 def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator[Fault]:
-    """Send test data to the other members, in this order. Yields the faults."""
+    """Send test data to the other members, in this order. Yields one fault for each reason.
+
+    Skips members without a failover port. Waits for about `within_s` seconds at most.
+    """
     deadline = time.monotonic() + within_s
     others = [member for member in members if member.node_id != me and member.failover_port]
     failed: dict[tuple[str, str], list[str]] = {}  # by fault and reason
@@ -191,7 +196,7 @@ def _try_member(other: Member, deadline: float) -> tuple[str, str]:
             where = other.address, other.failover_port
             with socket.create_connection(where, left_s) as connection:
                 connection.settimeout(max(left_s, limits.PAIR_PASS_S))
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError):  # find_loss() tells why
                     connection.sendall(bytes(PASSED))
                 pass_s = max(end - time.monotonic(), limits.PAIR_PASS_S)
                 return "mtu-too-large", find_loss(connection, pass_s)

@@ -49,7 +49,8 @@ class Link:
     def send(self, message: object, *, may_wait: bool = True) -> None:
         """Send one message. If the node is gone, the next read reports that.
 
-        Without `may_wait`, send nothing while another thread is sending.
+        A node that has not accepted it after `silence_s` seconds counts as gone. Without
+        `may_wait`, send nothing while another thread is sending.
         """
         line = message
         data = b""
@@ -70,7 +71,10 @@ class Link:
             self._sending.release()
 
     def receive(self, limit_s: float = limits.SILENCE_S) -> list[Any] | None:
-        """Return the messages that have arrived; None if the node is gone or sends other data."""
+        """Return the messages that have arrived; None if the node is gone or sends other data.
+
+        Waits up to `limit_s` seconds for data. The list is empty if no message is complete.
+        """
         if not self._fill(limit_s):
             return None
         try:
@@ -157,7 +161,7 @@ class Link:
 def tell_silences(
     peers: Mapping[int, Link], hosts: Sequence[str], say: Callable[[str], None]
 ) -> None:
-    """Name the nodes that have become silent, and those that are heard again."""
+    """Report the nodes that have become silent since the last call, and those heard again."""
     for node_rank, peer in peers.items():
         if news := peer.news.describe(own_time.since(peer.heard), peer.silence_s):
             say(f"{hosts[node_rank]}: {news}")
@@ -177,7 +181,7 @@ class Pulse:
         self.send_beat(NodeBeat(None))
 
     def send_beat(self, newest: NodeBeat) -> None:
-        """Send this heartbeat at once, and again every BEAT_S."""
+        """Send this heartbeat at once, and again every BEAT_S until the next call."""
         self._newest = newest
         self._noted = time.monotonic()
         self._news.set()
