@@ -11,7 +11,7 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Execute the entry script that has the name of this command.
 
-    LAUNCH_PYTHON is the Python to use unless the user chose another; LAUNCH_AS is the name in
+    Sets LAUNCH_PYTHON, the Python to use unless the user chose another, and LAUNCH_AS, the name in
     messages.
     """
     scripts = Path(__file__).parents[1] / "scripts"

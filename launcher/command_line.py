@@ -30,7 +30,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             return [*arguments[:at]], [*arguments[at + 1 :]]
 
         has_own_value = "=" in word or (word[1] != "-" and len(word) > 2)  # such as -r3
-        is_flag = any(flag.startswith(word) for flag in _FLAGS)
+        is_flag = any(flag.startswith(word) for flag in _FLAGS)  # options may be abbreviated
         at += 1 if has_own_value or is_flag else 2  # the next word is the value
     return [*arguments[:at]], [*arguments[at:]]
 
@@ -44,6 +44,7 @@ def find_option(arguments: Sequence[str], name: str) -> str:
     given = ""
     for word, value in itertools.zip_longest(options, options[1:], fillvalue=""):
         option, equals, its_value = word.partition("=")
+        # "-" and "--" are no abbreviations.
         if len(option) > 2 and name.startswith(option.replace("_", "-")):
             given = its_value if equals else value
     return given
@@ -72,7 +73,7 @@ def read_silence(environ: Environ) -> float:
 def read_for_torch(parse: Callable[[list[str]], Namespace], arguments: Sequence[str]) -> Namespace:
     """Parse the command line for torch's own launcher, which treats program arguments as templates.
 
-    `$` is escaped, so that the program receives its arguments unchanged.
+    `parse` is torch's parser; `$` is escaped, so that the program gets its arguments unchanged.
     """
     options, program = split(arguments)
     args = parse([*options, *program[:1]])

@@ -184,7 +184,7 @@ def _charliecloud(container: Container, command: Sequence[str]) -> list[str]:
     """
     binds = (folder for folder in container.binds if folder.parts[1] != "tmp")  # always mounted
     words = ["ch-run", f"--cd={container.directory}", *(f"--bind={folder}" for folder in binds)]
-    if Path(container.image, "ch/environment").exists():
+    if Path(container.image, "ch/environment").exists():  # the image's variables
         words.append("--set-env")
     return [*words, *container.arguments, container.image, "--", *command]
 
@@ -240,7 +240,7 @@ def _podman(container: Container, command: Sequence[str]) -> list[str]:
     start = [_NETWORK, *([_GPUS] if container.has_gpus else []), _RUN_PODMAN]
     words = ["sh", "-c", "; ".join(start), "podman", f"--workdir={container.directory}"]
     if os.geteuid() != 0:
-        words.append("--userns=keep-id")
+        words.append("--userns=keep-id")  # files that it writes belong to this user
     words += [f"--volume={folder}:{folder}" for folder in container.binds]
     return [*words, *container.arguments, container.image, *command]
 

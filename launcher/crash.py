@@ -27,8 +27,8 @@ _WRAPPERS = ("wrapper", "inner", "decorate_context", "_fn")
 def read_crash(lines: Sequence[str], code: int, time: float) -> RaisedError | None:
     """Return what a rank's last lines show about the signal that ended it.
 
-    They are its C++ exception, if there was one, and the Python stack that faulthandler wrote.
-    Returns None if they have neither, or if the exit code is not that of a crash.
+    That is its C++ exception, if there was one, and the Python stack, if faulthandler wrote it;
+    otherwise only the meaning of the signal. Returns None if `code` is not that of a crash.
     """
     fault, meaning = explain_exit(code, out_of_memory=False)
     if fault != CRASHED:

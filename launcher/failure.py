@@ -235,7 +235,7 @@ def _lines_of(message: str) -> list[str]:
 
 
 def install_cure(cause: str) -> str:
-    """Return how to install the package that a cause says is missing; "" for any other cause."""
+    """Return "; " and how to get the module that a cause says is missing; "" for other causes."""
     if ours := _OURS.match(cause):
         return f"; if it is the launch kit's: from {_KIT}.{ours[1]} import ..."
     missing = _MISSING.match(cause)
@@ -265,7 +265,7 @@ def match_frame(line: str) -> re.Match[str] | None:
 
 
 def user_frames(stack: str) -> list[str]:
-    """Return the last frames of the user's own code, innermost first: `file:line in name`.
+    """Return the last frames of the user's code, at most three: `file:line in name`, last first.
 
     `stack` is a traceback: its innermost frame comes last.
     """

@@ -80,7 +80,7 @@ def find_end(log: Path, strip: Callable[[str], str] = str) -> str:
 
 
 def read_tail(file: Path, size: int, opener: Callable[..., IO[Any]] = open) -> str:
-    """Return the last `size` bytes of a file as text, with U+FFFD for others. Raises OSError."""
+    """Return the last `size` bytes of a file as text; U+FFFD if not UTF-8. Raises OSError."""
     with opener(file, "rb") as opened:
         opened.seek(max(0, opened.seek(0, os.SEEK_END) - size))
         return str(opened.read(), errors="replace")
@@ -132,7 +132,7 @@ def _stacks(failure: Failure) -> list[str]:
 
 
 def print_stop(outcome: Outcome, out: TextIO) -> None:
-    """Print the line for a run that was stopped on request."""
+    """Print the line for a run that was stopped on request, and the line that resumes it."""
     if outcome.code == STOPPED:
         by = f"by {signal.Signals(outcome.signum).name} " if outcome.signum else ""
         how = f"{by}after saving a checkpoint"

@@ -56,7 +56,7 @@ def new_secret() -> str:
 def read_access(environ: Environ) -> Access:
     """Return who may join, according to RUN_SECRET or, if that is unset, HOSTS.
 
-    RUN_SECRET is the secret or the path of a file that holds it. The names in HOSTS are resolved.
+    RUN_SECRET is the secret or the path of a file that holds it. Resolves the names in HOSTS.
     Raises PlanError or HostlistError, with cause and cure in one line, if one cannot be used.
     """
     secret = environ.get("RUN_SECRET", "")
@@ -80,7 +80,10 @@ def read_access(environ: Environ) -> Access:
 
 
 def _read_private(file: Path) -> str:
-    """Return the secret in a file. No message shows the path, which may be the secret itself."""
+    """Return the secret in a file. Raises PlanError if it cannot be read, or others can read it.
+
+    No message shows the path, which may be the secret itself.
+    """
     try:
         file = file.expanduser()
         if file.stat().st_mode & 0o077:
@@ -101,7 +104,8 @@ def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
 def connect(address: str, port: int, secret: bytes, limit_s: float) -> socket.socket:
     """Connect to node rank 0; each end proves to the other that it knows the secret.
 
-    Raises OSError if that fails; its subclasses NotAccepted and WrongSecret say who answered.
+    `limit_s` limits each wait, and stays the socket's timeout. Raises OSError if that fails; its
+    subclasses NotAccepted and WrongSecret say who answered.
     """
     connection = socket.create_connection((address, port), timeout=limit_s)
     try:

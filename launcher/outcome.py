@@ -180,7 +180,7 @@ def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
 
     It is 0 if the run completed. If the run was stopped, it is the first of these that applies: a
     rank's own exit code, 75 if ranks saved, the signal's code. A rank that has reported a save
-    exits with 0 only on completion.
+    exits with 0 only on completion. In `signals`, notices come last.
     """
     codes = [code for node in nodes for code in node.left.values() if code != 0]
     others = [code for code in codes if code != STOPPED]

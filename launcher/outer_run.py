@@ -14,7 +14,10 @@ _OF_A_RUN = (
 
 
 def leave_outer_run(environ: OwnEnviron) -> None:
-    """Remove the variables of the outer run, if one of its ranks started this process."""
+    """Remove the variables of the outer run, if one of its ranks started this process.
+
+    LAUNCH_OUTER gets the outer run's token.
+    """
     if "TORCHELASTIC_RUN_ID" not in environ:
         return
     token = environ.get("LAUNCH_TOKEN", "")

@@ -44,7 +44,7 @@ def files_of(manager: int) -> set[str]:
 
 
 def _writable_parts(pid: int) -> list[tuple[int, int]]:
-    """Return the start and the end of each part of a process's heap and stack, as addresses."""
+    """Return the start and end addresses of a process's writable memory, without mapped files."""
     parts = []
     for line in read_proc(pid, "maps").splitlines():
         addresses, permissions, _, _, inode, *_ = line.split()

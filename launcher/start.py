@@ -83,7 +83,7 @@ def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
 def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     """Do what was typed: show something, submit a job, or run. Returns the exit code.
 
-    With the fan-out `local`, a run does not return: this process becomes the node agent. Until the
+    With the fan-out `local`, a run does not return: this process executes the node agent. Until the
     fan-out handles them, a stop signal ends this process, and a notice is pending. Raises what
     main() catches.
     """

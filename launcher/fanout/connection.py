@@ -115,7 +115,7 @@ class Connection(Child):
         return next(filter(None, map(str.strip, reversed(lines))), "")
 
     def _read_output(self, data: bytes, is_error: bool) -> None:
-        """Keep the messages, and stderr before the start; show the rest. No data: the end."""
+        """Keep messages, and stderr before the start; show the rest. No data means the end."""
         output = data
         told = list[Any]()
         if not is_error:
@@ -287,10 +287,10 @@ def name_variables(plan: Plan, own: Collection[str]) -> Plan:
 
 
 def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
-    """Return the names of the variables to send to the nodes, except `own`, this node's only.
+    """Return the names of the variables to send to the nodes, sorted.
 
-    Omits names that a shell cannot export. Raises PlanError if FORWARD_ENV names a variable that is
-    not set.
+    Omits `own`, which are for this node only, and names that a shell cannot export. Raises
+    PlanError if FORWARD_ENV names a variable that is not set.
     """
     environ = plan.environ
     asked = asked_names(environ)

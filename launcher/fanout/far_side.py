@@ -74,7 +74,7 @@ def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -
     except OSError as error:
         warn(f"cannot start the node agent: {error}")
         return CANNOT_START
-    # Without Python and its file: the agent is forked.
+    # The agent is forked: the first two words, Python and the agent's file, are not needed.
     agent = fork_agent(start.command[2:], environ, move_control_off_stdin(token), pdsh)
 
     def beat() -> None:

@@ -35,7 +35,7 @@ def judge_end(
 ) -> Outcome:
     """Return how a run that was launched by this plan has just ended.
 
-    `parts` are by node rank. The units of `started` and the rest are those of LaunchEnd.
+    The arguments are as in LaunchEnd: `started` in seconds since the epoch, for example.
     """
     end = LaunchEnd(
         run_id=plan.run_id,

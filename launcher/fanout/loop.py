@@ -108,7 +108,7 @@ def ssh_command(node: str, environ: Environ, connect_s: int, log: str) -> list[s
     """Return the ssh command. SSH_OPTS comes first: ssh uses the first value of each option.
 
     A connection that the user has opened (ControlMaster) is used: with a second factor, no other
-    can be made.
+    can be made. ssh writes its own messages to the file `log`.
     """
     options = [*fixed_options(), f"ConnectTimeout={connect_s}"]
     options += ["ControlMaster=no", "ClearAllForwardings=yes"]
@@ -214,7 +214,7 @@ class Child:
             self._loop.selector.unregister(self._stdin)
 
     def _read(self, fd: int) -> bool:
-        """Read once, and pass it on. Returns False if there is nothing, or nothing will follow."""
+        """Read once, and pass it on. Returns False if there is nothing yet, or at the end."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:

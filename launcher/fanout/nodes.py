@@ -155,7 +155,8 @@ class Silence:
     def note_turn(self, *, is_ending: bool) -> None:
         """Detect that this process or the machine was suspended; that does not count as silence.
 
-        It is forgotten once the run has survived it, unless the run is ending.
+        `still_s` says for how long, until the run has survived it by RECALL_S, or for good if the
+        run is ending.
         """
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         slept_s = now - (self._turned_at or now)
@@ -169,7 +170,7 @@ class Silence:
             self.still_s = 0.0
 
     def due(self) -> float:
-        """Return when the first node will have been silent for too long (monotonic time)."""
+        """Return when the next node will have been silent for too long (monotonic time)."""
         return min((node.heard + self.limit_s for node in self.awaited), default=math.inf)
 
     def describe(self) -> Iterator[str]:

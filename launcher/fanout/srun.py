@@ -158,7 +158,7 @@ def ask_nodes(plan: Plan) -> list[Report]:
 
 
 def leave_if_stopped(plan: Plan) -> None:
-    """Exit if the job is being preempted or has ended, because that has ended the preflight's step.
+    """Exit if a preemption or the end of the job has ended the preflight's step.
 
     Asks SLURM, and requeues the job if its preemption allows that. scancel and preemptions signal
     steps before the batch script, so no signal has told this process yet.
@@ -215,6 +215,7 @@ def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
     if plan.engine:
         return rank_step(plan, nproc)
     agent = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=None))
+    # If the run can lose a node, the step outlives it. Otherwise one failed task ends all others.
     options = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if plan.min_nodes else [KILL_ALL]
     return node_step(plan, options, plan.with_variables(agent))
 
@@ -225,7 +226,7 @@ def rank_step(plan: Plan, nproc: int) -> list[str]:
     Raises PlanError if the job has a number of tasks per node other than `nproc`.
     """
     environ = plan.environ
-    # If nobody chose the number of tasks, SLURM_TASKS_PER_NODE counts CPUs; one task starts.
+    # If nobody chose the number of tasks, SLURM_TASKS_PER_NODE counts CPUs; srun starts one.
     tasks = environ.get("SLURM_TASKS_PER_NODE", "1") if environ.get("SLURM_NTASKS") else "1"
     if {*tasks_per_node(tasks, "SLURM_TASKS_PER_NODE")} != {nproc}:
         raise PlanError(

@@ -93,7 +93,7 @@ class Output:
                     self.outcomes[rank] = message
                 case Exit():
                     self.exits[rank] = message.code
-                case Membership() if (  # each agent reports it: an older one may arrive later
+                case Membership() if (  # a lost node rank 0's may arrive after its successor's
                     self.membership is None or message.attempt >= self.membership.attempt
                 ):
                     self.membership = message
@@ -144,8 +144,8 @@ class Output:
 def run_step(plan: Plan, command: Sequence[str]) -> int:
     """Run the step to its end, report it, and requeue the job if it is to resume.
 
-    Returns the run's exit code, INTERRUPTED after a Ctrl-C. If a notice came first, requeues the
-    job, and returns STOPPED without starting the step. Leaves the signals that it handles blocked.
+    Returns the run's exit code, INTERRUPTED after a Ctrl-C. If a notice came first, returns STOPPED
+    without starting the step, if the job can be requeued. Leaves the handled signals blocked.
     """
     handled = handled_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -255,7 +255,7 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
 
     Asks scontrol. A time limit is a failure because, unlike with scancel, nobody asked for a stop.
     """
-    is_stopped = not outcome.failure and outcome.code not in (0, STOPPED)  # STOPPED: it saved
+    is_stopped = not outcome.failure and outcome.code not in (0, STOPPED)  # STOPPED: ranks saved
     if not is_stopped or outcome.signum == signal.SIGINT:
         return outcome
 
@@ -264,7 +264,7 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
         cause = "SLURM ended the job at its time limit, before the ranks had saved and exited"
         failure = Failure("time-limit", cause, code, short_host_name(), -1, time.time())
         return replace(outcome, code=code, failure=failure)
-    # In salloc's shell, a person may have sent it to this program: the ranks' own code stays.
+    # In a batch script, SIGTERM comes from SLURM; in salloc's shell, perhaps from a person.
     is_cancelled = outcome.signum == signal.SIGTERM and in_batch_script(plan.environ)
     return replace(outcome, code=code) if is_cancelled else outcome
 
@@ -303,7 +303,7 @@ def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
 
     Returns False if the user has to resume the run, because SLURM rejects the request or, with
     `has_limit`, the user has cancelled the job. Does nothing in a chain of jobs: the next one
-    resumes. With `has_limit`, does not requeue after three restarts without a new checkpoint.
+    resumes. With `has_limit` (no preemption), ends the job after three restarts without progress.
     """
     if chain_of(plan.environ):
         return True

@@ -41,8 +41,8 @@ def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
 def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
     """Return the plan with these nodes replaced by spares, and the changes in words.
 
-    `ill` are node ranks; those of spares are removed. None if `ill` is empty, a node has no healthy
-    spare with the same number of ranks, or node rank 0 is ill and MASTER_ADDR is set.
+    `ill` are node ranks; ill spares are removed. None if `ill` is empty, if a node has no healthy
+    spare with the same number of ranks, or if node rank 0 is ill and MASTER_ADDR is set.
     """
     if not ill or (0 in ill and plan.environ.get("MASTER_ADDR")):
         return None
@@ -92,9 +92,9 @@ def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None
 
 
 def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
-    """Return the plan with the address at which ssh reached node rank 0, for the master's address.
+    """Return the plan with the address at which ssh reached node rank 0 as its master address.
 
-    Other nodes may not know the name that ssh takes, such as an alias. The plan stays as it is if
+    Other nodes may not know the name for ssh, which may be an alias. The plan stays as it is if
     MASTER_ADDR is set, if there is only one node, or if node rank 0 has not answered. Raises
     Refused if the address is a loopback address, but ssh reached another node elsewhere.
     """

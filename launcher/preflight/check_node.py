@@ -32,8 +32,8 @@ def check_node(request: Request, environ: Environ) -> Report:
     """Check this node, and meet the others at the same time, for the clocks, links and folders.
 
     Waits for the others for up to `request.within_s`. Closes the master's port again. Without
-    `request.has_checks`, only counts the GPUs and chooses the port. Raises PlanError if the nodes
-    meet, and RUN_SECRET or HOSTS cannot be used.
+    `request.has_checks`, only counts the GPUs and chooses the port. Raises PlanError or
+    HostlistError if the nodes meet, and RUN_SECRET or HOSTS cannot be used.
     """
     start = time.perf_counter()
     port, listener, port_error = open_master_port(request)
@@ -55,7 +55,7 @@ def check_node(request: Request, environ: Environ) -> Report:
     return Report(
         node_rank=request.node_rank,
         num_nodes=request.num_nodes,
-        nproc=machine.nproc or 1,  # a report needs one; if none is known, a fault says so
+        nproc=machine.nproc or 1,  # a report needs one; check_gpus() reports 0
         host=short_host_name(),
         run_id=request.run_id,
         versions=must_match.versions() if is_compared else {},
@@ -87,7 +87,7 @@ def _meet(
     """Return the faults found at the master's port, and the names of the checks made there.
 
     Both are empty if the nodes do not meet; node rank 0 names no checks. Closes the listener.
-    Raises PlanError if RUN_SECRET or HOSTS cannot be used.
+    Raises PlanError or HostlistError if RUN_SECRET or HOSTS cannot be used.
     """
     can_meet = request.node_rank != 0 or listener is not None
     if not (request.has_checks and request.meeting_size > 1 and can_meet):

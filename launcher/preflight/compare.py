@@ -38,7 +38,7 @@ class Preflight:
 def judge(
     reports: Sequence[Report], silent: Sequence[Finding] = (), seconds: float | None = None
 ) -> Preflight:
-    """Return all faults, first of the silent nodes, last the differences between the others.
+    """Return the result for all nodes: the silent ones' faults come first, differences last.
 
     `reports` are by node rank, without those of the silent nodes. Unless `seconds` says how long
     the preflight took, it is as long as the slowest node's.

@@ -83,7 +83,7 @@ def _measure_pair(
 ) -> Iterator[Link]:
     """Measure both directions, one after the other. Yields the link from node number `me`.
 
-    Raises StuckError, on all ranks that wait, if a transfer does not end in time.
+    Raises StuckError if a transfer does not end in time; other ranks then raise it at a barrier.
     """
     for way in (pair, pair[::-1]):
         source, target = way
