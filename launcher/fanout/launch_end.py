@@ -105,11 +105,13 @@ class LaunchEnd:
 
         # If the nodes ended their parts, an error that an agent reported may be the cause.
         basis = Basis.SILENCE if have_ended else Basis.LOST_NODE
+        # If all are silent, the launcher's own network is to blame (-1), not the nodes.
         if len(self.parts) > 1 and len(silent) == len(self.parts):
             cause = f"no heartbeat from any node for {self.silence_s:g} s (network down?)"
             yield basis, self._blame(-1, "link-lost", cause)
             return
 
+        # If every node can be reached again, ssh was killed, here or there, rather than cut off.
         is_unreachable = silent or not all(part.is_reachable for part in self.parts)
         first = (silent or lost)[0]
         cause = self.parts[first].lost or "this node did not end its part of the run in time"

@@ -1,4 +1,4 @@
-"""The checks of one machine: small generators of faults, which CHECKS lists (no torch)."""
+"""The checks of one machine (no torch). Each yields faults unless its docstring is true."""
 
 from __future__ import annotations
 
