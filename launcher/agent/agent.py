@@ -50,9 +50,9 @@ TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 
 
 def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: SupervisorLink) -> int:
-    """Run as the agent, and exit.
+    """Run as the agent, and exit with the run's code; or let torch's own agent run the ranks.
 
-    Returns an exit code only if the arguments are invalid, or after torch's own agent has finished.
+    Returns BAD_INPUT for invalid arguments, 0 after torch's agent; raises what ends that agent.
     Each forked rank raises SystemExit through this function (launcher/agent/rank/program.py).
     `environ` is this process's own environment, which the ranks inherit.
     """
@@ -65,7 +65,7 @@ def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: Supervi
     environ.pop("RUN_SECRET", None)  # no rank needs it
     if for_torch is not None:
         say(f"{beyond_static}: torch's elastic agent starts the ranks; each imports torch")
-        collect_signals()
+        collect_signals()  # unblocks notices: torch's ranks would inherit them blocked
         elastic.run(for_torch)
         return 0
     try:
@@ -83,7 +83,7 @@ class NodeAgent:
     """What this node does in a run, once all nodes have checked in."""
 
     def __init__(self, args: Arguments, meeting: Meeting, supervisor: SupervisorLink) -> None:
-        """Raise Refused if the run's folder is not writable, or belongs to a live process."""
+        """Raise Refused if the run's folder is unusable, or the ranks' CPUs cannot be found."""
         self.args, self.supervisor = args, supervisor
         self.signals = collect_signals()  # received before the next attempt
         self.cpus = cpus_of_ranks(args.numa_binding, args.nproc)
@@ -96,14 +96,15 @@ class NodeAgent:
         self.restarts = Restarts(args.max_restarts, self.heartbeats)
         self.outputs = Outputs(args)
         self.is_spare = True  # until it has ranks
-        # Resumes the run; empty if the program may not be able to resume, unless it saves.
+        # Shown even if no rank has reported a save; a script other than train.py may not resume.
         self.resume_command = args.command if os.path.realpath(args.program.name) == TRAIN else ""
         self._begin_assignment(meeting)
 
     def _begin_assignment(self, meeting: Meeting) -> None:
-        """Adopt a meeting and its assignment, and prepare for the next attempt. Raises Refused.
+        """Adopt a meeting and its assignment, and prepare for the next attempt.
 
-        When this agent first has ranks, it opens the run's folder, and tells its supervisor.
+        When this agent first has ranks, it opens the run's folder and sends its AgentNote; as node
+        rank 0, it opens run.json. Raises Refused if it cannot write, or a live process has the run.
         """
         own, args = meeting.assignment, self.args
         own_port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
@@ -118,20 +119,18 @@ class NodeAgent:
             self.folder.create()
             self.error_files = self.folder.failures
             self.outputs.keep_in(self.folder)
-        args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # read by who takes a lock
-
+        args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # for locks (RunLock)
         num_nodes = len(own.hosts)
         if node_rank == 0 and num_nodes > 1:
             self.snapshots.outgoing.begin()
         if self.folder and node_rank == 0 and self.restarts.record is None:
             is_by_hand = self.supervisor.control is None
             self.restarts.record = begin_record(self.folder.path, args, own, is_by_hand=is_by_hand)
-            self.restarts.has_begun = own.attempt > 0
-        if self.folder and own.members and own.attempt:  # a lost node may still write
+            self.restarts.has_begun = own.attempt > 0  # the lost node has recorded the first step
+        if self.folder and own.members and own.attempt:  # a lost node's ranks may still write
             self.error_files = self.folder.failures / f"attempt_{own.attempt}"
             with contextlib.suppress(OSError):  # a full disk
                 self.error_files.mkdir(exist_ok=True)
-
         if is_first:
             self.network = nccl_network.prepare(self.folder, node_rank, num_nodes, args.environ)
             folder = str(self.folder.path) if self.folder and self.restarts.record else ""
@@ -141,7 +140,7 @@ class NodeAgent:
             self.supervisor.send(note)
 
     def run(self) -> int:
-        """Run one attempt after another until the run ends. Returns its exit code."""
+        """Run one attempt after another, then save the snapshot and report. Returns the code."""
         while True:
             attempt = self._begin_attempt()
             verdict = attempt.watch(self.outputs)  # until all ranks have ended
@@ -149,13 +148,11 @@ class NodeAgent:
             self.meeting = self.meeting.keep(attempt.peers)
             self.signals = facts.signals
             if self.own.node_rank == 0 and verdict.outcome.code and not self.may_go_on_elsewhere:
-                # The parts that all nodes will combine into a checkpoint if no attempt follows.
                 saved_step = self.heartbeats.reached().saved
                 parts = self.snapshots.find_parts(facts.nodes.values(), saved_step)
-                verdict = replace(verdict, parts=parts)
+                verdict = replace(verdict, parts=parts)  # for a checkpoint, if this is the end
             if not self._join_next_attempt(facts, verdict):
                 break
-
         is_told = facts.verdict is not None
         outcome = self._save_snapshot(verdict, is_told=is_told)
         self._report(outcome, is_told=is_told)
@@ -172,7 +169,7 @@ class NodeAgent:
         return self.args.min_nodes > 0 and not (self.is_last or (team and team.is_majority))
 
     def _begin_attempt(self) -> Attempt:
-        """Fork the ranks of the next attempt, and on node rank 0 serve torch's store to them."""
+        """Fork the ranks of the next attempt; on node rank 0, serve torch's store to all ranks."""
         self.restarts.begin_attempt()
         args, own, meeting = self.args, self.own, self.meeting
         host = "" if self.is_spare else own.hosts[own.node_rank]
@@ -181,7 +178,7 @@ class NodeAgent:
             with without_noise(2, is_debug=args.is_debug):
                 self.store = serve_store(own.address, own.port, meeting.listener.detach())
         here = NodeRanks(ranks, self.heartbeats, own.node_rank, host)
-        # The peers were silent while they waited, and may first save the lost node's snapshot.
+        # The peers sent no heartbeats while they waited, and may first save a lost node's snapshot.
         pause_s = args.grace_s if meeting.took_over else 0.0
         for peer in meeting.everyone():
             peer.expect_news(args.silence_s, pause_s)
@@ -207,7 +204,7 @@ class NodeAgent:
         return fork_ranks(self.args.program, self.own, self.outputs, given, held)
 
     def _variables(self, local_rank: int) -> dict[str, str]:
-        """Return the environment variables for a rank."""
+        """Return the environment variables to add for a rank."""
         return {
             **variables_of(self.args, self.own, local_rank, self.error_files),
             **self.snapshots.variables(local_rank),
@@ -216,7 +213,10 @@ class NodeAgent:
         }
 
     def _join_next_attempt(self, facts: Facts, verdict: Verdict) -> bool:
-        """Take part in the next attempt. Returns False if there is none."""
+        """Take part in the next attempt, as node rank 0 decides. Returns False if there is none.
+
+        Node rank 0 also sends its verdict to all others. If it is lost, its successor decides.
+        """
         team, first = self.meeting.team, verdict.outcome.failure
         can_follow = not (self.is_last or facts.signals)
         if team:  # node rank 0 decides for all nodes
@@ -237,16 +237,15 @@ class NodeAgent:
             self._begin_assignment(followed)
             if followed.team:
                 self._record_restart(loss, -1, [loss.host], followed.took_over)
-            # Save the snapshot here, because the old node rank 0 is gone.
-            saved = self.heartbeats.reached().saved
+            saved = self.heartbeats.reached().saved  # the lost node cannot save its snapshot
             self.snapshots.save(saved, is_first_node=False, limit_s=self.args.grace_s)
         return True
 
     def _restart(self, team: Team, facts: Facts, first: Failure) -> Mapping[int, Assignment]:
-        """On node rank 0, begin another attempt. Returns all assignments; none if the run ends."""
+        """Begin another attempt. Returns all assignments; prints why, and returns {}, if none."""
         busy = team.peers.keys() - facts.nodes.keys()  # nodes whose ranks are still running
         if team.min_nodes:
-            team.part_with(busy)
+            team.part_with(busy)  # they count as lost: their ranks did not exit in time
         team.check_spares(self.on_lost_spare)
         held_step = self.snapshots.step()
         why = team.why_stop(are_all_quiet=not busy)
@@ -257,7 +256,6 @@ class NodeAgent:
             return {}
         lost = [team.members[node_rank].host for node_rank in team.lost]
         replaced = team.refill() if lost else []
-
         # Use a new port: a late process that looks for the old store would mislead the new ranks.
         listener = checkin.listen(self.own.address, 0)
         port = listener.getsockname()[1]
@@ -271,7 +269,7 @@ class NodeAgent:
     def _record_restart(
         self, first: Failure, held_step: int, lost: Sequence[str], replaced: Sequence[str]
     ) -> None:
-        """On node rank 0, record and report why the ranks restart, and on which nodes."""
+        """Record and report why the ranks restart and, if nodes were replaced, on which nodes."""
         line = self.restarts.add(first, held_step, self.own.attempt, lost=lost, replaced=replaced)
         self.outputs.say(f"{line}; now on port {self.own.port}")
         if replaced:
@@ -292,7 +290,9 @@ class NodeAgent:
     def _save_snapshot(self, verdict: Verdict, *, is_told: bool) -> Outcome:
         """Save a snapshot that is newer than the last checkpoint; a later start resumes from it.
 
-        With `is_told`, node rank 0 saves. Returns the outcome, with the step if one was saved here.
+        With `is_told`, node rank 0 has sent its verdict and saves: hand over this node's parts, and
+        wait for it. Nothing is saved after code 0, or if other agents may continue the run.
+        Returns the outcome, with the step if one was saved here.
         """
         outcome, limit_s = verdict.outcome, self.args.grace_s
         if self.signals:  # the ranks have used up GRACE; the supervisor and launchers wait longer
@@ -312,7 +312,7 @@ class NodeAgent:
         return outcome.with_saved(step) if step >= 0 else outcome
 
     def _report(self, outcome: Outcome, *, is_told: bool) -> None:
-        """Complete run.json, and report how the run ended, unless node rank 0 does."""
+        """Complete run.json, delete temporary files, and report the end unless node rank 0 does."""
         if self.args.log_dir is None:
             shutil.rmtree(self.error_files, ignore_errors=True)
         self.restarts.end(outcome.code)
@@ -327,12 +327,12 @@ class NodeAgent:
         outcome = replace(outcome, started=self.started, run_id=self.own.run_id, command=command)
         folder = self.folder and self.folder.path
         if folder and self.own.node_rank and (folder / "run.json").exists():
-            folder = None  # on a shared disk, node rank 0 keeps it
+            folder = None  # on a shared disk, node rank 0 keeps the text
         report_outcome(outcome, control, is_line_open=self.outputs.is_line_open, folder=folder)
 
 
 def run_periodic_tasks(agent: NodeAgent, peers: Mapping[int, Link]) -> None:
-    """Do what an agent does every BEAT_S seconds during an attempt."""
+    """Every BEAT_S: check the spares, NCCL's log and the peers; record and show progress."""
     team, say = agent.meeting.team, agent.outputs.say
     if team:
         team.check_spares(agent.on_lost_spare)

@@ -80,7 +80,7 @@ class Attempt:
     # --- the event loop -------------------------------------------------------------------------
 
     def watch(self, outputs: Outputs) -> Verdict:
-        """Handle events until every rank here has exited and all nodes agree on the verdict."""
+        """Handle events until this node's part is over; end leftovers. Returns the verdict."""
         wake, waker = socket.socketpair()
         waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno())
@@ -91,7 +91,7 @@ class Attempt:
         beat.set_within(0.0)
 
         while not self._is_over():
-            before_read = time.monotonic()
+            before_read = time.monotonic()  # for show_held()
             due = beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at
             next_at = min(*due, self.query.next_at, self.snapshots.outgoing.next_at)
             for key, _ in self.selector.select(max(0.0, next_at - own_time.now())):
@@ -129,7 +129,7 @@ class Attempt:
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
         for signum in handled_signals():
             signal.signal(signum, self._on_signal)
-        if QUERY not in stop_signals():
+        if QUERY not in stop_signals():  # --signals-to-handle can make it one
             signal.signal(QUERY, lambda *_: self.query.ask())
         for earlier in self.earlier:
             self._stop(earlier, None)
@@ -143,7 +143,7 @@ class Attempt:
         self.selector.register(source, selectors.EVENT_READ, handle)
 
     def _on_time(self) -> None:
-        """Do what is due: terminate or kill the ranks, ask for stacks, or end a stuck run."""
+        """Do what is due: terminate or kill the ranks, collect stacks, or end a stuck run."""
         if self.term.expire():
             self._terminate_ranks()
         if self.kill.expire():
@@ -154,12 +154,12 @@ class Attempt:
             _end_stuck(self, suspect)
 
     def _terminate_ranks(self) -> None:
-        """Send SIGTERM to the ranks, because one has failed."""
+        """Send SIGTERM to the ranks, because one has failed; record which fail too, or may save."""
         for each in self.ranks.living():
             if os.path.exists(each.error_file) and not self.facts.has_failed(each.rank):
                 self._record_failure(self.ranks.describe_end(each))
         self.facts.stopped.update(each.rank for each in self.ranks.living())
-        if self.savers.record_handlers():
+        if self.savers.record_handlers():  # waits for their stacks
             self.send_all(RanksSave())
         self.ranks.send(signal.SIGTERM)
         self.kill.set_within(limits.RANK_TERM_S)
@@ -169,18 +169,18 @@ class Attempt:
         self.facts.stopped.update(each.rank for each in self.ranks.living())
         if working := self.savers.find_working():
             processes.kill_others([each.pid for each in working])
-            self.kill.set_within(self.grace_s - limits.RANK_TERM_S)
+            self.kill.set_within(self.grace_s - limits.RANK_TERM_S)  # GRACE after SIGTERM
         else:
             processes.end_descendants()
 
     def _is_over(self) -> bool:
-        """Whether every rank here has exited, and other nodes have reported, or not in time."""
+        """Whether every rank here has exited, and the other nodes have reported or are late."""
         if self.ranks.living():
             return False
         has_all = self.is_first_node and self.peers.keys() <= self.facts.nodes.keys()
         if has_all or not self.peers or self.facts.verdict is not None:
             return True
-        if self.facts.is_ending:
+        if self.facts.is_ending:  # otherwise, ranks of the other nodes may still be working
             others_s = self.grace_s if self.facts.signals_sent else self.savers.others_s
             limit_s = self.verdict_s if self.is_last or self.facts.signals else limits.RANKS_END_S
             self.over.set_within(limit_s * (1 if self.is_first_node else 2) + others_s)
@@ -197,17 +197,17 @@ class Attempt:
     def _on_death(self, each: Rank) -> None:
         """Record a rank's exit, and act on an error; report to node rank 0 after the last exit."""
         code = self.facts.codes[each.rank] = each.code or 0
-        if code != 0 and each.rank not in self.facts.stopped:
+        if code != 0 and each.rank not in self.facts.stopped:  # otherwise, this agent ended it
             self._on_error(each)
         if not self.is_first_node and not self.ranks.living():
             saved_step = self.ranks.heartbeats.saved()
             self.send_all(self.facts.end_of_node(saved_step, *self.snapshots.parts()))
 
     def _on_error(self, each: Rank) -> None:
-        """End the ranks, because one has exited, or cannot exit, with a code other than 0."""
+        """End the ranks, because one has failed or hangs. If it stopped on request, in GRACE."""
         end = self.ranks.describe_end(each)
         if self.facts.is_requested_stop(end, has_saved=self.ranks.heartbeats.saved() >= 0):
-            self.kill.set_within(self.grace_s)
+            self.kill.set_within(self.grace_s)  # the others must stop as well
         else:
             self._fail(end)
 
@@ -245,7 +245,7 @@ class Attempt:
     def _stop(self, signum: int, source: Link | None) -> None:
         """Ask the ranks here and all other nodes to stop, except `source`, which asked for it."""
         is_notice = signum in notices()
-        if signum in self.facts.signals and not is_notice:
+        if signum in self.facts.signals and not is_notice:  # other nodes forward it too
             return
         self.facts.signals.append(signum)
         if is_notice and not self.notice.accept(signum):
@@ -281,10 +281,10 @@ class Attempt:
         peer.close()
 
     def _beat(self, pulse: Pulse) -> None:
-        """Send a heartbeat to the other nodes; check for silent nodes and a stuck rank."""
+        """Do what is due every BEAT_S: send a heartbeat; check for hung ranks and silent nodes."""
         self.on_beat(self.peers)
         self.notice.deliver()
-        if not (self.facts.is_ending or self.facts.signals):
+        if not (self.facts.is_ending or self.facts.signals):  # otherwise, ranks may be saving
             for each in self.ranks.find_hanging(self.grace_s):
                 self._on_error(each)
         here = self.ranks.straggler()
@@ -306,7 +306,7 @@ def _end_with_supervisor() -> None:
 
 
 def _end_stuck(attempt: Attempt, suspect: int) -> None:
-    """Collect the stacks of the ranks here, which a stuck rank holds up, then kill them."""
+    """Kill the ranks here, because `suspect` holds up the run. First collect their stacks."""
     if failure := attempt.ranks.describe_stuck(suspect):
         attempt._fail(failure)
         attempt.savers.refuse_all()

@@ -83,7 +83,8 @@ def close(fd: int | None) -> None:
 def end_run_after(wait: Callable[[int], None], which: int, kill_agent: Callable[[], None]) -> None:
     """In a thread, wait until a launcher or client is gone, and then end the run.
 
-    `wait(which)` returns when it is gone. The run first gets SIGTERM; the agent is killed later.
+    `wait(which)` returns when it is gone; `which` is a descriptor or a process id. This process
+    gets SIGTERM, which it forwards to the agent. CONTROL_TERM_S later, the agent is killed.
     """
 
     def follow() -> None:
@@ -96,7 +97,10 @@ def end_run_after(wait: Callable[[int], None], which: int, kill_agent: Callable[
 
 
 def follow_stream(fd: int, silence_s: float) -> None:
-    """Send this process each signal that the launcher forwards, until the stream ends."""
+    """Send this process each signal that the launcher forwards, until the stream ends.
+
+    It also ends if the launcher sends nothing for `silence_s` seconds.
+    """
     while (request := launcher_link.read_request(fd, silence_s)) is not None:
         if isinstance(request, StopRequest) and request.signum in (*stop_signals(), QUERY):
             os.kill(os.getpid(), request.signum)
@@ -121,14 +125,15 @@ def move_control_off_stdin(mark: str) -> Control:
 def report_outcome(
     outcome: Outcome, control: Control | None, *, is_line_open: bool, folder: Path | None
 ) -> None:
-    """Print how the run ended and keep the text in `folder`, or report to a remote launcher.
+    """Report how the run ended to a remote launcher; without one, print it.
 
-    `is_line_open` means that the last line shown may have no newline; the block begins a new one.
+    The text, if there is any, is also kept in `folder`, the run's. `is_line_open` means that the
+    last line shown may have no newline; the failure block begins a new one.
     """
     if control:
         control.send(outcome, is_line_open=is_line_open)
         return
-    if is_line_open and outcome.code != 0:
+    if is_line_open and outcome.code != 0:  # nothing is printed for code 0
         print(file=sys.stderr)
     print_outcome(outcome, sys.stderr, folder)
 
@@ -136,7 +141,8 @@ def report_outcome(
 def collect_signals() -> list[int]:
     """Handle stop signals by adding them to the list returned, until an attempt handles them.
 
-    Notices were pending until now: they would have ended this process.
+    Also unblocks the notices: until now, there was no handler, and one would have ended this
+    process. Signals that this process ignores, as under nohup, stay ignored.
     """
     came: list[int] = []
     for signum in handled_signals():

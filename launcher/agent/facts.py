@@ -33,7 +33,10 @@ class Facts:
 
     @property
     def signals_sent(self) -> list[int]:
-        """The stop signals sent to ranks here, by this agent or by SLURM itself."""
+        """The stop signals sent to ranks here, by this agent or by SLURM itself.
+
+        Notices count only if a rank here was sent one, or was killed by one.
+        """
         is_known = self.noticed or any(128 + one in self.codes.values() for one in notices())
         return [signum for signum in self.signals if signum not in notices() or is_known]
 
@@ -83,7 +86,8 @@ class Facts:
     def reach_verdict(self, saved_step: int, left: int) -> Verdict:
         """Return how the attempt ended: node rank 0's verdict, or one based on what is known here.
 
-        `left` is the number of processes here that could not be ended.
+        `saved_step` is as for end_of_node(); `left` is the number of processes here that could not
+        be ended.
         """
         told = self.verdict
         if told is None:

@@ -22,9 +22,9 @@ from launcher.wire.messages import Assignment, NodeReport
 def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     """Meet the other nodes' agents to settle the run id, the ranks and the hosts.
 
-    If no launcher has started all agents and tested their connections, the agents test them now,
-    unless the ranks may use another network. Files and versions that a preflight has compared are
-    not compared again. Raises Refused if the run cannot start.
+    Waits for them up to `join_timeout_s`. Without a launcher (`is_by_hand`), the agents also test
+    their connections, unless ranks may use another network. Compares files and versions unless a
+    preflight has. Adds network variables to `args.environ`. Raises Refused if the run cannot start.
     """
     files: dict[str, str] = {}
     environ = args.environ
@@ -82,7 +82,12 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
 
 
 def begin_record(folder: Path, args: Arguments, own: Assignment, *, is_by_hand: bool) -> LiveRecord:
-    """Begin run.json in the run's folder. Raises Refused if it belongs to a live process."""
+    """Begin run.json in the run's folder, or take it over from a lost node's agent.
+
+    If no launcher has recorded itself (`is_by_hand`), the supervisor is recorded as the process
+    that --stop signals. Raises Refused if another live process has the run, or if the folder is
+    not writable.
+    """
     return LiveRecord(
         folder,
         attempt=own.attempt,

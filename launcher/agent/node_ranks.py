@@ -76,7 +76,7 @@ class Reached(NamedTuple):
     """How far the ranks of a node have got in all attempts so far; -1 means not at all."""
 
     saved: int  # the step of the newest checkpoint
-    step: int  # the highest step
+    step: int  # the highest step since that checkpoint was reported
 
 
 class Heartbeats:
@@ -124,7 +124,7 @@ class Heartbeats:
         return any(beat.is_counted and beat.step >= 0 for beat in beats)
 
     def reached(self) -> Reached:
-        """Return the furthest that the ranks have got, also before clear()."""
+        """Return the furthest that the ranks have got, also before clear(), and remember it."""
         now = Reached(max(self.saved(), self._reached.saved), self.step())
         self._reached = max(self._reached, now)
         return self._reached
@@ -161,7 +161,7 @@ class NodeRanks:
             each.code = processes.exit_code(statuses[each.pid])
             for stream in each.streams:
                 stream.drain()
-                if each.code == 0 and stream.view is not None:
+                if each.code == 0 and stream.view is not None:  # it has caught the exception
                     stream.view.show_traceback()
             yield each
 
@@ -171,8 +171,9 @@ class NodeRanks:
     def show_held(self, now: float, *, is_ending: bool) -> bool:
         """Show output that has been held back long enough. Returns whether any is still held back.
 
-        If a rank is still running long after it printed a traceback, it has caught the exception.
-        While the run is ending, this cannot be known.
+        `now` is a time before the streams were last read. If a rank is still running long after it
+        printed a traceback, it has caught the exception. While the run is ending, this cannot be
+        known.
         """
         is_waiting = False
         for each in self.all:
@@ -207,7 +208,7 @@ class NodeRanks:
         unknown = self._unknown_failure(each)
 
         raised = failure.read_error(each.error_file)
-        if raised is None and err.traceback_line > 0 and each.code == 1:
+        if raised is None and err.traceback_line > 0 and each.code == 1:  # 1: as Python exits
             raised = failure.read_traceback(err.last_text, unknown.time)
         raised = raised or read_crash(err.recent_lines, each.code or 0, unknown.time)
 
@@ -222,13 +223,14 @@ class NodeRanks:
     def find_hanging(self, save_s: float) -> list[Rank]:
         """Return the ranks whose script has ended with an error, but that do not exit.
 
-        They have RAISED_S to do so, or `save_s` if they may be saving. One that waits for its
-        checkpoint sends heartbeats.
+        They have RAISED_S to do so, or `save_s` seconds, if that is longer, while they may be
+        saving. One that waits for its checkpoint sends heartbeats. The time counts from the first
+        call that finds a script ended; it is kept in Rank.ended_at.
         """
         hanging = []
         for each in self.living():
             state = self.heartbeats.ending(each.local_rank)
-            if not state:
+            if not state:  # its script is running
                 continue
             if each.ended_at is None:
                 each.ended_at = own_time.now()
@@ -246,7 +248,8 @@ class NodeRanks:
         """Return the failure of a run that `suspect` holds up, with the stacks of all ranks here.
 
         If the suspect is on another node, the failure is that of the first rank here, and counts as
-        a consequence. Returns None if no rank is alive. Blocks while the ranks write their stacks.
+        a consequence. Returns None if no rank is alive. Resumes stopped ranks, and blocks while the
+        ranks write their stacks and collectives.
         """
         living = self.living()
         if not living:
@@ -282,7 +285,7 @@ class NodeRanks:
 
         Blocks for up to STACKS_WRITE_S. With `are_ending`, stopped ranks are resumed, because they
         cannot write while stopped, and the call may take twice as long. A rank that the signal
-        would kill is skipped: one that imports torch itself, and whose script sends no heartbeats.
+        would kill gets an empty stack: one that imports torch itself, without any heartbeats.
         """
         living = self.living()
         stopped = [each for each in living if processes.is_stopped(each.pid)]
@@ -315,7 +318,7 @@ class NodeRanks:
     def collect_calls(self) -> dict[int, Calls]:
         """Return the latest collectives of each living rank for which torch records them.
 
-        Blocks for up to STACKS_WRITE_S.
+        Such a rank blocks DUMP_SIGNAL (flight_recorder.py). Waits up to STACKS_WRITE_S for all.
         """
         living = self.living()
         asked = [each for each in living if processes.has_signal(each.pid, "SigBlk", DUMP_SIGNAL)]
@@ -327,7 +330,7 @@ class NodeRanks:
         return collectives.read(files, limits.STACKS_WRITE_S)
 
     def _unknown_failure(self, each: Rank) -> Failure:
-        """Return the fields that all failures of a rank here share."""
+        """Return a failure of a rank at this moment, as far as it is known without the cause."""
         beat = self.heartbeats.read(each.local_rank)
         return Failure(
             fault="rank-error",

@@ -35,7 +35,10 @@ class Notice:
     _came: dict[int, float] = field(default_factory=dict)  # when each notice came last
 
     def accept(self, signum: int) -> bool:
-        """Record a notice for deliver(). Returns False if it also came a moment ago."""
+        """Record a notice for deliver(), which warns NOTICE_WARN_S later if no rank handles it.
+
+        Returns False, and records nothing, if the same one came less than NOTICE_SAME_S ago.
+        """
         now = own_time.now()
         if now - self._came.get(signum, -math.inf) < limits.NOTICE_SAME_S:
             return False
@@ -44,7 +47,10 @@ class Notice:
         return True
 
     def deliver(self) -> None:
-        """Send each notice to ranks that handle it by now; warn if none does in NOTICE_WARN_S."""
+        """Send each notice, once, to the ranks that handle it by now.
+
+        On node rank 0, warn once NOTICE_WARN_S have passed if none could be sent to a rank here.
+        """
         for signum, came in list(self._came.items()):  # a signal handler may add one
             for each in self.ranks.living():
                 # A newly forked rank still has the agent's handlers and session.

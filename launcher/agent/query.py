@@ -68,19 +68,25 @@ class Query:
     def receive(
         self, node: int, message: StackRequest | NodeStacks, peers: Mapping[int, Link]
     ) -> None:
-        """Keep an answer, or answer a request; on node rank 0, a request makes it ask all nodes."""
+        """Keep an answer, or answer a request, which blocks while the ranks here write it.
+
+        On node rank 0, a request from another node makes it ask all nodes.
+        """
         if isinstance(message, NodeStacks):
             self._add_answer(node, message, peers)
         elif self.ranks.node_rank == 0:
             self.ask()
         else:
-            for peer in peers.values():
+            for peer in peers.values():  # only node rank 0
                 peer.send(self._collect_here())
 
     def on_time(self, peers: Mapping[int, Link]) -> int | None:
-        """Do what is due: look for the files, ask all nodes, or end the request.
+        """Do what is due: look for the files, send a request, or end one.
 
-        Returns the rank that holds up the run if the run must end because of it, otherwise None.
+        Deletes the files that it finds: ASKED starts a request; one of NOTICED raises its signal in
+        this process. Node rank 0 sends a request to all nodes, and blocks while the ranks here
+        answer it; another node sends it to node rank 0. Returns the rank that holds up the run if
+        the run must end because of it, otherwise None.
         """
         if self._look.expire():
             self._look.set_within(limits.ASKED_LOOK_S)
@@ -114,7 +120,9 @@ class Query:
     def _conclude(self, peers: Collection[int]) -> int | None:
         """End the request: show the answers and return None, or return the rank that is stuck.
 
-        It returns a rank only if the run must end because of it. `peers` are the other nodes.
+        It returns a rank only if the run must end because of it; then nothing is shown, because the
+        failure will have the stacks. What is shown is also appended to SHOWN. `peers` are the other
+        nodes.
         """
         everyone = [rank for node in self._told.values() for rank in node.ranks]
         places = {each.rank: each.frames for each in everyone}
@@ -134,6 +142,7 @@ class Query:
             if step >= 0:
                 when = f"more than 10 times the longest gap between steps, after step {step}"
             who = "all ranks are at the same point" if odd is None else f"rank {odd} is behind"
+            # The parent is the supervisor, which forwards the signal.
             again = f"kill -QUIT {os.getppid()} repeats this; HANG_SECONDS=N ends a hung run"
             head = f"no step for {silent.silence_s:.0f} s, {when}: {who}; {again}; {head}"
 

@@ -50,8 +50,11 @@ class Restarts:
     def why_stop(self, first: Failure, held_step: int) -> str:
         """Return why the run does not restart after a failure; empty if it does.
 
-        `held_step` is the step of the newest snapshot in memory, or -1 if there is none.
+        It does not if the next attempt would fail in the same way, if the same step has failed
+        twice with the same cause, or if the last restart made no progress. `held_step` is the step
+        of the newest snapshot in memory, or -1 if there is none.
         """
+        # 126: a program that cannot be executed.
         if first.fault in _INCURABLE or first.code in (BAD_INPUT, CANNOT_START - 1, CANNOT_START):
             return f"not restarting: it would fail the same way ({first.fault})"
         if first.cannot_import:
@@ -64,7 +67,9 @@ class Restarts:
         if is_same and first.step >= 0:
             return f"not restarting: step {first.step} failed twice with the same cause"
 
-        is_known = not self.beats.are_counted()  # a script may start over at step 0
+        # Progress is unknown if steps are counted, because the script may start over at step 0, or
+        # if the ranks have reported nothing.
+        is_known = not self.beats.are_counted()
         is_new = self.before == (-1, -1) or self.beats.reached() != self.before
         if is_known and not is_new and held_step <= last.saved_step:
             return f"not restarting: restart {last.number} made no progress"
@@ -81,13 +86,15 @@ class Restarts:
     ) -> str:
         """Record that the run is restarting for the `number`th time. Returns the cost in one line.
 
-        If the steps that the last restart lost are still not repeated, its time ends here.
-        `held_step` is the step of the newest snapshot in memory, or -1 if there is none.
+        If the steps that the last restart lost are still not repeated, the time that it cost ends
+        here. `held_step` is the step of the newest snapshot in memory, or -1 if there is none.
         """
         saved_step, step = self.beats.reached()
-        is_known = first.rank < 0 <= max(saved_step, held_step)  # another node was lost
+        # The failure of a node's agent (rank -1) has no step, so the step of the ranks here counts.
+        # Without a save, it stays unknown what is lost: the script may not save at all.
+        is_known = first.rank < 0 <= max(saved_step, held_step)
 
-        # Later losses count towards the next restart.
+        # Time lost from now on counts towards the new restart.
         if self.all and not (last := self.all[-1]).lost_s:
             self.all[-1] = replace(last, lost_s=first.time - last.failed)
 
@@ -110,9 +117,10 @@ class Restarts:
         return restart.describe(self.most)
 
     def record_progress(self, say: Callable[[str], None]) -> None:
-        """Record the ranks' progress and, once the lost steps are repeated, the time lost.
+        """Record progress, the time of the first step, and the time lost once steps are repeated.
 
-        If the scheduler has started this job again, end this start.
+        If the scheduler has started this job again, print that, and send this process SIGTERM:
+        the new start takes over the run.
         """
         step = self.beats.step()
         if self.record:

@@ -41,7 +41,11 @@ class Savers:
     _is_judged: bool = False  # find_working() was called, or no rank may save
 
     def record_handlers(self) -> bool:
-        """Record which ranks handle SIGTERM, just before it is sent. Returns whether any does."""
+        """Record which ranks handle SIGTERM, just before it is sent. Returns whether any does.
+
+        Blocks until they have written their stacks, for up to SAVERS_LOOK_S. If GRACE is no longer
+        than RANK_TERM_S, which every rank gets, it records none.
+        """
         if self.grace_s > limits.RANK_TERM_S:
             self._all = [each for each in self.ranks.living() if _may_save(each.pid)]
             self._before = self._stacks()
@@ -50,7 +54,8 @@ class Savers:
     def find_working(self) -> list[Rank]:
         """Return the ranks that handle SIGTERM now, and report them. Only the first call finds any.
 
-        Blocks until they have written their stacks, for up to SAVERS_LOOK_S.
+        After refuse_all(), not even that one does. Blocks until the ranks have written their
+        stacks, for up to SAVERS_LOOK_S.
         """
         was_judged = self._is_judged
         self._is_judged = True
@@ -58,6 +63,7 @@ class Savers:
             return []
 
         now = self._stacks()
+        # Where a rank has not moved since before SIGTERM, its handler does not run.
         same = [rank for rank, stack in now.items() if stack and stack == self._before.get(rank)]
         working = [each for each in self._all if each.code is None and each.rank not in same]
 
@@ -74,7 +80,7 @@ class Savers:
     def _stacks(self) -> dict[int, str]:
         """Have the ranks that can write their stacks do so. Returns the main threads', by rank.
 
-        A rank that has not written in time, on a busy machine, is left out.
+        A rank that has not written in SAVERS_LOOK_S, on a busy machine, is left out.
         """
         asked = [each for each in self._all if each.code is None and _writes_stacks(each.pid)]
         sizes = {each.stack_file: stuck.size_of(each.stack_file) for each in asked}
@@ -90,7 +96,7 @@ class Savers:
 
 
 def _may_save(pid: int) -> bool:
-    """Whether a rank handles SIGTERM, and not all stop signals alike."""
+    """Whether a rank handles SIGTERM, but not all stop signals: see rule 2."""
     is_started = os.getpgid(pid) == pid  # before that, it has the agent's handlers
     handles_all = all(processes.has_signal(pid, "SigCgt", signum) for signum in handled_signals())
     return is_started and processes.handles(pid, signal.SIGTERM) and not handles_all

@@ -2,11 +2,10 @@
 
     python -m distributed.run --nproc-per-node 4 train.py --config config/local3.yaml
 
-Two processes do the work. The supervisor, this one, does not import torch. It forwards signals and,
-when the agent exits for any reason, ends the processes that the agent leaves. The agent (agent.py)
-imports torch once and forks the ranks; it ends them if the supervisor exits. In a run on one
-machine, a third process, the reaper, waits for either of them to exit, and ends the remaining
-processes if the other one is killed or stopped at the same time.
+The supervisor, this process, does not import torch. It forwards signals and, when the agent exits
+for any reason, ends the processes that the agent leaves. The agent (agent.py) imports torch once,
+forks the ranks, and ends them if the supervisor exits. In a run on one machine, a third process,
+the reaper, waits for either to exit, and ends the rest if the other is killed or stopped as well.
 """
 
 from __future__ import annotations
@@ -79,14 +78,14 @@ class Agent:
 
     def ask(self) -> None:
         """Have the agent show its ranks' stacks, or print that the ranks have not started yet."""
-        if wait_for_input([self.notes.fileno()], 0):
+        if wait_for_input([self.notes.fileno()], 0):  # its note has come: ranks start now
             processes.send([self.pid], QUERY)
         else:
             warn("node agent: the ranks have not started yet")
 
 
 def main() -> int:
-    """Run the agent as a child, and return its exit code. A rank raises SystemExit instead."""
+    """Run the agent as a child. Returns its code, or INTERRUPTED; a rank raises SystemExit."""
     environ = os.environ
     mend_streams()
     processes.outlive_others()
@@ -112,13 +111,17 @@ def fork_agent(
     *,
     is_launcher: bool = False,  # this process is the launcher
 ) -> Agent:
-    """Fork the agent, and block signals until guard() handles them. Only this process returns."""
+    """Fork the agent and, as a launcher, the reaper. Only this process returns.
+
+    Signals stay blocked until guard() handles them. Threads end the run if the remote launcher or
+    podman's client is gone. Children that this process already has are never ended.
+    """
     client = int(environ.pop("LAUNCH_CLIENT", "0"))  # podman's client, if in a container
     added = find_option(arguments, "--signals-to-handle") or environ.get("PET_SIGNALS_TO_HANDLE")
     if added:
         environ[ADDED] = added
     handled = handled_signals()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, a child would leave no status
     is_alone = find_option(arguments, "--nnodes") in ("", "1", "1:1")  # the only node
     pausing = {signal.SIGTSTP} - {*handled} if is_alone and control is None else set()
     awaited = {*handled, QUERY, *processes.WAKING, *pausing}
@@ -165,9 +168,9 @@ def fork_agent(
 def _run_agent(
     arguments: Sequence[str], environ: OwnEnviron, link: SupervisorLink, supervisor: int
 ) -> int:
-    """Import torch and run the agent, in its own process. Returns its exit code."""
+    """Import torch, then run the agent or, if ENGINE names it, torch's launcher. Returns a code."""
     environ["PYTHONPATH"] = importable.search_path(environ)
-    sys.path += importable.__path__
+    sys.path += importable.__path__  # scripts import the helper from there
     if environ.get("ENGINE") == "torch.distributed.launch":
         with _importing(link.words):
             from torch.distributed.launch import launch, parse_args  # torch does the rest
@@ -187,13 +190,13 @@ def _run_agent(
     except Exception:
         if os.getppid() == supervisor:  # not in a rank
             os.pwrite(link.words, traceback.format_exc().encode(), len(HAS_TORCH))
-            os._exit(1)
+            os._exit(1)  # the supervisor reports it
         raise
 
 
 @contextlib.contextmanager
 def _importing(file: int) -> Iterator[None]:
-    """Redirect stderr to a file during an import, so that the supervisor can read it."""
+    """Redirect stderr to the supervisor's file during an import; exit with 1 if that fails."""
     gc.disable()  # an import leaves little garbage, and collecting it takes a quarter of the time
     stderr = os.dup(2)
     os.dup2(file, 2)
@@ -209,7 +212,7 @@ def _importing(file: int) -> Iterator[None]:
     sys.stderr.flush()
     os.dup2(stderr, 2)
     os.close(stderr)
-    sys.stderr.write(os.pread(file, 1 << 16, 0).decode(errors="replace"))
+    sys.stderr.write(os.pread(file, 1 << 16, 0).decode(errors="replace"))  # such as warnings
     os.ftruncate(file, 0)
     os.pwrite(file, HAS_TORCH, 0)
 
@@ -223,15 +226,15 @@ def start_reaper(token: str) -> tuple[int, int]:
     if (child := os.fork()) == 0:
         if os.fork() == 0:
             for signum in STOP_SIGNALS:
-                signal.signal(signum, signal.SIG_IGN)
+                signal.signal(signum, signal.SIG_IGN)  # it ends after the run
             for fd in {*map(int, os.listdir("/proc/self/fd"))} - {supervisor, agent}:
                 with contextlib.suppress(OSError):  # other processes wait for these to close
                     os.close(fd)
             processes.leave_session()
             ended = wait_for_input([supervisor, agent])
-            if supervisor not in ended:  # it ends the rest, unless killed or stopped too
+            if supervisor not in ended:  # it ends the rest, unless it is killed or stopped
                 ended = wait_for_input([supervisor], limits.STOP_AGENT_S)
-            processes.end_marked(token, limits.ORPHANS_S if ended else 0)
+            processes.end_marked(token, limits.ORPHANS_S if ended else 0)  # 0: it is stopped
         os._exit(0)
 
     os.close(supervisor)
@@ -252,7 +255,7 @@ def guard(agent: Agent) -> int:
     text = said.removeprefix(HAS_TORCH).decode(errors="replace")
     sys.stderr.write(text)
     words = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
-    has_failed = code != 0 and not agent.passed_on and (words or not has_torch)
+    has_failed = code != 0 and not agent.passed_on and (words or not has_torch)  # unreported
     if os.WIFSIGNALED(status) or has_failed:
         has_kills = count_memory_kills() > memory_kills
         why = _explain_death(code, words, has_torch=has_torch, is_out_of_memory=has_kills)
@@ -266,7 +269,7 @@ def guard(agent: Agent) -> int:
 
 
 def _await_end(agent: Agent) -> int:
-    """Forward signals until the agent exits. Returns its wait status.
+    """Forward signals until the agent exits; kill it if it does not stop. Returns its wait status.
 
     Signals are blocked and taken one by one, because a handler could interrupt another.
     """
@@ -276,11 +279,11 @@ def _await_end(agent: Agent) -> int:
         came = processes.await_signal({*handled, QUERY, *agent.pausing}, wait_s)
         if came in agent.pausing:
             processes.suspend()
-        elif came == QUERY and QUERY not in handled:
+        elif came == QUERY and QUERY not in handled:  # --signals-to-handle can make it a stop
             agent.ask()
         elif came is not None:
             agent.send(came)
-            if came not in notices():
+            if came not in notices():  # after a notice, the run continues
                 kill.set_within(agent.grace_s + limits.STOP_AGENT_S)
         elif kill.expire():  # the agent is stopped (SIGSTOP), or hangs
             agent.kill()
@@ -290,9 +293,9 @@ def _await_end(agent: Agent) -> int:
 def _report_death(
     agent: Agent, code: int, why: tuple[str, str] | None, words: Sequence[str], *, left: int
 ) -> None:
-    """Report how the run ended, in place of an agent that was killed, failed or exited early.
+    """Report and record how the run ended, in place of an agent that was killed or has failed.
 
-    `why` is the fault and the cause; None if this process ended the agent.
+    `why` is the fault and the cause; None if this process sent the signal that ended the agent.
     """
     failure = None
     agent.notes.setblocking(False)
@@ -306,12 +309,11 @@ def _report_death(
         run_json.note_end(folder, code, agent=agent.pid)
 
     if why is not None:
-        # The last line is the cause, unless a signal is.
-        frames = words[-3:] if signal_name(code) else words[-4:-1]
+        frames = words[-3:] if signal_name(code) else words[-4:-1]  # else the last is the cause
         failure = Failure(
             *why, code, socket.gethostname(), note.node_rank, time.time(), frames=frames
         )
-    elif code == processes.KILLED:  # the launcher is gone
+    elif code == processes.KILLED:  # the launcher is gone, or the agent did not stop in time
         return
 
     outcome = Outcome(

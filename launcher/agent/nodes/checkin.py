@@ -65,7 +65,10 @@ class Meeting:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """On node rank 0, start the others after the body; if it raises Refused, reject them."""
+        """On node rank 0, send the others their assignments after the body, so that they start.
+
+        If the body raises Refused, send them the reason instead. Raises it again.
+        """
         try:
             yield
         except Refused as refused:
@@ -89,7 +92,11 @@ def meet(
     is_by_hand: bool = False,  # no launcher has started the nodes, or would end them
     tries_pairs: bool = False,  # have each pair of nodes test its link, as a preflight would
 ) -> Meeting:
-    """Meet the other nodes' agents at node rank 0. Raises Refused if the run cannot start."""
+    """Meet the other nodes' agents at node rank 0. Raises Refused if the run cannot start.
+
+    Node rank 0 waits for all others, for up to `timeout_s`; every other agent checks in with it,
+    and waits for the run to start.
+    """
     wait = Wait(timeout_s, say)
     if me.node_rank != 0:
         return join(address, port, me, access.secret, wait)
@@ -117,9 +124,10 @@ def meet(
 
 
 def listen(address: str, port: int, *, is_alone: bool = False) -> socket.socket:
-    """Listen on the master port. Raises Refused if it is taken.
+    """Listen on the master port; 0 means any free one. Raises Refused if that fails.
 
-    A node that is alone takes another: the preflight's port may have been taken since then.
+    If it is taken, a node that is alone takes another, and prints that: the port that the preflight
+    found free may have been taken since then.
     """
     try:
         return open_port(port, address)
@@ -140,14 +148,18 @@ def gather(
     """On node rank 0, wait until every other agent has checked in. Returns them by node rank.
 
     Raises Refused, after rejecting the nodes that have checked in, if a node is missing,
-    checked in twice, or does not match this one. A node of another run is turned away.
+    checked in twice, or does not match this one. With `tells_late`, first waits CHECKIN_LATE_S for
+    the others, and rejects them as well. A node of another run is turned away.
     """
     nodes: dict[int, NodeReport] = {me.node_rank: me}
     awaited = {*range(me.num_nodes)} - {me.node_rank}
     newcomers: list[tuple[int, Link]] = []  # they have checked in, but may still be rejected
 
     def admit(peer: Link, node: NodeReport) -> bool:
-        """Return False to turn a node of another run away. Raises Refused to end this run."""
+        """Return False to turn a node of another run away. Raises Refused to end this run.
+
+        Warns if the node's clock differs from this one's by more than SKEW_S.
+        """
         if node.run_id not in ("", me.run_id):
             cause = f"{node.host} has run id {node.run_id}, but {me.host} has {me.run_id}"
             say(f"warning: {cause}; rejected; still waiting for this run's nodes [wrong-world]")
@@ -189,7 +201,10 @@ def gather(
 
 
 def tell_late(acceptor: Acceptor, late: set[int], refused: Refused) -> None:
-    """Notify agents that come a little later; otherwise they would wait for the whole timeout."""
+    """Wait up to CHECKIN_LATE_S for agents that come later, and reject them.
+
+    Otherwise, they would wait for node rank 0 until their timeout.
+    """
     say(f"{refused}; telling it for {limits.CHECKIN_LATE_S:g} s to nodes that come later")
 
     def admit(peer: Link, node: NodeReport) -> bool:
@@ -225,8 +240,9 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
 
 
 def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> Meeting:
-    """On a node other than the first, check in with node rank 0, and wait for the run to start.
+    """On a node other than node rank 0, check in with node rank 0, and wait for the run to start.
 
+    Tries again until `wait` ends, or for CHECKIN_REJECTED_S if the other end turns this node away.
     Raises Refused if node rank 0 cannot be reached in time, or rejects this node or the run.
     """
     at = f"{address}:{port}"
@@ -255,7 +271,7 @@ def _describe_failure(last: OSError, at: str, me: NodeReport, wait: Wait) -> Ref
     if isinstance(last, WrongSecret):
         cause = f"node rank 0 at {at} has a different RUN_SECRET from this node, or none"
         return Refused("stranger", f"{cause}; set the same one on every node")
-    if isinstance(last.__cause__, TimeoutError):
+    if isinstance(last.__cause__, TimeoutError):  # connected, but without an answer
         # torch's store, which has the port once the run has started, is as silent.
         cause = f"{at} does not answer: another program has it, or the run has started"
         cure = "look at node rank 0's terminal, or set MASTER_PORT to a free port"
@@ -280,7 +296,13 @@ def check_in(
     *,
     connect_s: float = limits.CHECKIN_CONNECT_S,
 ) -> Meeting:
-    """Connect, and wait for the run to start. Raises OSError or Refused."""
+    """Connect to node rank 0, introduce this node, and wait for the run to start.
+
+    Meanwhile, test the links to other nodes if node rank 0 asks for it. If large packets are lost,
+    tell node rank 0 on a new connection. Opens this agent's failover port, and keeps it if the run
+    can replace nodes. Raises OSError if node rank 0 cannot be reached, has another secret
+    (WrongSecret) or is gone (NotAccepted); Refused if the run will not start, or without this node.
+    """
     peer = Link(connect(address, port, secret, min(connect_s, wait.timeout_s)))
     failover = meeting.introduce(peer, replace(me, time=time.time()))  # `me` may be minutes old
 

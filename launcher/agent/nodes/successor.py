@@ -25,7 +25,11 @@ from launcher.wire.messages import Member, NodeReport
 
 
 def follow(before: Meeting, args: Arguments) -> Meeting | None:
-    """Check in with the new node rank 0. Returns None if the run cannot continue."""
+    """Check in with the new node rank 0, or become it. Returns None if the run cannot continue.
+
+    Tries the successors in order, and begins no try after SUCCESSOR_S. One that answers may first
+    save a snapshot, for up to GRACE seconds. If the run is refused, prints why.
+    """
     old = before.assignment
     until = own_time.now() + limits.SUCCESSOR_S
     everyone = [*old.members, *old.spares]
@@ -58,7 +62,11 @@ def follow(before: Meeting, args: Arguments) -> Meeting | None:
 
 
 def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
-    """Become node rank 0 of all agents that check in. Raises Refused without a majority."""
+    """Become node rank 0 of all agents that check in within LOSS_SPREAD_S.
+
+    Without a majority, or if too few nodes are left, raises Refused and sends it to them. Closes
+    this agent's failover port.
+    """
     old = before.assignment
     failover = before.failover
     assert failover is not None
@@ -84,7 +92,7 @@ def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
 
     why = team.why_stop()
     others = len(old.successors)
-    if 2 * (1 + len(peers)) <= 1 + others:
+    if 2 * (1 + len(peers)) <= 1 + others:  # at most half of all agents, with the lost one
         why = f"{me.host} reaches only {len(peers)} of {count(others, 'other agent')}: the run ends"
     if why:
         refused = Refused("link-lost", why)

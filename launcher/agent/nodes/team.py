@@ -34,13 +34,17 @@ class Team:
 
     @property
     def is_majority(self) -> bool:
-        """Whether node rank 0 and the remaining agents are at least half of all agents."""
+        """Whether node rank 0 and the remaining agents are at least half of all agents.
+
+        A successor needs more than half, so that only one of them continues the run.
+        """
         return 2 * (1 + len(self.peers) + len(self.spares)) >= self.counted
 
     def why_stop(self, *, are_all_quiet: bool = True) -> str:
         """Return why the run cannot continue without the lost nodes; empty if it can.
 
-        `are_all_quiet` means that the ranks of all remaining nodes have exited.
+        `are_all_quiet` means that the ranks of all remaining nodes have exited. Otherwise, the run
+        can continue only if it may replace nodes, as those of the other ranks then count as lost.
         """
         if not self.min_nodes and (self.lost or not are_all_quiet):
             return "not restarting: a node's agent is gone"
@@ -62,7 +66,10 @@ class Team:
         self.peers = {rank: peer for rank, peer in self.peers.items() if rank not in nodes}
 
     def refill(self) -> list[str]:
-        """Replace lost nodes with spares, or continue without them. Returns a line per change."""
+        """Replace lost nodes with spares, or drop them, so that the other node ranks move up.
+
+        Changes `members`, `peers` and `spares`. Returns a line per change, for the user.
+        """
         took_over = []
         members = [*self.members]
         peers = {**self.peers}
@@ -71,7 +78,7 @@ class Team:
             members[rank] = spare
             peers[rank] = self.spares.pop(spare)
 
-        kept = [rank for rank in range(len(members)) if rank in (0, *peers)]
+        kept = [rank for rank in range(len(members)) if rank in (0, *peers)]  # 0 is this agent
         if gaps := [member.host for rank, member in enumerate(members) if rank not in kept]:
             hosts = ", ".join(gaps)
             took_over.append(f"continuing on {count(len(kept), 'node')}, without {hosts}")
@@ -92,7 +99,10 @@ class Team:
                 yield rank, spare
 
     def assign(self, attempt: int = 0, address: str = "", port: int = 0) -> dict[int, Assignment]:
-        """Return every agent's assignment, by node id. Ranks are numbered in node rank order."""
+        """Return every agent's assignment, by node id. Ranks are numbered in node rank order.
+
+        `address` and `port` are those of torch's store; empty and 0 mean as in the arguments.
+        """
         common = Assignment(
             self.run_id,
             first_rank=0,
@@ -116,7 +126,10 @@ class Team:
     def send_assignments(
         self, assignments: Mapping[int, Assignment], verdict: Verdict | None = None
     ) -> None:
-        """Send every other agent its assignment and, if given, the verdict on the attempt."""
+        """Send every other agent its assignment and, if given, the verdict on the attempt.
+
+        The verdict is also sent to agents without an assignment: for them, no attempt follows.
+        """
         others = [(self.members[rank], peer) for rank, peer in self.peers.items()]
         for member, peer in (*others, *self.spares.items()):
             own = assignments.get(member.node_id)
@@ -128,7 +141,7 @@ class Team:
     # --- spares during an attempt, which continues if one is lost -------------------------------
 
     def check_spares(self, on_lost: Callable[[Failure], None]) -> None:
-        """Receive the spares' heartbeats, and report those that are lost."""
+        """Receive the spares' heartbeats. Remove spares that are lost, and report each one."""
         for spare, peer in list(self.spares.items()):
             is_gone = peer.receive(limits.POLL_S) is None
             if is_gone or peer.is_silent:
