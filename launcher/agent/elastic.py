@@ -16,7 +16,8 @@ from launcher.command_line import read_for_torch
 def read_checked(arguments: Sequence[str]) -> Namespace:
     """Return the arguments for torch's agent.
 
-    Raises ValueError, with a one-line cause and fix, for what that agent ends with a traceback.
+    Raises ValueError, with a one-line cause and fix, for invalid values that torch itself would
+    report with a traceback.
     """
     args = read_for_torch(torchrun.parse_args, arguments)
     known = rendezvous_backends()
@@ -31,7 +32,7 @@ def read_checked(arguments: Sequence[str]) -> Namespace:
         raise ValueError(f"--event-log-handler {handler}: unknown; give null or console") from error
 
     try:
-        torchrun.config_from_args(args)
+        torchrun.config_from_args(args)  # checks the rest; torchrun.run() calls it again
     except ValueError as error:
         raise ValueError(f"{error}; see --help") from error
     return args

@@ -35,8 +35,10 @@ def fork_ranks(
 ) -> list[Rank]:
     """Fork the ranks of an attempt. Each rank runs its program and raises SystemExit.
 
-    `given` has each rank's variables, and its CPUs if they are not the agent's. Each rank closes
-    the agent's open objects, `held`, with their own close(), so that none is closed twice.
+    `part` is this node's assignment; `given` has each rank's variables, and its CPUs if they are
+    not the agent's. Each rank closes the agent's open objects, `held`, with their own close(), so
+    that none is closed twice. Deletes error files of earlier attempts. Raises Refused if the files
+    of --redirects and --tee cannot be written.
     """
     ranks: list[Rank] = []
     agent = os.getpid()
@@ -52,7 +54,7 @@ def fork_ranks(
 
         if (pid := os.fork()) == 0:
             processes.take_name(f"rank{number}")
-            descriptors.give_back_limit()
+            descriptors.give_back_limit()  # the agent has raised it
             for opened in *held, outputs, out, err, *ranks:
                 opened.close()
             if cpus:
@@ -70,9 +72,10 @@ def fork_ranks(
 def variables_of(
     args: Arguments, assignment: Assignment, local_rank: int, error_files: Path
 ) -> dict[str, str]:
-    """Return the variables that torchrun adds to a rank's environment, and our own.
+    """Return the variables that torchrun adds to a rank's environment, and our own, as text.
 
-    The defaults that torchrun only proposes do not replace variables that are already set.
+    Those in `proposed` are defaults, which do not replace variables that are already set.
+    `error_files` is the folder for the ranks' error files.
     """
     number = assignment.first_rank + local_rank
     variables = {
@@ -104,7 +107,7 @@ def variables_of(
         proposed[RECORDER_SIZE] = DEFAULT_SIZE
     variables |= {name: value for name, value in proposed.items() if name not in args.environ}
 
-    if args.virtual_gpus:
+    if args.virtual_gpus:  # the rank sees only this GPU, which is then number 0
         gpu = args.virtual_gpus[local_rank]
         variables |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": gpu}
         if args.virtual_gpus.count(gpu) > 1:  # NCCL rejects two ranks of one host on one GPU
@@ -115,8 +118,9 @@ def variables_of(
 def cpus_of_ranks(mode: str, nproc: int) -> Sequence[set[int] | None]:
     """Return the CPUs of each local rank as torchrun chooses them; None means the agent's.
 
-    Raises Refused if torch cannot find them. A child asks torch, because torch uses CUDA for this,
-    and the agent must not have used CUDA when it forks the ranks.
+    `mode` is --numa-binding; empty means none. Raises Refused if torch is too old for it, or cannot
+    find the CPUs. A child asks torch, because torch uses CUDA for this, and the agent must not have
+    used CUDA when it forks the ranks.
     """
     if not mode:
         return [None] * nproc

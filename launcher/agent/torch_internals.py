@@ -24,7 +24,8 @@ __all__ = ("is_lost_by_fork",)
 def serve_store(address: str, port: int, listener: int) -> TCPStore:
     """Serve torch's store on a socket that is already listening, so no one else can take the port.
 
-    Before torch 2.8, the libuv store cannot do this; the classic one can, with the same protocol.
+    The store takes over the descriptor `listener`. Before torch 2.8, the libuv store cannot do
+    this; the classic one can, with the same protocol.
     """
 
     serve = partial(TCPStore, address, port, is_master=True, wait_for_workers=False)
@@ -51,8 +52,8 @@ def rendezvous_backends() -> set[str]:
 def group_backends() -> list[Any]:
     """Return the backends of all process groups of this process.
 
-    torch drops the last reference to a backend without the GIL; before torch 2.8, not that to a
-    group.
+    They are returned in place of the groups because torch releases the GIL when Python drops the
+    last reference to a backend. For a group, it does so only from torch 2.8 on.
     """
     groups: list[Any] = [*distributed_c10d._world.pg_map]
     return [one._get_backend(device) for one in groups for device in one._device_types]

@@ -96,7 +96,7 @@ class Arguments:
 def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str | None]:
     """Return torchrun's arguments, and the name of one, if any, that only torch's agent supports.
 
-    Removes from `environ` what no rank needs. Raises ValueError with a one-line cause and fix.
+    Removes SPARES and MIN_NODES from `environ`. May ask SLURM. Raises ValueError with one line.
     """
     args = _read(arguments, environ.get("PET_MASTER_PORT"))
     spares = int(environ.pop("SPARES", "") or 0)
@@ -156,7 +156,11 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
 
 
 def _read(arguments: Sequence[str], master_port: str | None) -> argparse.Namespace:
-    """Parse the arguments as torchrun does; `master_port` is the default, and may be None."""
+    """Parse the arguments as torchrun does. Raises ValueError with a one-line cause and fix.
+
+    `master_port` is PET_MASTER_PORT, the default; None if it is unset, so that the result shows
+    whether a port was given.
+    """
     parser = torchrun.get_args_parser()
     parser.set_defaults(master_port=master_port)  # the default is 29500 before torch 2.12
     parser.exit_on_error = False  # it would print its usage, of 90 lines
@@ -165,7 +169,7 @@ def _read(arguments: Sequence[str], master_port: str | None) -> argparse.Namespa
         args, unknown = parser.parse_known_args([*options, *program[:1]])
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}; see --help") from None
-    args.training_script_args = program[1:]
+    args.training_script_args = program[1:]  # no parser may see them: see split()
     if unknown:
         option = unknown[0].partition("=")[0].replace("_", "-")
         first = _FIRST_TORCH.get(option)
@@ -182,11 +186,13 @@ def _choose_program(args: argparse.Namespace, is_fresh: str | None) -> Program:
 
 
 def _place_in_step(args: argparse.Namespace, spares: int, environ: OwnEnviron) -> bool:
-    """In a SLURM step, set the node count, node rank and master in `args` unless they are given.
+    """In a SLURM step, set the node count, node rank and master in `args`. Returns whether it did.
 
-    The last `spares` nodes of the step are spares. Returns whether they were set.
+    It does nothing if --nnodes, --node-rank or a rendezvous option is given. If --master-addr is,
+    that node is the step's master. The last `spares` nodes of the step are spares, not counted in
+    `args.nnodes`. May ask the scheduler. Raises LauncherError if a node has several tasks.
     """
-    usual = vars(torchrun.get_args_parser().parse_args(["script"]))
+    usual = vars(torchrun.get_args_parser().parse_args(["script"]))  # the defaults
     names = "nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "standalone"
     is_named = args.master_addr != usual["master_addr"]
     step = slurm_node(environ, master=args.master_addr if is_named else "")
@@ -199,9 +205,11 @@ def _place_in_step(args: argparse.Namespace, spares: int, environ: OwnEnviron) -
 
 
 def _count_ranks(nproc_per_node: str, environ: OwnEnviron) -> int:
-    """Return the number given, otherwise the number of devices, counted by NVML, not CUDA.
+    """Return the number given; for `auto` and the like, how many devices torch finds.
 
-    torch reads this choice from `environ`, which is restored for the ranks.
+    GPUs are counted with NVML, because the agent must not use CUDA before it forks the ranks. torch
+    reads this choice from the process's own variables, `environ`, which are then restored. Raises
+    ValueError for any other word, or if there is no such device.
     """
     given = environ.get(_BY_NVML)
     environ[_BY_NVML] = "1"
@@ -214,7 +222,7 @@ def _count_ranks(nproc_per_node: str, environ: OwnEnviron) -> int:
 
 
 def _count_nodes(given: str) -> tuple[int, int]:
-    """Return the fewest and the most nodes."""
+    """Return the fewest and the most nodes. Raises ValueError if they are not given as N or N:M."""
     try:
         low, high = torchrun.parse_min_max_nnodes(given)
     except (ValueError, RuntimeError):
@@ -232,7 +240,7 @@ def _refuse_unusable(args: argparse.Namespace) -> None:
         cause = f"--signals-to-handle {names}: cannot handle {', '.join(sorted(unknown))}"
         raise ValueError(f"{cause}; give names such as SIGUSR2")
 
-    if args.no_python and args.module and not args.run_path:
+    if args.no_python and args.module and not args.run_path:  # it makes torch ignore both
         raise ValueError("--no-python and --module cannot be used at the same time; omit one")
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts {args.max_restarts}: give 0 or more")
@@ -244,24 +252,27 @@ def _refuse_unusable(args: argparse.Namespace) -> None:
 def _virtual_gpus(args: argparse.Namespace, nproc: int, visible: str | None) -> list[str]:
     """Return each rank's only GPU, for --virtual-local-rank or for ranks that share GPUs.
 
-    `visible` is CUDA_VISIBLE_DEVICES; None means all GPUs. In it, a GPU that ranks share is named
-    several times: to CUDA itself, such a list means nothing.
+    Returns an empty list if neither is the case. `visible` is CUDA_VISIBLE_DEVICES; None means all
+    GPUs. In it, a GPU that ranks share is named several times, which CUDA itself does not accept.
     """
     gpus = [*map(str, range(nproc))]
     if visible is not None:
         gpus = visible.replace(" ", "").split(",")
     if not vars(args).get("virtual_local_rank") and len({*gpus}) == len(gpus):
         return []
-    return [gpus[rank % len(gpus)] for rank in range(nproc)]
+    return [gpus[rank % len(gpus)] for rank in range(nproc)]  # the list may be shorter
 
 
 def _choose_master(args: argparse.Namespace, num_agents: int) -> tuple[str, int]:
-    """Return the address and the port at which the agents meet; port 0 means any free one."""
+    """Return the address and the port at which the agents meet; port 0 means any free one.
+
+    An agent that is alone meets nobody: only its ranks use the port, on this machine.
+    """
     is_alone = num_agents == 1
     if args.standalone or (is_alone and args.rdzv_backend != "static"):
         return "127.0.0.1", 0
     if args.rdzv_endpoint:
-        host, _, port = args.rdzv_endpoint.rpartition(":")
+        host, _, port = args.rdzv_endpoint.rpartition(":")  # no colon: only a host
         return (host.strip("[]"), int(port)) if host else (args.rdzv_endpoint, 29500)
 
     port = args.master_port
@@ -277,7 +288,8 @@ def _find_beyond_static(args: argparse.Namespace, low: int, high: int) -> str | 
     if args.rdzv_backend != "static" and high > 1:
         return f"--rdzv-backend {args.rdzv_backend}"
     for name in _TORCHS_ALONE:
-        value = vars(args).get(name) or "null"  # older torch lacks the newest arguments
+        # Older torch lacks the newest arguments. "null" is the default of --event-log-handler.
+        value = vars(args).get(name) or "null"
         if value != "null":
             return f"--{name.replace('_', '-')}"
     return None

@@ -26,7 +26,10 @@ def file_of(error_file: Path) -> Path:
 
 
 def read(files: Mapping[int, Path], limit_s: float) -> dict[int, Calls]:
-    """Wait at most `limit_s` for the ranks to write these files. Returns their calls, by rank."""
+    """Wait at most `limit_s` for the ranks to write these files. Returns their calls, by rank.
+
+    Ranks that are late, or whose files are damaged, are left out.
+    """
     found = dict[int, Calls]()
     for _ in turns(limit_s):
         for rank, file in files.items():
@@ -44,14 +47,18 @@ def find_mismatches(told: Mapping[int, Calls]) -> list[str]:
 
 
 def _compare(group: str, told: Mapping[int, Calls]) -> str:
-    """Return how the calls of a process group differ between its ranks; empty if they match."""
+    """Return how the calls of a process group differ between its ranks; empty if they match.
+
+    Only the earliest difference is described: calls with the same number that differ, or an
+    unfinished call that some ranks have not reached.
+    """
     calls: dict[int, dict[int, Collective]] = {}  # by rank and number
     for rank, latest in told.items():
         of_rank = {call.number: call for call in latest.calls if call.group == group}
         if of_rank or group == "default_pg":  # every rank is in that group
             calls[rank] = of_rank
     newest = {rank: max(of_rank, default=0) for rank, of_rank in calls.items()}
-    last = min(newest.values())
+    last = min(newest.values())  # the latest call that all ranks have made
 
     for number in sorted({number for of_rank in calls.values() for number in of_rank}):
         here = {rank: of_rank[number] for rank, of_rank in calls.items() if number in of_rank}

@@ -40,7 +40,10 @@ class NetworkWatch:
     variables: Environ = field(default_factory=dict)  # make rank 0 write this log
 
     def poll_nccl_log(self, show: Callable[[str], None]) -> None:
-        """Show a warning, once, if NCCL has chosen TCP."""
+        """Once NCCL has chosen a network, stop watching; show a warning if it has chosen TCP.
+
+        There is no warning if the user, or nccl.conf, has disabled InfiniBand.
+        """
         if self.log is None:
             return
 
@@ -64,7 +67,13 @@ class NetworkWatch:
 def prepare(
     folder: RunFolder | None, node_rank: int, num_nodes: int, environ: Environ
 ) -> NetworkWatch:
-    """Return a watch on node rank 0 of a run on several nodes; elsewhere, one that does nothing."""
+    """Return a watch that warns if NCCL uses TCP although an InfiniBand port is active.
+
+    It does nothing on other nodes than node rank 0, in a run on one node or without a folder, and
+    without an active port. Nor does it if the user has chosen the network, or what NCCL logs: then
+    the log may lack the line. Deletes the `nccl.log` of an earlier run.
+    """
+    # With NCCL_NET, NCCL fails if it cannot use that network.
     if folder is None or node_rank != 0 or num_nodes == 1 or "NCCL_NET" in environ:
         return NetworkWatch()
     active = [port.name for port in infiniband.read_ports() if port.is_active]
@@ -80,7 +89,7 @@ def prepare(
     log = folder.path / "nccl.log"
     with contextlib.suppress(OSError):
         log.unlink()  # of an earlier run with this id
-    name = str(log).replace("%", "%%")
+    name = str(log).replace("%", "%%")  # NCCL replaces %h and %p
     variables = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV", "NCCL_DEBUG_FILE": name}
     return NetworkWatch(log, 0, active[0], variables)
 

@@ -41,7 +41,12 @@ class Outputs:
         self._files = folder.path
 
     def open(self, part: Assignment, local_rank: int) -> list[tuple[int, Stream]]:
-        """Open a rank's stdout and stderr. Returns the rank's end and the agent's end of each."""
+        """Open a rank's stdout and stderr. Returns the rank's end and the agent's end of each.
+
+        `part` is this node's assignment. For --redirects and --tee, also opens the stream's own
+        file; without a run's folder, in a temporary one, which is named on stderr. Raises Refused
+        if that file cannot be written.
+        """
         args = self._args
         number = part.first_rank + local_rank
         opened = []
@@ -52,7 +57,7 @@ class Outputs:
 
         for terminal, (name, kind) in zip(self._terminals, STREAMS.items(), strict=True):
             terminal.open_by = None  # messages between attempts have begun a new line
-            is_shown = local_rank in shown and kind not in redirected & ~teed
+            is_shown = local_rank in shown and kind not in redirected & ~teed  # not only to file
             # A labelled stream shares the terminal with other ranks, so its rank gets a pipe.
             label = args.label_of(number, local_rank)
             own_terminal = terminal if is_shown and not label else None

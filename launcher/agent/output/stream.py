@@ -61,7 +61,10 @@ class NodeLog:
         self._file.close()
 
     def write(self, rank: int, lines: Sequence[bytes]) -> int:
-        """Append lines that lack newlines. Returns the last one's line number, counted from 1."""
+        """Append lines that lack newlines. Returns the last one's line number, counted from 1.
+
+        If that fails, warn, and write nothing more from then on; the lines are still counted.
+        """
         self.lines += len(lines)
         head = b"[%d] " % rank
         data = memoryview(head + (b"\n" + head).join(lines) + b"\n")
@@ -144,7 +147,7 @@ class Stream:
         return [line.decode(errors="replace") for line in self._recent]
 
     def pump(self) -> bool:
-        """Read what is available. Returns False at the end of the stream."""
+        """Read, log and show what is available. Returns False at the end of the stream."""
         data = self._read()
         self.is_trickle = 0 < len(data or b"") < _TRICKLE
         if data is None:
@@ -169,6 +172,7 @@ class Stream:
         data = b""
         try:
             data = more = os.read(self.fd, _PAGE if self.is_tty else _CHUNK)
+            # A full page: there may be more. A terminal may return a byte less.
             while self.is_tty and len(more) >= _PAGE - 1 and len(data) < _CHUNK:
                 data += (more := os.read(self.fd, _PAGE))
         except BlockingIOError:
@@ -178,7 +182,10 @@ class Stream:
         return data
 
     def _log(self, data: bytes) -> None:
-        """Log the finished lines, and keep the unfinished one."""
+        """Log the finished lines, and keep the unfinished one until it ends or is too long.
+
+        Of a line that redraws itself, only the latest states are kept. No data is the stream's end.
+        """
         head, end, tail = data.rpartition(b"\n")
         if end:
             self._end_lines(head)
@@ -189,9 +196,11 @@ class Stream:
             self._end_lines(b"")
 
     def show_held(self, now: float, traceback_s: float = math.inf) -> bool:
-        """Show and log any output held back for long enough. Returns whether any remains.
+        """Show output that has been held back for long enough. Returns whether any remains.
 
-        `now` is a time before the stream was last read.
+        Also logs the newest state of a line that redraws itself, every REDRAW_S; a state that is
+        not logged yet remains. `now` is a time before the stream was last read. A traceback is
+        shown after `traceback_s`.
         """
         is_waiting = self.view is not None and self.view.show_held(now, traceback_s)
         if b"\r" not in self._partial:
@@ -207,7 +216,10 @@ class Stream:
         return True
 
     def _end_lines(self, text: bytes) -> None:
-        """Log the unfinished line and the lines of `text`, which lacks the last newline."""
+        """Log the unfinished line and the lines of `text`, which lacks the last newline.
+
+        Also notes what is needed if the rank fails: the last lines, and where a traceback begins.
+        """
         whole = bytes(self._partial + text)
         logged = self._logged_text
         self._logged_text = b""
@@ -216,7 +228,7 @@ class Stream:
         lines = whole.split(b"\n")
         if self.is_tty or b"\r" in whole:
             lines = [*self._clean(lines)]
-            if logged and lines[:1] == [logged]:
+            if logged and lines[:1] == [logged]:  # show_held() has logged it
                 del lines[0]
         if not lines:
             return
@@ -247,7 +259,10 @@ class Stream:
             pass
 
     def end(self, *, is_consequence: bool = False) -> None:
-        """Read and show the rest, except a traceback that follows from another rank's failure."""
+        """Read and show the rest, then close the stream.
+
+        A traceback that follows from another rank's failure is not shown, if the log has it.
+        """
         self.drain()
         if self._partial:
             self._end_lines(b"")
@@ -264,7 +279,10 @@ class Stream:
 
 
 def _newest_state(line: bytes) -> bytes:
-    """Return the last visible state of a line that was redrawn, even if it was then cleared."""
+    """Return the last visible state of a line that was redrawn, even if it was then cleared.
+
+    Returns no bytes if nothing of it was ever visible. Escape sequences are removed.
+    """
     end = len(line)
     while end >= 0:
         start = line.rfind(b"\r", 0, end)
@@ -281,6 +299,7 @@ def open_stream(rank: int, log: NodeLog, terminal: Terminal | None) -> tuple[int
     """Open one stream of a rank. Returns the rank's descriptor, and the agent's reading end.
 
     If `terminal` is a real one, the rank gets a pseudo-terminal of the same size, otherwise a pipe.
+    Reading never blocks.
     """
     is_tty = False
     if terminal is not None and terminal.isatty():
@@ -295,7 +314,10 @@ def open_stream(rank: int, log: NodeLog, terminal: Terminal | None) -> tuple[int
 
 
 def _open_pty(like: Terminal) -> tuple[int, int]:
-    """Open a pseudo-terminal of the same size. Returns both ends."""
+    """Open a pseudo-terminal of the same size. Returns the end to read from, and the rank's end.
+
+    Raises OSError or termios.error if there is none here.
+    """
     reader, writer = pty.openpty()
     with contextlib.suppress(OSError):
         size = fcntl.ioctl(like.fd, termios.TIOCGWINSZ, b"\0" * 8)

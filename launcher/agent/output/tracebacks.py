@@ -22,7 +22,10 @@ class HeldTraceback:
         self._since = 0.0
 
     def hold_back(self, data: bytes) -> bytes:
-        """Return the part of new output to show now, and hold the rest."""
+        """Return the part of new output to show now, and hold the rest.
+
+        Everything from the first traceback on is held, and released once it is too long for one.
+        """
         if self.text:
             self.text += data
             return self.release() if len(self.text) > _MOST_BYTES else b""
@@ -30,7 +33,7 @@ class HeldTraceback:
         at = data.find(_MARK)
         if at < 0:
             return data
-        before = _BEFORE.search(data, max(0, at - 200), at)
+        before = _BEFORE.search(data, max(0, at - 200), at)  # a prefix of the line is short
         at = before.start() if before else at
         self._since = time.monotonic()
         self.text += data[at:]

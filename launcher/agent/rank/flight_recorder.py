@@ -23,7 +23,8 @@ DEFAULT_SIZE = 2000  # calls that the recorder keeps; set only if torch has NCCL
 def answer_requests(error_file: Path) -> None:
     """In a rank that records collectives, start a thread that answers the agent's requests.
 
-    The main thread may be waiting in a collective, where it cannot handle a signal.
+    A thread does this because the main thread may be waiting in a collective, where it cannot
+    handle a signal. Blocks DUMP_SIGNAL, by which the agent recognizes a rank that can answer.
     """
     file = file_of(error_file)
     signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_SIGNAL})  # in all threads
@@ -42,7 +43,7 @@ def _recorded() -> Iterator[Collective]:
     """Yield the recorder's entries, as torch 2.6 and newer write them."""
     for dump in recorders:
         for entry in json.loads(dump() or "{}").get("entries", ()):
-            if entry["is_p2p"]:
+            if entry["is_p2p"]:  # only two ranks of the group take part
                 continue
             number, name = entry["process_group"]
             types = ", ".join(entry["input_dtypes"])

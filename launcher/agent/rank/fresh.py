@@ -26,8 +26,11 @@ _SETS = re.compile(
 
 
 def choose(program: Program, choice: str | None) -> Program:
-    """Return the program with `is_fresh` determined by FRESH, otherwise by the script's text."""
-    if choice in ("0", "1") or program.is_command:
+    """Return the program with `is_fresh` determined by FRESH, otherwise by the script's text.
+
+    `choice` is FRESH. If the text decides that ranks are new processes, print why.
+    """
+    if choice in ("0", "1") or program.is_command:  # a command is a new process in any case
         return replace(program, is_fresh=choice == "1")
     script = Path(program.name)
     if program.is_module:
@@ -42,7 +45,9 @@ def choose(program: Program, choice: str | None) -> Program:
 def variables_set_early(script: Path) -> list[str]:
     """Return the names of variables that a script sets above its first import of torch.
 
-    Those set in a function count too, because it is not known when the function is called.
+    Those set in a function count too, because it is not known when the function is called. A
+    variable whose name is not in the text is called "variables". The list is empty if the script
+    cannot be read or parsed. Without an import of torch at the top level, all its text counts.
     """
     try:
         text = script.read_bytes()

@@ -53,10 +53,11 @@ class StepCounter:
         self._heart = None
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """Record an optimizer step."""
+        """Record an optimizer step; stop counting if the script reports its own steps."""
+        # While torch.compile traces the step, nothing is computed.
         if self._heart is None or torch.compiler.is_compiling():
             return
-        if not self._heart.newest.is_counted:  # the script reports its own
+        if not self._heart.newest.is_counted:
             self.stop()
             return
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1

@@ -86,7 +86,8 @@ def run_and_exit(
     """In the child of a fork, become a rank, run the program, and exit with its exit code.
 
     This raises SystemExit through all callers, so that the interpreter exits as it does for any
-    script: it joins threads and runs exit handlers.
+    script: it joins threads and runs exit handlers. A program that needs a new process replaces
+    this one.
 
     Args:
         variables: environment variables to add to those inherited.
@@ -127,7 +128,7 @@ def run_and_exit(
 
     kept.clear()
     if reports_leaks():
-        gc.unfreeze()
+        gc.unfreeze()  # nanobind would report what is frozen as leaks
     time.sleep(0.001)  # yields the GIL: torch's threads release their objects and do not abort
     sys.exit(code)
 
@@ -157,7 +158,7 @@ def _renew_streams() -> None:
         old = getattr(sys, name)
         raw = io.FileIO(fd, "wb", closefd=False)
         new = io.TextIOWrapper(raw, old.encoding, old.errors, write_through=True)
-        new.mode = "w"  # type: ignore[misc]
+        new.mode = "w"  # type: ignore[misc]  # as Python's own
         setattr(sys, name, new)
         setattr(sys, f"__{name}__", new)
 
@@ -171,12 +172,15 @@ def _renew_seeds() -> None:
 
 
 def _hide_the_agent(program: Program) -> None:
-    """Give the user's script its own sys.path, and let it import another `distributed` package."""
+    """Give the user's script its own sys.path and sys.argv, and hide this project's packages.
+
+    They are removed from sys.modules, because the script may import another `distributed`.
+    """
     for name in list(sys.modules):
         if name.partition(".")[0] in ("distributed", "launcher"):
             del sys.modules[name]
     is_safe_path = getattr(sys.flags, "safe_path", False)  # -P, Python 3.11
-    if not is_safe_path or sys.path[0] == _ROOT:
+    if not is_safe_path or sys.path[0] == _ROOT:  # the agent's own entry
         del sys.path[0]
     if not is_safe_path:
         script_folder = os.path.dirname(os.path.realpath(program.name))
@@ -187,9 +191,10 @@ def _hide_the_agent(program: Program) -> None:
 def _keep_backends() -> list[Any]:
     """Keep the backends of the process groups that the script destroys, in the list returned.
 
-    Otherwise, the last reference is often that of a DistributedDataParallel or, before torch 2.8,
-    of the group, which drop it with the GIL held. The backend then joins gloo's thread, which may
-    need the GIL for the last tensor that it reduced: a deadlock.
+    Replaces destroy_process_group() by one that first puts the backends of all groups in the list.
+    If they were not kept, the last reference would often be that of a DistributedDataParallel or,
+    before torch 2.8, of the group, which drop it with the GIL held. The backend then joins gloo's
+    thread, which may need the GIL for the last tensor that it reduced: a deadlock.
     """
     destroy = dist.destroy_process_group
     kept: list[Any] = []
@@ -206,7 +211,8 @@ def _keep_backends() -> list[Any]:
 def _execute(program: Program, error_file: Path, set_state: Callable[[int], None]) -> int:
     """Run the program as `__main__`. Returns the exit code that Python would give it.
 
-    `set_state` tells the agent how far the exit has got of a program that an error has ended.
+    If an error has ended it, writes the error file and, for an exception, prints the traceback.
+    `set_state` tells the agent that it has ended, and whether it may still save.
     """
     with contextlib.suppress(OSError):  # a sandbox: no stack after a crash
         faulthandler.enable()

@@ -61,7 +61,8 @@ class Snapshots:
     def find_parts(self, others: Iterable[NodeEnd], saved_step: int) -> Parts | None:
         """Return the newest complete snapshot whose parts are on several nodes.
 
-        Returns None if there is none, or if a checkpoint is as new.
+        `others` are the other nodes' reports; a lost part counts if another node has a copy.
+        Returns None if there is no such snapshot, or if a checkpoint is as new.
         """
         own, copies = self.parts()
         nodes = [NodeEnd(parts=own, copies=copies), *others]
@@ -72,15 +73,16 @@ class Snapshots:
             held = {rank for node in nodes for rank in node.parts.get(str(step), ())}
             copied = {rank for node in nodes for rank in node.copies.get(str(step), ())}
             ranks = {*range(holders[step])}
-            if step > max(0, saved_step) and ranks <= held | copied:
+            if step > max(0, saved_step) and ranks <= held | copied:  # step 0 is the start
                 folder = f"step-{step}.tmp-{os.urandom(8).hex()}"
                 return Parts(step, folder, sorted(ranks - held))
         return None
 
     def hand_over(self, first_node: Link, parts: Parts | None, limit_s: float) -> None:
-        """On any node but the first, hand over its parts, and wait for the first node to finish.
+        """On a node other than node rank 0, hand over its parts, if any, to node rank 0.
 
-        Launchers give the other nodes little time once one node has finished.
+        Then wait up to `limit_s` until node rank 0's agent has exited, because launchers give the
+        other nodes little time once one node has finished.
         """
         deadline = own_time.now() + limit_s
         processes.die_with_parent(os.getppid())  # the event loop no longer watches the supervisor
@@ -90,24 +92,26 @@ class Snapshots:
             )
             first_node.send(HandedOver())
         while first_node.wait(deadline) is not None:
-            pass
+            pass  # such as a heartbeat
 
     def save_parts(self, parts: Parts, peers: Mapping[int, Link], limit_s: float) -> int:
-        """On the first node, save a snapshot with the parts that other nodes hand over.
+        """On node rank 0, save a snapshot with the parts that other nodes hand over.
 
-        Waits for them for half of `limit_s` at most. Returns its step, or -1 if that failed.
+        Takes up to `limit_s`, half of it to wait for the parts. Returns the step, or -1 if that
+        failed.
         """
         deadline = own_time.now() + limit_s
         for peer in peers.values():
             while not isinstance(peer.wait(deadline - limit_s / 2), HandedOver | None):
-                pass
+                pass  # such as a heartbeat
         is_saved = _save_in_child(self._files(parts), parts.step, deadline, folder=parts.folder)
         return parts.step if is_saved else -1
 
     def save(self, saved_step: int, *, is_first_node: bool, limit_s: float) -> int:
         """Save the newest snapshot as a checkpoint, if it is newer than the last checkpoint.
 
-        A node other than the first saves its copy. Returns the step, or -1 if nothing was saved.
+        If that fails, save the one before. A node other than node rank 0 saves its copy of node
+        rank 0's. Takes up to `limit_s`. Returns the step, or -1 if nothing was saved.
         """
         deadline = own_time.now() + limit_s
         buffers = self._own if is_first_node else self.incoming.buffers
@@ -156,9 +160,13 @@ def _save_in_child(
     deadline: float,
     *,
     folder: str = "",  # for handing over parts between nodes
-    is_handed_over: bool = False,  # to the first node, which saves it
+    is_handed_over: bool = False,  # only to the folder, for node rank 0 to save
 ) -> bool:
-    """Save files in a child process, because the disk may hang. Returns whether that succeeded."""
+    """Save files in a child process, because the disk may hang. Returns whether that succeeded.
+
+    Waits until `deadline` (own_time), then warns and kills the child. From now on, this process
+    dies with the supervisor.
+    """
     agent = os.getpid()
     processes.die_with_parent(os.getppid())  # the event loop no longer watches the supervisor
     if (pid := os.fork()) == 0:
@@ -194,11 +202,11 @@ class Outgoing:
         self.next_at = math.inf
 
     def begin(self) -> None:
-        """Start sending: this is the first of several nodes, and another node keeps a copy."""
+        """Start sending: this is node rank 0 of several nodes, and another node keeps a copy."""
         self.next_at = own_time.now()
 
     def on_time(self, peers: Mapping[int, Link]) -> None:
-        """Send the next piece, if it is due and the first of the other nodes can receive it."""
+        """Send the next piece to the lowest other node rank, if it is due and can be received."""
         now = own_time.now()
         if now < self.next_at:
             return
@@ -211,13 +219,15 @@ class Outgoing:
     def parts(self) -> Iterator[SnapshotData | None]:
         """Yield the pieces of each new snapshot, header last, or None while none is ready; endless.
 
-        The pieces come from a private copy, which the rank cannot overwrite.
+        The pieces come from a private copy, which the rank cannot overwrite. Copying also yields
+        None, because it must not hold up the event loop. Sets `rest_s` before each yield.
         """
         image = descriptors.anonymous_file("snapshot")
         sent_step = -1
         while True:
             newest = max(self._buffers, key=lambda buffer: buffer.header().step)
             header = newest.header()
+            # There is none, its checksum is not known yet, its ranks copy it, or it has been sent.
             if header.checksum < 0 or header.holders > 1 or header.step <= sent_step:
                 self.rest_s = limits.SNAPSHOT_LOOK_S
                 yield None
@@ -244,10 +254,10 @@ class Incoming:
         self._next: Memory | None = None
 
     def store_piece(self, arrived: SnapshotData) -> None:
-        """Store a piece. The last one, the header, makes the snapshot complete."""
+        """Store a piece. The first replaces the older snapshot; the last, the header, ends it."""
         offset = arrived.piece.offset
-        if offset == BEGIN:
+        if offset == BEGIN:  # the first piece
             self._next = min(self.buffers, key=lambda buffer: buffer.header().step)
-            os.ftruncate(self._next.fd, 0)
+            os.ftruncate(self._next.fd, 0)  # without a header, it counts as empty
         if self._next is not None:  # otherwise this agent missed the snapshot's beginning
             os.pwrite(self._next.fd, arrived.data, offset)

@@ -18,7 +18,9 @@ from launcher.agent.output.stream import say
 def save(files: Sequence[int], folder_name: str = "") -> int:
     """Save a snapshot whose parts, one per rank, are in these files and, if given, in a folder.
 
-    That folder is in the run's checkpoint folder, and is deleted afterwards. Returns an exit code.
+    That folder is in the run's checkpoint folder, and is deleted afterwards. Returns an exit code:
+    1 if a part is missing or damaged or cannot be saved, after a warning that says why; also 1,
+    silently, if a checkpoint is as new.
     """
     step = Buffer(files[0]).header().step if files else -1
     why = "it is damaged"
@@ -36,7 +38,10 @@ def save(files: Sequence[int], folder_name: str = "") -> int:
 
 
 def hand_over(files: Sequence[int], folder_name: str) -> int:
-    """Write parts of a snapshot to a folder for the first node's agent. Returns an exit code."""
+    """Write parts of a snapshot to a folder for node rank 0's agent. Returns an exit code.
+
+    It is 1, after a warning, if a part is damaged or cannot be written.
+    """
     try:
         for buffer in map(Buffer, files):
             if (rest := buffer.about()) is None:
@@ -60,7 +65,10 @@ def _read(files: Sequence[int]) -> dict[int, Snapshot]:
 
 
 def _read_folder(parts: Mapping[int, Snapshot], name: str) -> dict[int, Snapshot]:
-    """Return the parts that `parts` lacks, by rank, from a folder, which is then deleted."""
+    """Return the parts that `parts` lacks, by rank, from a folder, which is then deleted.
+
+    A damaged part is left out. Raises OSError if one is missing.
+    """
     part = parts[min(parts)]
     folder = Path(part.folder, name)
     others: dict[int, Snapshot] = {}
@@ -84,7 +92,11 @@ def _merge(parts: Sequence[Snapshot]) -> Snapshot:
 
 
 def _commit(taken: Snapshot) -> int:
-    """Write a complete snapshot as a checkpoint. Returns 0, or 1 if one as new is there."""
+    """Write a complete snapshot as a checkpoint. Returns 0, or 1 if one as new is there.
+
+    Also deletes what interrupted saves have left, and old checkpoints beyond `keep_last`. Raises
+    Refused if another live process has the checkpoint folder, OSError if it is not writable.
+    """
     folder = Path(taken.folder)
     folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock(folder, f"run {folder.name}")
