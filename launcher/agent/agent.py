@@ -228,10 +228,10 @@ class NodeAgent:
             return True
         # The loss of node rank 0's agent.
         loss = next((one for one in facts.failures if one.node_rank == 0 and one.rank < 0), None)
-        if not can_follow or facts.verdict or self.meeting.peers or loss is None:
+        if not can_follow or facts.verdict or self.meeting.peers or not loss:
             return False
         followed = successor.follow(self.meeting, self.args)
-        if followed is None:
+        if not followed:
             return False
         with followed.ready():
             self._begin_assignment(followed)

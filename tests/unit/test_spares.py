@@ -112,6 +112,17 @@ def test_without_a_spare_fewer_nodes_go_on(tmp_path: Path, start: Start, lost: i
     assert "; continuing on 2 nodes, without " in told[0]
 
 
+@pytest.mark.slow
+def test_without_min_nodes_the_loss_of_node_rank_0_ends_the_run_and_is_named(
+    tmp_path: Path, start: Start
+) -> None:
+    runs = start(2, 0, "1", MIN_NODES="")
+    ready(tmp_path, 4)
+    lose(runs[0])
+    [told] = finish(runs[1:], 137)
+    assert "FAILED   node agent 0 (" in told and "Traceback" not in told
+
+
 # --- assignments --------------------------------------------------------------------------------
 
 

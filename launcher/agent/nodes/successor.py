@@ -31,6 +31,8 @@ def follow(before: Meeting, args: Arguments) -> Meeting | None:
     save a snapshot, for up to GRACE seconds. If the run is refused, prints why.
     """
     old = before.assignment
+    if not old.successors:  # the run has neither spares nor MIN_NODES
+        return None
     until = own_time.now() + limits.SUCCESSOR_S
     everyone = [*old.members, *old.spares]
     own = next(member for member in everyone if member.node_id == args.node_rank)

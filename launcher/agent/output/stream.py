@@ -161,7 +161,7 @@ class Stream:
                 self.copy = None
 
         self._log(data)
-        if self.view is not None:
+        if self.view:
             self.view.add(data)
             if not data:
                 self.view.end()
@@ -266,7 +266,7 @@ class Stream:
         self.drain()
         if self._partial:
             self._end_lines(b"")
-        if self.view is not None:
+        if self.view:
             self.view.end()
             if not (is_consequence and self.log.is_kept):
                 self.view.show_traceback()
