@@ -1,8 +1,8 @@
 """Exchange bytes, tensors and values between ranks, and copy rank 0's weights to all ranks.
 
-Each call begins with a message of one size, whatever it exchanges, which holds a hash of what must
-be the same on all ranks. If the hashes differ, all ranks raise an error that says how: otherwise
-gloo would mix different values without a word, or abort, and NCCL would hang.
+Each call except broadcast_weights begins with a message of one size, which holds a hash of what
+must be the same on all ranks. If the hashes differ, all ranks raise an error that says how:
+otherwise gloo would mix different values without an error, or abort, and NCCL would hang.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .torch_internals import references, time_limit
 _ROOM = 60  # values in the first message of a call, beside the hash
 _MARKS = 1 << 20  # hashes: the squares of 8,192 ranks' hashes have an exact sum
 
-_joined_pid = 0  # of the process that is in the group; a child that it has forked is not
+_joined_pid = 0  # the id of the process that joined; the id of a forked child differs from it
 
 
 def has_group() -> bool:
-    """Return whether this process is in a process group; if so, note it: a forked child is not.
+    """Return whether there is a process group; if so, record for `add_up` which process joined it.
 
     Raises LauncherError if the launcher started several ranks and this one has not joined the
     others, or has left them: it would train alone.
@@ -42,7 +42,6 @@ def has_group() -> bool:
     if dist.is_initialized():
         _joined_pid = _joined_pid or os.getpid()
         return True
-
     if (ranks := _count_started()) > 1:
         raise LauncherError(
             f"this process is one of {ranks} ranks, but has not joined the others; "
@@ -52,7 +51,7 @@ def has_group() -> bool:
 
 
 def _count_started() -> int:
-    """Return how many ranks the launcher started; 1 in a child that a rank has forked."""
+    """Return how many ranks the launcher started; 1 in a child started with multiprocessing."""
     with contextlib.suppress(ValueError):  # contradicting variables; init_distributed reports them
         if multiprocessing.parent_process() is None:  # neither a data worker nor one of a pool
             return detect().world_size
@@ -70,13 +69,17 @@ def count_ranks() -> int:
 
 
 def gloo_group() -> dist.ProcessGroup:
-    """Return a new group of all ranks, with gloo: its limit is at least the default group's."""
+    """Create a gloo group with a limit of at least 30 minutes. All ranks must call this."""
     limit = max(time_limit(), dist.default_pg_timeout)
     return dist.new_group(backend="gloo", timeout=limit)  # type: ignore[no-any-return]
 
 
 def barrier() -> None:
-    """Wait for every rank; do nothing in a run of a single process, or in a rank that has left."""
+    """Wait for every rank; do nothing in a run of a single process, or in a rank that has left.
+
+    Raises ValueError on every rank if another rank calls a different function, and LauncherError in
+    a rank that has not joined.
+    """
     has_left = _joined_pid and not dist.is_initialized()
     if not has_left and has_group():
         add_up([], "barrier")
@@ -90,18 +93,17 @@ def add_up(
 ) -> list[float]:
     """Return each value's sum over the ranks, in float64, with one all-reduce for up to 60 values.
 
-    Raises ValueError on every rank if the call's name or the details differ between ranks, and
-    LauncherError in a child process that a rank has forked: it would wait for ever.
+    Every rank must pass equally many. Raises ValueError on every rank if `call`, the caller's name,
+    or the details differ between ranks, and LauncherError in a child process that a rank has
+    forked: it would wait forever.
     """
     if _joined_pid != os.getpid():
         raise LauncherError(f"{call}: this is a child process of a rank; call it in the rank")
-
     mark = zlib.crc32(json.dumps([call, *details]).encode()) % _MARKS
     first = values[:_ROOM]
     rest = values[_ROOM:]
     padding = [0.0] * (_ROOM - len(first))
     marks, squares, *sums = _sum([mark, mark * mark, *first, *padding], group)
-
     if not _are_equal(marks, squares, count_ranks()):
         _refuse_different([call, *details], group)
     return [*sums[: len(first)], *(_sum(rest, group) if rest else [])]
@@ -116,11 +118,11 @@ def _sum(numbers: Sequence[float], group: dist.ProcessGroup | None) -> list[floa
 
 def _are_equal(total: float, squares: float, count: int) -> bool:
     """Return whether `count` integers with this sum, and this sum of squares, are all equal."""
-    return count * int(squares) == int(total) ** 2
+    return count * int(squares) == int(total) ** 2  # otherwise greater (Cauchy-Schwarz)
 
 
 def _refuse_different(own: list[str], group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError on every rank, with what only some of the ranks have passed."""
+    """Gather what each rank has passed; raise ValueError on every rank with the differences."""
     told = [json.loads(one) for one in gather_bytes(json.dumps(own).encode(), group)]
     common = set.intersection(*map(set, told))
     ranks_of: dict[str, list[int]] = defaultdict(list)  # by what only they have passed
@@ -146,22 +148,22 @@ def gather_bytes(
 ) -> list[bytes]:
     """Return every rank's bytes, in order of rank, on every rank; `group` contains all ranks.
 
-    torch's own all_gather_object would unpickle what other ranks send. `call` names the caller: an
-    error says that ranks have called different functions.
+    torch's own all_gather_object would unpickle what other ranks send. Raises ValueError on every
+    rank if `call`, the caller's name, differs: the ranks have called different functions.
     """
     if not has_group():
         return [data]
-    mine = torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)[:-1]
+    mine = torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)[:-1]  # rejects b""
     return [to_bytes(one.cpu()) for one in _gather(mine.to(_device(group)), call, group)]
 
 
 def _gather(mine: Tensor, call: str, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     """Return every rank's bytes as one-dimensional tensors, in order of rank."""
     own = [0.0] * count_ranks()
-    own[own_rank()] = len(mine)
+    own[own_rank()] = len(mine)  # so the sums are the sizes on all ranks
     sizes = [int(one) for one in add_up(own, call, group=group)]
 
-    padded = mine.new_zeros(max(sizes) + 1)
+    padded = mine.new_zeros(max(sizes) + 1)  # of equal size on all ranks, and never empty
     padded[: len(mine)] = mine
     everyone = [torch.empty_like(padded) for _ in sizes]
     with held_by_gloo(padded, *everyone):
@@ -172,7 +174,7 @@ def _gather(mine: Tensor, call: str, group: dist.ProcessGroup | None = None) -> 
 def gather_json(value: Any, call: str = "gather_json") -> list[Any]:
     """Return every rank's JSON value, in order of rank, on every rank.
 
-    Raises TypeError on every rank if JSON would change a value, such as a key that is not text.
+    Raises TypeError on every rank if a value is not JSON, or JSON would change it, such as a tuple.
     """
     told = [json.loads(one) for one in gather_bytes(_encode(value), call=call)]
     for rank, (_, problem) in enumerate(told):
@@ -182,7 +184,7 @@ def gather_json(value: Any, call: str = "gather_json") -> list[Any]:
 
 
 def _encode(value: Any) -> bytes:
-    """Return a pair as JSON: the value and ""; or null, and what JSON would change in the value."""
+    """Return as JSON the pair of the value and "", or of null and why JSON cannot hold it."""
     try:
         problem = next(_changes(value), "")
         return json.dumps([None if problem else value, problem]).encode()
@@ -211,8 +213,8 @@ def gather(tensor: Tensor, *, samples: int | None = None) -> Tensor:
     Each rank may have any number of rows, or none. A tensor without dimensions is one row.
     With `samples`, the length of a data set that the ranks have read with the helper's loader and
     `shuffle=False`, the rows are in the order of the data set, without the loader's repeats.
-    The result has no gradient. Raises ValueError on every rank if rows differ in shape or dtype, or
-    if there are more rows than such a loader yields.
+    The result is on this tensor's device, without a gradient. Raises ValueError on every rank if
+    rows differ in shape or dtype, or there are more rows than such a loader yields.
     """
     mine = tensor.detach().view(tensor.shape or (1,))
     call = "gather" if samples is None else f"gather of {samples} samples"
@@ -224,7 +226,7 @@ def gather(tensor: Tensor, *, samples: int | None = None) -> Tensor:
             raise ValueError(f"gather: {cause}; make their shape and dtype match")
 
     rows = sum(shape[0] for shape, _ in told)  # of all ranks
-    if samples is not None and rows >= samples + count_ranks():
+    if samples is not None and rows >= samples + count_ranks():  # a loader repeats fewer samples
         cure = "pass one row for each sample, of one epoch"
         raise ValueError(f"gather: the ranks have {rows} rows for {samples} samples; {cure}")
     if not kinds or not has_group():
@@ -257,10 +259,10 @@ def _from_bytes(content: Tensor, dtype: str, shape: list[int]) -> Tensor:
 
 
 def broadcast(value: Any) -> Any:
-    """Return rank 0's value on every rank: a tensor, or any JSON value.
+    """Return rank 0's value, a tensor or JSON, on every rank; the other ranks' values are ignored.
 
     The tensor has no gradient. It is on this process's GPU if rank 0's tensor is on a GPU,
-    otherwise on the CPU. Raises TypeError on every rank if JSON would change the value.
+    otherwise on the CPU. Raises TypeError on every rank if JSON cannot hold the value unchanged.
     """
     is_tensor = isinstance(value, Tensor)
     mine = [[*value.shape], _dtype_name(value), value.device.type] if is_tensor else value
@@ -270,7 +272,6 @@ def broadcast(value: Any) -> Any:
         return sent
     if not has_group():
         return value.detach()
-
     shape, dtype, device_type = sent
     empty = torch.empty(shape, dtype=getattr(torch, dtype))
     content = _as_bytes(value if own_rank() == 0 else empty)
@@ -283,13 +284,12 @@ def broadcast(value: Any) -> Any:
 def mean(tensor: Tensor) -> Tensor:
     """Return the mean over the ranks of tensors of equal shape, on every rank, without a gradient.
 
-    The mean is float32 if the tensors have an integer type or a smaller floating-point type.
+    It is on this tensor's device, and float32 for integers and smaller floating-point types.
     Raises ValueError on every rank if the shapes or types differ.
     """
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     if not has_group():
         return tensor.detach().to(dtype, copy=True)
-
     add_up([], "mean", f"the shape {[*tensor.shape]}", f"the type {_dtype_name(tensor)}")
     whole = tensor.detach().resolve_conj().resolve_neg()
     sums = whole.to(_device(), dtype, copy=True).contiguous()
@@ -302,7 +302,8 @@ def mean(tensor: Tensor) -> Tensor:
 def main_first() -> Iterator[None]:
     """Run the body on rank 0 first, then on all other ranks at the same time.
 
-    If the body raises on rank 0, the other ranks skip it and raise a RuntimeError.
+    The other ranks wait at most as long as for any collective. If the body raises on rank 0, they
+    skip it and raise a RuntimeError.
     """
     if own_rank() == 0:
         is_done = False
@@ -311,7 +312,6 @@ def main_first() -> Iterator[None]:
             is_done = True
         finally:
             gather_json(is_done, call="main_first")
-
     elif gather_json(None, call="main_first")[0]:
         yield
     else:
@@ -328,7 +328,7 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 def broadcast_weights(module: nn.Module) -> None:
-    """Copy rank 0's parameters and buffers to all ranks, except those that are sharded."""
+    """Copy rank 0's unsharded parameters and buffers to all ranks. All ranks must call this."""
     for tensor in *module.parameters(), *module.buffers():
         if not hasattr(tensor, "full_tensor"):
             data = tensor.data

@@ -1,8 +1,4 @@
-"""Detect which launcher started this process, and which rank this process is.
-
-Only this module and job.py read the variables of launchers. Neither imports torch, because that
-is slow.
-"""
+"""Detect which launcher started this process, and which rank this process is (no torch)."""
 
 from __future__ import annotations
 
@@ -69,7 +65,7 @@ class Environment:
 
 
 class Variables(dict[str, str]):
-    """The variables of one process. Missing or invalid ones raise a LauncherError with the fix."""
+    """The variables of one process, "" if not set. The methods raise LauncherError with the fix."""
 
     cure = ""  # for a variable that is missing; each reader of a launcher's variables sets its own
 
@@ -85,7 +81,7 @@ class Variables(dict[str, str]):
     def number(
         self, name: str, low: int = 1, high: int = 2**31, why: str = "", default: str = ""
     ) -> int:
-        """Return an integer in low..high; `why` explains the bounds."""
+        """Return an integer in low..high, `default` if not set; `why` explains the bounds."""
         value = self[name] or default or self.text(name)
         if value.isascii() and value.isdigit() and low <= int(value) <= high:
             return int(value)
@@ -97,7 +93,7 @@ class Variables(dict[str, str]):
         return self.number(name, 0, size - 1, f" ({size_name}={size})")
 
     def master(self, address: str = "", port_id: str = "") -> tuple[str, int]:
-        """Return MASTER_ADDR and MASTER_PORT; the arguments are their defaults."""
+        """Return MASTER_ADDR, by default `address`, and MASTER_PORT, by default from `port_id`."""
         address = self["MASTER_ADDR"] or address or self.text("MASTER_ADDR")
         if port_id and not self["MASTER_PORT"]:
             return address, port_from_id(port_id)
@@ -120,7 +116,7 @@ def torchrun(v: Variables) -> Environment:
         cause = f"RANK={env.rank} differs from LOCAL_RANK={env.local_rank}: there are several nodes"
         raise LauncherError(f"{cause}; set LOCAL_WORLD_SIZE, the number of ranks on this node")
 
-    if not v["GROUP_WORLD_SIZE"]:
+    if not v["GROUP_WORLD_SIZE"]:  # torchrun's number of nodes, which may be unequal
         return env
     num_nodes = v.number("GROUP_WORLD_SIZE")
     node_rank = v.rank("GROUP_RANK", num_nodes, "GROUP_WORLD_SIZE")
@@ -133,6 +129,7 @@ def mpi(launcher: str, names: tuple[str, ...], command: str, v: Variables) -> En
     ranks = _ranks_of_equal_nodes(v, *names)
     is_alone = ranks[-1] == 1  # one node
     v.cure = "use mpirun -x or mpiexec -genv (MASTER_ADDR: first host, MASTER_PORT: free port)"
+    # An id that all ranks of this start have in common: each rank derives the port from it.
     port_id = v["PMIX_NAMESPACE"] or v["I_MPI_HYDRA_UUID"] or v["PALS_APID"] or job_id(v)
     port_id = port_id or (_starter() if is_alone else "")
     return Environment(launcher, *ranks, *v.master("127.0.0.1" if is_alone else "", port_id))
@@ -152,7 +149,7 @@ def _starter() -> str:
 
 
 def no_local_rank(v: Variables) -> Environment:
-    """Return the environment of a single process; raises LauncherError if it is one of several."""
+    """Return a single process's environment; raises LauncherError unless the size is set to 1."""
     mark = next(mark for mark in _SIZES if v[mark])
     if v[_SIZES[mark]] == "1":
         return plain(v)
@@ -178,11 +175,12 @@ def _ranks_of_equal_nodes(
 
 def slurm(v: Variables) -> Environment:
     """Read the variables of a SLURM task's step: those of the job may list more nodes."""
-    if not is_task(v):
+    if not is_task(v):  # a command that was typed in a task's shell
         return plain(v)
 
     v.cure = "start the ranks with srun, which sets it"
     world_size = v.number("SLURM_STEP_NUM_TASKS")
+    # Many batch scripts export WORLD_SIZE, and the training script may read it.
     if v["WORLD_SIZE"] not in ("", str(world_size)):
         cause = f"WORLD_SIZE={v['WORLD_SIZE']} but SLURM_STEP_NUM_TASKS={world_size}"
         raise LauncherError(f"{cause}; unset WORLD_SIZE, or ask srun for that many tasks")
@@ -226,7 +224,7 @@ def _in_order_of_tasks(v: Variables) -> tuple[str, list[int]]:
 
 
 def tasks_per_node(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
-    """Expand SLURM's short form: `2(x2),1` gives [2, 2, 1]."""
+    """Expand SLURM's short form: `2(x2),1` gives [2, 2, 1]. Raises LauncherError if invalid."""
     counts: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item)
@@ -237,9 +235,9 @@ def tasks_per_node(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[i
 
 
 def plain(v: Variables) -> Environment:
-    """Return a single process's environment; raises LauncherError if a launch is half set up."""
+    """Return a single process's environment; raises LauncherError if there should be others."""
     nodes = v.number("SLURM_JOB_NUM_NODES", default="1")
-    job_tasks = v.number("SLURM_NTASKS", default=str(nodes))
+    job_tasks = v.number("SLURM_NTASKS", default=str(nodes))  # by default, one per node
     started = v.number("SLURM_STEP_NUM_TASKS", default="1")  # can be more in a salloc shell
     if v["SLURM_JOB_ID"] and started < job_tasks:
         cause = f"job {job_id(v)} has {job_tasks} tasks, but srun did not start this process"
@@ -288,9 +286,10 @@ LAUNCHERS: dict[str, Callable[[Variables], Environment]] = {
 def detect(
     environ: Mapping[str, str] | None = None, *, local_rank: int | None = None
 ) -> Environment:
-    """Return this process's environment; `local_rank` is torch.distributed.launch's argument.
+    """Return the environment of the process with these variables, by default this process's.
 
-    Raises LauncherError or HostlistError if a variable is missing or wrong, or contradicts another.
+    `local_rank` is the --local-rank argument of torch.distributed.launch. Raises LauncherError or
+    HostlistError if a variable is missing or wrong, or contradicts another.
     """
     v = Variables(os.environ if environ is None else environ)
     if local_rank is not None:
@@ -318,7 +317,7 @@ def _run_id(v: Variables) -> str:
 
 
 def check_run_id(run_id: str) -> str:
-    """Return the run id if it can name a folder; otherwise raise LauncherError."""
+    """Return a run id that can name a folder and is not reserved; otherwise raise LauncherError."""
     if not _RUN_ID.fullmatch(run_id):
         rule = "use at most 128 letters, digits, _, . and -, and do not begin with . or -"
         raise LauncherError(f"RUN_ID is {run_id!r:.150}; {rule}", fault="config-invalid")
@@ -329,13 +328,13 @@ def check_run_id(run_id: str) -> str:
 
 
 def port_from_id(run_id: str) -> int:
-    """Return a port in 10000..32767, below Linux's ephemeral ports; the same on every machine."""
+    """Return a port in 10000..32767, below Linux's ephemeral ports, that depends only on the id."""
     return 10_000 + zlib.crc32(os.fsencode(run_id)) % 22_768
 
 
 @cache
 def new_run_id() -> str:
-    """Return YYYYMMDD-HHMMSS-<4 random hex digits>; the same at each call."""
+    """Return YYYYMMDD-HHMMSS-<4 random hex digits>; each later call returns the same id."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 

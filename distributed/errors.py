@@ -33,7 +33,7 @@ class Leave(SystemExit):
 
 
 def some_of(found: Sequence[object], most: int, between: str = ", ") -> str:
-    """Return a list as text; of a long one, only the beginning."""
+    """Return a list as text; of one longer than `most`, only the beginning and "..."."""
     shown = [str(one) for one in found[:most]]
     if len(found) > most:
         shown.append("...")

@@ -28,11 +28,14 @@ before_finish: list[Callable[[int], None]] = []  # what finish calls first, with
 def finish(code: int = 0) -> NoReturn:
     """Exit this process quickly. All ranks should call this last, instead of sys.exit.
 
-    Waits for a `save` in progress (on all ranks if the code is 0 or STOPPED). Then it raises
-    SystemExit, so that everything ends as after sys.exit: `with` and `finally`, threads and exit
-    handlers, and the script's objects, which may close files. If threads and handlers take longer
-    than 30 s, it prints a line and exits without waiting for them. Only torch is not torn down,
-    which would take 0.6 s.
+    Waits for a `save` in progress (on all ranks if the code is 0 or STOPPED), and raises
+    CheckpointError if it fails. Then it raises SystemExit, so that everything ends as after
+    sys.exit: `with` and `finally`, threads and exit handlers, and the script's objects, which may
+    close files. If threads and handlers take longer than 30 s, it prints a line on stderr and exits
+    without waiting for them. Only torch is not torn down, which would take 0.6 s.
+
+    In an exit handler, or in a thread other than the main one, it ends the process itself; in such
+    a thread, without waiting for the script's threads.
     """
     atexit.unregister(finish)  # finish may itself be an exit handler
     for prepare in before_finish:
@@ -53,15 +56,18 @@ class _Finish(SystemExit):
 
     @property
     def code(self) -> int:  # type: ignore[override]
-        """The exit code. When Python itself asks for it, the process exits."""
+        """The exit code. If Python itself asks for it, nothing has caught this: call `prepare`."""
         try:
             sys._getframe(1)
-        except ValueError:  # no function has asked
+        except ValueError:  # no Python function has asked for the code
             self.prepare()
         return self.args[0]  # type: ignore[no-any-return]
 
     def prepare(self) -> None:
-        """Have the process end with this code; the node agent calls this for a script's end."""
+        """Let Python's shutdown end the process with this code, in EXIT_S seconds at most.
+
+        The node agent calls this when a script ends.
+        """
         code: int = self.args[0]
         _limit_time(code)
         # What Python calls first when it exits, before the exit handlers.
@@ -75,11 +81,12 @@ def _limit_time(code: int) -> None:
     """From now on, give this process EXIT_S seconds to exit by itself."""
     try:
         threading.Thread(target=_exit_late, args=(code,), daemon=True).start()
-    except RuntimeError:  # in an exit handler, from Python 3.12 on
+    except RuntimeError:  # in an exit handler, from Python 3.12 on; this exits with 1
         faulthandler.dump_traceback_later(limits.EXIT_S, exit=True)
 
 
 def _exit_late(code: int) -> None:
+    """Report progress to the node agent for EXIT_S seconds; then print a line and exit."""
     end = time.monotonic() + limits.EXIT_S
     while time.monotonic() < end:
         time.sleep(0.5)
@@ -92,7 +99,7 @@ def _exit_late(code: int) -> None:
 def _end_process(code: int, join_threads: Callable[[], None] | None) -> NoReturn:
     """Do in order what Python does, up to where it would delete torch's modules.
 
-    Without `join_threads`, the script's threads go on, so the objects that they use are kept.
+    Without `join_threads`, the script's threads continue, so the objects that they use are kept.
     """
     try:
         _call_each("flush", [sys.stdout, sys.stderr])  # what follows may take too long
@@ -114,6 +121,7 @@ def _delete_objects() -> None:
     for kept in (_NEEDED, ()):  # destructors may need modules, functions and classes: these go last
         for variables in reversed([vars(one) for one in sys.modules.values() if _is_own(one)]):
             for name in reversed([*variables]):
+                # Names such as __builtins__: functions that destructors call need them.
                 if not name.startswith("__") and not issubclass(type(variables[name]), kept):
                     variables[name] = None
         gc.collect()  # objects in cycles
@@ -124,16 +132,19 @@ def _is_own(module: Any) -> bool:
 
     An installed one closes what it has open in an exit handler.
     """
-    if type(module) is not types.ModuleType:
+    if type(module) is not types.ModuleType:  # another type may import something when it is read
         return False
     name = module.__name__.partition(".")[0]
-    file = str(vars(module).get("__file__"))
+    file = str(vars(module).get("__file__"))  # "None", without os.sep, if it is built in
     is_other = name in sys.stdlib_module_names or name in ("torch", _PACKAGE)
     return name == "__main__" or (not is_other and os.sep in file and "-packages/" not in file)
 
 
 def _open_files() -> list[Any]:
-    """Return every file that is open, whoever holds it: texts before the buffers they write to."""
+    """Return every file object, open or closed, whatever refers to it.
+
+    Text files come before the buffers that they write to, and buffers before the files below them.
+    """
     files = [one for one in gc.get_objects() if type(one) in _FILES]
     return sorted(files, key=lambda one: _FILES.index(type(one)))
 

@@ -25,10 +25,11 @@ fsdp2 = import_fsdp()
 def shard(
     model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, how: Sharding
 ) -> nn.Module:
-    """Shard a model, block by block, with rank 0's weights.
+    """Shard a model in place, block by block, with rank 0's weights; returns the model.
 
-    If each group of ranks shards separately, the groups hold replicas (HSDP). Raises LauncherError
-    if the ranks cannot form groups of `how.shard`, or if this torch cannot shard on a CPU.
+    All ranks must call this. If each group of ranks shards separately, the groups hold replicas
+    (HSDP). Raises LauncherError if the ranks cannot form groups of `how.shard`, if this torch
+    cannot shard on a CPU, or if parameters are to be offloaded but NCCL is the only backend.
     """
     is_cpu = device.type == "cpu"
     if is_cpu and not hasattr(fsdp2.FSDPModule, "set_force_sum_reduction_for_comms"):
@@ -43,9 +44,12 @@ def shard(
     mesh = _mesh(device, how.shard)
     set_time_limit(mesh.get_all_groups())
     dtype = getattr(torch, how.dtype) if how.dtype else None
+    # Blocks compute in `dtype`; gradients are summed over the ranks in float32.
     policy = fsdp2.MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
     offload = fsdp2.CPUOffloadPolicy() if how.cpu_offload else fsdp2.OffloadPolicy()
 
+    # One block is moved at a time, so the whole model need not fit on one GPU. The root comes last:
+    # fully_shard skips what is sharded already.
     for module in *blocks, model:
         module.to(device)
         broadcast_weights(module)
@@ -63,7 +67,10 @@ def shard(
 
 
 def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
-    """Return the mesh of ranks: groups of `size` ranks, which is a number, "all" or "node"."""
+    """Return the mesh of ranks: groups of `size` consecutive ranks (a number, "all" or "node").
+
+    All ranks must call this. Raises LauncherError if the groups would not be equal in size.
+    """
     ranks = dist.get_world_size()
     if size == "all":
         size = ranks

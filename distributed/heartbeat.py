@@ -40,9 +40,11 @@ class Beat(NamedTuple):
 
 
 class Heart:
-    """The rank's side of the heartbeat.
+    """The rank's side of the heartbeat: record `number` in the agent's file `fd`.
 
-    On the stack signal, every thread's stack is written to `stack_file`.
+    On the stack signal, every thread's stack is written to `stack_file`. For that, creating a Heart
+    deletes and opens the file, registers a handler, and replaces this thread's signal stack. Raises
+    ValueError if $HANG_SECONDS is not a number.
     """
 
     is_counted = False  # a launcher's hook beats after each step of an optimizer
@@ -82,7 +84,9 @@ class Heart:
         silence_s = now - last.time
         if self._first_step < 0:
             self._first_step = -1 if step is None else step
-        elif self.is_counted or silence_s <= last.limit_s:  # a longer silence was a suspended job
+        # After a longer silence, the agent would have ended the run, so the job was suspended. The
+        # default limit does not end a run whose steps are counted.
+        elif self.is_counted or silence_s <= last.limit_s:
             self._longest_s = max(self._longest_s, silence_s)
 
         if step is None:
@@ -123,7 +127,7 @@ def _deepen_signal_stack() -> None:
 def beat(
     step: int | None = None, *, saved: int | None = None, hang_seconds: float | None = None
 ) -> None:
-    """Report this rank's progress to the node agent, if there is one.
+    """Report this rank's progress to the node agent; do nothing if there is none.
 
     Call it with the number of optimizer steps done, as often as you like within a step, from the
     same places on every rank. While one rank is working alone for a long time, for instance to
@@ -132,9 +136,10 @@ def beat(
     Args:
         step: optimizer steps done.
         saved: the step of a checkpoint that has just reached the disk.
-        hang_seconds: from now on, how long this rank may be silent before it counts as stuck.
-            By default, $HANG_SECONDS; if that is not set, 10 times the longest silence so far, but
-            at least 60 s, and at least 600 s until two steps are done.
+        hang_seconds: from now on, how many seconds this rank may be silent before it counts as
+            stuck; None or 0 changes nothing. Until it is set, $HANG_SECONDS applies; if that is not
+            set, 10 times the longest silence so far, but at least 60 s, and at least 600 s until
+            two steps are done.
     """
     if heart := _heart():
         heart.beat(step, saved, hang_seconds)
@@ -142,7 +147,7 @@ def beat(
 
 @functools.cache
 def _heart() -> Heart | None:
-    """Return this process's heart; None without a node agent, and in a rank's subprocess."""
+    """Return this process's Heart; None without a node agent, and in a program that a rank runs."""
     place = find_record(os.environ.get("HEARTBEAT_FILE", ""))
     if place is None:
         return None
@@ -156,7 +161,10 @@ def name_record(fd: int, number: int) -> str:
 
 
 def find_record(name: str) -> tuple[int, int] | None:
-    """Return descriptor and number; None in a subprocess, whose descriptor may be another file."""
+    """Return the descriptor and the number in what name_record() returned.
+
+    None if the descriptor is another file, as it can be in a program that a rank runs.
+    """
     with contextlib.suppress(OSError, ValueError):
         fd, *_, number = map(int, name.split(":"))
         if name_record(fd, number) == name:

@@ -59,7 +59,7 @@ def _names(text: str) -> Iterator[str]:
 
 
 def _expand_item(item: str) -> Iterator[str]:
-    """Yield the names of one item, such as `rack[1-2]n[01-03]`."""
+    """Yield the names of one item, such as `rack[1-2]n[01-03]`; raises ValueError."""
     *parts, tail = re.split(r"\[(.*?)\]", item, flags=re.DOTALL)  # text, bracket, text, ...
     texts = parts[::2]
     brackets = [_read_bracket(one) for one in parts[1::2]]
@@ -76,7 +76,10 @@ def _slowest_first(brackets: Sequence[Any]) -> Sequence[Any]:
 
 
 def _read_bracket(bracket: str) -> Iterator[str]:
-    """Yield the numbers of `1-3,07`, and no more of a range than a list may have."""
+    """Yield the numbers of `1-3,07` as text, and no more of a range than a list may have.
+
+    Raises ValueError if a part is not a number or a range, or if a range is reversed.
+    """
     for part in map(str.strip, bracket.split(",")):
         match = _RANGE.fullmatch(part)
         if match is None:

@@ -26,12 +26,13 @@ def is_task(environ: Mapping[str, str]) -> bool:
     if not in_slurm_step(environ):
         return False
     is_first = environ.get("SLURM_PTY_PORT") and environ.get("SLURM_PROCID") == "0"
+    # In a step of one task, a command in its shell is one process in either case.
     if not is_first or environ.get("SLURM_STEP_NUM_TASKS") == "1":
         return True
 
     try:
         task = Path("/proc", environ.get("SLURM_TASK_PID") or "-", "cmdline").read_bytes()
-    except OSError:
+    except OSError:  # /proc does not show the task's first process
         return True
     arguments = task.split(b"\0")[1:-1]  # each ends with a zero byte
     # An interactive shell has only options, if any; a task names a script or a command.
@@ -55,11 +56,20 @@ def job_run_id(environ: Mapping[str, str]) -> str:
 
 
 def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
-    """Return what identifies this start of this SLURM or PBS job; {} outside a job.
+    """Return what identifies this start of this SLURM or PBS job, or {}.
+
+        job         the job's id; of a task of an array, its own
+        run_id      the same; of a task of a SLURM array, ARRAY_TASK
+        start       how many times the scheduler has restarted the job
+        cluster     SLURM's cluster, or "" without a name; the PBS server
+        submitted   the job's submit time as text; "" if squeue does not answer
 
     A requeued job keeps its id and gets the next start count; SLURM gives it a new submit time.
-    Another job can have the same id, on another cluster or after the scheduler was reset. In a PBS
-    job, the launcher asks PBS on behalf of all nodes: on nodes reached by ssh, PBS does not answer.
+    Another job can have the same id, on another cluster or after the scheduler was reset.
+
+    Under SLURM, this asks squeue, and waits up to SCHEDULER_S seconds. In a PBS job, it does not
+    ask: on nodes reached by ssh, PBS does not answer. The launcher asks PBS for all nodes, and puts
+    the answer into LAUNCH_JOB. The result is {} outside a job, and in a PBS job without LAUNCH_JOB.
     """
     if told := environ.get("LAUNCH_JOB"):
         return dict(json.loads(told))
@@ -78,8 +88,10 @@ def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
 
 
 def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | None:
-    """Return what a SLURM or PBS command prints; None if it fails, as in a container. If the
-    answer takes longer than a user would wait without a message, print a line.
+    """Return what a SLURM or PBS command prints; None if it fails or takes over `limit_s` seconds.
+
+    It fails in a container that lacks the command. After SCHEDULER_SILENT_S seconds without an
+    answer, prints a line on stderr.
     """
     import subprocess  # slower to import than the rest of this module, and rarely needed
     import threading

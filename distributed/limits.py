@@ -1,7 +1,7 @@
 """The time limits and intervals of the helper, in seconds; the launcher uses them too."""
 
 SECOND_INTERRUPT_S = 0.3  # schedulers and terminals may send one SIGINT twice
-STOP_LOOK_S = 1.0  # between two checks for a file that requests a stop
+STOP_LOOK_S = 1.0  # between two checks for a file that requests a stop or a save
 COMMIT_S = 30.0  # the longest that the commit of a checkpoint may take
 SNAPSHOT_PIECE_S = 0.02  # between two pieces of a copy while ranks train: 200 MB/s at most
 EXIT_S = 30.0  # for threads and exit handlers when a rank exits

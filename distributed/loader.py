@@ -44,12 +44,13 @@ class EpochSampler(DistributedSampler[Any]):
         self.done = done
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Return this rank's samples of the next epoch, and set the one after it."""
         epoch = self.epoch
         ranks = self.num_replicas
-        skip = self.done * ranks
+        skip = self.done * ranks  # samples that all ranks together have seen
         if self.order is None:
             samples = islice(super().__iter__(), self.done, None)
-        else:
+        else:  # needs drop_last: no samples are repeated to fill up the last ones
             rest = max(0, self.total_size - skip)
             samples = islice(self.order(epoch, skip), self.rank, rest, ranks)
         self.epoch = epoch + 1
@@ -58,11 +59,12 @@ class EpochSampler(DistributedSampler[Any]):
 
 
 class Seeded(Dataset[Any]):
-    """A data set that hears of each epoch, and whose samples draw the same numbers in any worker.
+    """A data set whose samples draw the same random numbers in any worker, read as (epoch, index).
 
-    A worker process is seeded before each sample; the seed depends only on the loader's seed, the
-    epoch and the sample. Without workers, samples use the training process's own generators, which
-    are part of each checkpoint. All other attributes are those of `dataset`.
+    If `dataset` has a `set_epoch`, it is called at the first sample of each epoch. A worker process
+    is seeded before each sample; the seed depends only on the loader's seed, the epoch and the
+    sample. Without workers, samples use the training process's own generators, which are part of
+    each checkpoint. All other attributes are those of `dataset`.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -74,7 +76,7 @@ class Seeded(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self).get("dataset"), name)
+        return getattr(vars(self).get("dataset"), name)  # without one while it is unpickled
 
     def __getitem__(self, sample: tuple[int, int]) -> Any:
         self._begin_sample(*sample)
@@ -84,7 +86,7 @@ class Seeded(Dataset[Any]):
     def __getitems__(self) -> Callable[[list[tuple[int, int]]], Any] | None:
         """Read a batch at once, if the data set can: the numbers then belong to the batch.
 
-        torch's Subset always says that it can, but reads most data sets sample by sample.
+        torch's Subset always has this method, but reads most data sets sample by sample.
         """
         can = hasattr(self.dataset, "__getitems__") and not isinstance(self.dataset, Subset)
         return self._read_batch if can else None
@@ -95,7 +97,7 @@ class Seeded(Dataset[Any]):
 
     def _begin_sample(self, epoch: int, index: int) -> None:
         if epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)  # in each worker by itself: some live for many epochs
+            self.dataset.set_epoch(epoch)  # here, because a worker has its own copy of the data set
         self._epoch = epoch
         if worker_info() is not None:
             seed_everything(zlib.crc32(f"{self._seed} {epoch} {index}".encode()))
@@ -115,10 +117,12 @@ def get_dataloader_for_distributed(
     """Return a loader over this rank's share of a dataset, with `batch_size` samples per process.
 
     All ranks get the same number of samples: unless `drop_last`, some ranks repeat a sample at the
-    end. Each iteration over the loader is a new epoch in a new order: epochs 0, 1, 2 and so on, or
-    n, n + 1 and so on after `loader.sampler.set_epoch(n)`; with `done=samples`, epoch n begins
-    after this rank's first samples. If the dataset has a `set_epoch`, each process that reads it
-    calls that first. In workers, what a sample draws depends on `seed`, the epoch and the sample.
+    end. Each iteration over the loader is a new epoch, with `shuffle` in a new order: epochs 0, 1,
+    2 and so on, or n, n + 1 and so on after `loader.sampler.set_epoch(n)`; with `done=samples`,
+    epoch n begins after this rank's first samples. If the dataset has a `set_epoch`, each process
+    that reads it calls that first. In workers, the random numbers that a sample draws depend on
+    `seed`, the epoch and the sample, or the batch's first sample if the dataset reads whole batches
+    (`__getitems__`). Workers ignore stop signals other than SIGTERM.
 
     `loader.dataset` is a Seeded, with the dataset's attributes. World size and rank are the process
     group's; `options` are DataLoader's own, such as `collate_fn`. Raises ValueError for any other
@@ -152,7 +156,7 @@ def get_dataloader_for_distributed(
 def _begin_worker(then: Callable[[int], object] | None, number: int) -> None:
     """Ignore stop signals, which schedulers send to workers too, and call the user's function.
 
-    SIGTERM has torch's handler in workers, and ends them when their rank sends it.
+    SIGTERM keeps torch's handler, because a rank ends its workers with it.
     """
     for signum in handled_signals():
         if signum != signal.SIGTERM:

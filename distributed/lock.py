@@ -35,15 +35,18 @@ _log = logging.getLogger(__name__)
 
 
 class RunLock:
-    """A lock on a folder, held until this process exits: only one live run at a time writes there.
+    """A lock on a folder, held until `close` or this process's exit: one live run writes there.
 
     A restarted job takes the folder over from its earlier start, which may still be running on a
     node that the scheduler cannot reach. So does a launch that has restarted its ranks. Each new
     lock file replaces the previous one. A kernel lock on its first byte shows whether the holder is
     alive; a lock on its second byte is held during a commit. The lock works on NFS, and forked
     processes do not inherit it. A file system without locks causes only a warning, and so does a
-    damaged lock file, which is replaced. Raises Refused if a live process holds the lock, or if the
-    folder belongs to another job with the same id.
+    damaged lock file, which is replaced.
+
+    Creating it may wait for squeue (see this_job), and up to COMMIT_S seconds for a commit. Raises
+    Refused if a live process holds the lock, or if the folder belongs to another job with the same
+    id, and OSError if the folder cannot be written to.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
@@ -67,7 +70,7 @@ class RunLock:
             self.close()
             raise
 
-        locks = weakref.WeakSet([self])
+        locks = weakref.WeakSet([self])  # the handler must not keep this object alive
         os.register_at_fork(after_in_child=lambda: [*map(RunLock.close, locks)])
 
     def close(self) -> None:
@@ -79,18 +82,21 @@ class RunLock:
     def _take_place(self, new: Path, me: Mapping[str, Any]) -> bool:
         """Put the lock file `new` in place of the folder's; returns False if that has just changed.
 
-        Raises Refused if the holder is live, or commits for too long, or belongs to another job.
+        Deletes a link in its place. Waits up to COMMIT_S seconds for the holder's commit. Raises
+        Refused if the holder is live, or commits for too long, or belongs to another job.
         """
         if self.path.is_symlink():  # not a lock of ours
             self.path.unlink(missing_ok=True)
         before = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             deadline = time.monotonic() + limits.COMMIT_S
+            # With this lock, the holder cannot begin a commit until `new` is in place; then it
+            # finds its own lock file deleted, and no longer commits.
             while not _try_lock(before, _COMMIT):
                 if time.monotonic() > deadline:
                     raise _refusal(self.what, _holder(before))
                 time.sleep(0.01)
-            if os.fstat(before).st_nlink == 0:
+            if os.fstat(before).st_nlink == 0:  # another process has replaced it meanwhile
                 return False
 
             holder = _holder(before)
@@ -110,16 +116,17 @@ class RunLock:
         if is_named_after_job and _is_foreign(holder, me):
             whose = f"cluster {holder.get('cluster')}, submitted {holder.get('submitted')}"
             cause = f"{self.what} belongs to another job with the same id ({whose})"
-            is_log = self.path.with_name("run.json").exists()
+            is_log = self.path.with_name("run.json").exists()  # not a folder of checkpoints
             saved = f"checkpoints/{name} (or in checkpoint.dir)" if is_log else self.path.parent
             cure = f"choose another RUN_ID; to continue this run, add resume={saved}"
             raise Refused("foreign-run", f"{cause}; {cure}")
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
-        """Block takeovers while the body commits something.
+        """Block takeovers while the body commits something; first wait for a takeover in progress.
 
-        Raises Refused if another process has taken over: this one must no longer write.
+        Raises Refused if another process has taken over: this one must no longer write. Raises
+        FileNotFoundError if the folder is gone.
         """
         _set_lock(self.fd, fcntl.F_WRLCK, _COMMIT, _SET_WAITING)
         try:
@@ -136,7 +143,10 @@ class RunLock:
 
 
 def _set_lock(fd: int, kind: int, byte: int, how: int = _SET) -> bool:
-    """Set a lock; returns False if the file system has none."""
+    """Set or release (F_UNLCK) the lock on a byte; returns False if the file system has no locks.
+
+    Unless `how` is _SET_WAITING, raises an OSError if another open file has the lock.
+    """
     try:
         fcntl.fcntl(fd, how, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
@@ -150,17 +160,18 @@ def _try_lock(fd: int, byte: int) -> bool:
     """Take a lock, if the file system has any; returns False if another process holds it."""
     try:
         _set_lock(fd, fcntl.F_WRLCK, byte)
-    except (BlockingIOError, PermissionError):
+    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: fcntl(2) allows both
         return False
     return True
 
 
 def refuse_holder(fd: int, what: str, me: Mapping[str, Any]) -> None:
-    """Take the lock of a folder that is open, or raise Refused if its holder is live.
+    """Take the lock on an open lock file, or raise Refused if its holder is live.
 
     If `me`, this process, is a restart of the holder, do neither.
     """
     holder = _holder(fd)
+    # The same job with a higher start count, or the same launch with a higher attempt.
     is_restart = any(
         me.get(origin) and me[origin] == holder.get(origin) and me[count] > holder[count]
         for origin, count in (("job", "start"), ("launch", "attempt"))
@@ -177,8 +188,12 @@ def _refusal(what: str, holder: Mapping[str, Any]) -> Refused:
 
 
 def this_process() -> dict[str, Any]:
-    """Return what identifies this process: its job, its launch ("" if our launcher did not start
-    it), and the number of its attempt."""
+    """Return what identifies this process: id, host, job, launch and the number of its attempt.
+
+    The job's keys are those of this_job(), which may wait for squeue. The launch is "" if our
+    launcher did not start this process. Otherwise it is a hash of the launch's token, because
+    others can read the lock file: a line that begins with the token is a message to the launcher.
+    """
     token = os.environ.get("LAUNCH_TOKEN", "").partition(".")[0]  # a node's number follows
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     return {
@@ -191,7 +206,10 @@ def this_process() -> dict[str, Any]:
 
 
 def _is_foreign(holder: Mapping[str, Any], me: Mapping[str, Any]) -> bool:
-    """Return whether a run named after this job's id belongs to another job (see this_job)."""
+    """Return whether a run named after this job's id belongs to another job (see this_job).
+
+    `me` must be in a job. What is unknown on one side is not compared.
+    """
 
     def differs(name: str) -> bool:
         return "" not in (holder.get(name, ""), me[name]) and holder[name] != me[name]
@@ -205,12 +223,16 @@ def _is_foreign(holder: Mapping[str, Any], me: Mapping[str, Any]) -> bool:
     last_start: int = holder["start"]
     if holder.get("job") != me["job"]:
         return start == 0  # at its first start, a job has no folder yet
+    # A job's start count only grows; its submit time is the same only within one start.
     return differs("submitted") if start == last_start else start < last_start
 
 
 def _holder(fd: int) -> dict[str, Any]:
-    """Return what a process has written into its lock file; {} if that is damaged."""
-    with contextlib.suppress(Exception):  # of many kinds, by what the file holds
+    """Return what a process has written into its lock file; {} if that is empty or damaged.
+
+    The counts are 0 if the file lacks them.
+    """
+    with contextlib.suppress(Exception):  # of many kinds, depending on what the file holds
         told = json.loads(os.pread(fd, _MOST, 0))
         numbers = {name: int(told.get(name, 0)) for name in ("process", "attempt", "start")}
         return {**told, "host": str(told["host"]), **numbers}
@@ -223,7 +245,10 @@ def open_lock(folder: Path) -> IO[str]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether another process, on any machine that shares the folder, holds its lock."""
+    """Return whether a live process, on any machine that shares the folder, holds its lock.
+
+    That can be this process. False without a lock file, or if the file system has no locks.
+    """
     with contextlib.suppress(OSError), open_lock(folder) as lock:
         return not _try_lock(lock.fileno(), _LIVE)
     return False

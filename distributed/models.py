@@ -49,8 +49,9 @@ class Scaler(torch.amp.GradScaler):
     skipped: int | Tensor = 0  # since its creation; a tensor, so as not to wait for the GPU
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Update the scale; if it falls, the step was skipped, and is counted."""
         one = torch.ones((), device=device())
-        before = self.scale(one)  # one, if the scaler is disabled
+        before = self.scale(one)  # 1 if the scaler is disabled
         super().update(new_scale)
         self.skipped = self.skipped + (self.scale(one) < before)
 
@@ -74,8 +75,8 @@ def setup_distributed_models(
 ) -> Any:
     """Move models to this process's device and wrap them; every rank gets rank 0's weights.
 
-    A model without a trainable parameter is not wrapped, and neither is an AveragedModel, which
-    fsdp shards like the model that it averages; None stays None.
+    All ranks must call this, before they create optimizers. A model without trainable parameters is
+    not wrapped. An AveragedModel is sharded by fsdp, but not wrapped by DDP. None stays None.
 
     Args:
         strategy: "ddp": one process per GPU; "fsdp": the same, each with a part of the model;
@@ -84,10 +85,10 @@ def setup_distributed_models(
         sharding: how fsdp shards the model.
         sync_batchnorm: compute the statistics of each BatchNorm over the batches of all ranks.
         options: DDP's own, such as `find_unused_parameters`, for a model that skips parameters in
-            some steps, or `static_graph`.
+            some steps, or `static_graph`; other strategies ignore them.
 
     Returns one model, or a tuple for several. Raises ValueError for an unknown strategy, and
-    LauncherError for one that cannot run in this many processes, or sync_batchnorm on CPUs.
+    LauncherError for one that cannot run here, or for sync_batchnorm on CPUs.
     """
     world_size = count_ranks()
     check_strategy(strategy, world_size)
@@ -154,7 +155,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Exchange no gradients in the body; the first backward pass after it exchanges them."""
+    """Exchange no gradients in the body; the first backward pass after it exchanges them.
+
+    The body must include the forward pass: DDP decides there. If not `enabled`, this does nothing.
+    """
     with contextlib.ExitStack() as stack:
         for layer in _layers(model) if enabled else ():
             if isinstance(layer, DistributedDataParallel):
@@ -167,9 +171,10 @@ def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
 
 
 def clip_gradients(model: nn.Module, norm: float) -> Tensor:
-    """Scale the gradients down to a total norm of at most `norm`; returns the norm before that.
+    """Scale the gradients down to a total 2-norm of at most `norm`; returns the norm before that.
 
-    All ranks must call this; all get the same value. With a scaler, call its `unscale_` first.
+    The result is a tensor without dimensions. All ranks must call this; all get the same value.
+    With a scaler, call its `unscale_` first.
     """
     before = nn.utils.clip_grad_norm_(model.parameters(), norm)
     # A DTensor holds only this rank's part.

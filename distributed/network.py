@@ -28,7 +28,9 @@ def choose_variables(
 ) -> dict[str, str]:
     """Return the variables to add to the ranks' environment; none with NCCL_PROFILE=none.
 
-    Raises ValueError for an unknown NCCL_PROFILE.
+    Variables that `environ` has are not returned. On one node, both libraries use loopback, and the
+    other profiles have no effect. May wait for the name server. Raises ValueError for an unknown
+    NCCL_PROFILE.
     """
     profile = environ.get("NCCL_PROFILE", "")
     if profile not in PROFILES:
@@ -38,13 +40,15 @@ def choose_variables(
     chosen = {} if is_alone else dict(PROFILES[profile])
     name = None if profile == "none" else interface_to("127.0.0.1" if is_alone else master_addr)
     if name is not None and (is_alone or name != "lo"):  # loopback does not lead to other nodes
+        # To NCCL, a name without "=" is the beginning of names.
         chosen |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     return {variable: value for variable, value in chosen.items() if variable not in environ}
 
 
 def interface_to(address: str) -> str | None:
-    """Return the name of the interface that leads to an address, or None."""
+    """Return the name of the interface that leads to a host; None if it has no address or route."""
     with contextlib.suppress(OSError):
+        # Any port will do.
         family, *_, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(where)  # sends nothing; it selects the route

@@ -28,10 +28,16 @@ from .errors import some_of, with_fault
 def join_ranks(
     env: Environment, device: torch.device, backend: str, join_timeout_s: float, timeout_s: float
 ) -> Environment:
-    """Form the process group of all ranks, unless there is one; add rank 0's run id to `env`."""
+    """Form the process group of all ranks, unless there is one; return `env` with rank 0's run id.
+
+    Sets network variables of gloo and NCCL in os.environ (network.py). Waits up to `join_timeout_s`
+    seconds for the other ranks; `timeout_s` is the time limit of each later collective. Raises the
+    errors of rendezvous(), ValueError for an unknown NCCL_PROFILE, and LauncherError if rank 0's
+    run id cannot name a folder.
+    """
     if not dist.is_initialized():
         os.environ.update(network.choose_variables(env.master_addr, env.num_nodes, os.environ))
-        # With host ids of their own, ranks may share a GPU.
+        # NCCL lets ranks share a GPU only if the user gives each its own host id.
         owns_gpu = backend == "nccl" and "NCCL_HOSTID" not in os.environ
         store = rendezvous(env, device, owns_gpu, join_timeout_s)
 
@@ -52,7 +58,7 @@ def join_ranks(
 @cache
 def _share_run_id(env: Environment) -> str:
     """Return rank 0's run id, and ask only once: later, rank 0 may be gone."""
-    if env.agent_store and env.is_named:  # all ranks have been given the same
+    if env.agent_store and env.is_named:  # the launcher has set RUN_ID to the same on all ranks
         return env.run_id
     return check_run_id(broadcast(env.run_id))
 
@@ -61,9 +67,11 @@ def rendezvous(env: Environment, device: torch.device, owns_gpu: bool, timeout_s
     """Wait until every rank has checked in; returns the store.
 
     All ranks wait for the key `gate`, which holds JSON. The last rank to check in sets it to an
-    empty list. A rank that finds a fault sets the key to the fault's name and text instead, and
-    every rank raises that fault. Raises LauncherError, TimeoutError or ConnectionError, the same on
-    all ranks.
+    empty list. A rank that finds a fault sets the key to the fault's name and text instead.
+
+    Raises that fault on every rank: a LauncherError or, if ranks are missing after `timeout_s`
+    seconds, a TimeoutError. A rank that cannot reach the store raises TimeoutError, or
+    ConnectionError if the store is lost later; rank 0 raises OSError if its port is in use.
     """
     # The prefix is needed because torchrun's store survives a restart.
     store = PrefixStore(f"launch/{env.restart_count}", _open_store(env, timeout_s))
@@ -101,7 +109,7 @@ def rendezvous(env: Environment, device: torch.device, owns_gpu: bool, timeout_s
 
 
 def _describe_missing(store: Store, env: Environment, timeout_s: float) -> str:
-    """Return the message about the ranks that have not checked in."""
+    """Return the message about the ranks that have not claimed their number in the store."""
     missing = [rank for rank in range(env.world_size) if not store.check([f"rank {rank} is used"])]
     return (
         f"{len(missing)} of {env.world_size} ranks did not join at "
@@ -111,7 +119,10 @@ def _describe_missing(store: Store, env: Environment, timeout_s: float) -> str:
 
 
 def _leave_store(store: Store, env: Environment) -> None:
-    """Record that this rank has read the fault; rank 0 serves the store until all ranks have."""
+    """Record that this rank has read the fault.
+
+    Rank 0 waits up to 30 s for all others that have connected: it may serve the store.
+    """
     with contextlib.suppress(RuntimeError):
         if store.add("told", 1) >= store.add("here", 0):
             store.set("over", "")
@@ -120,7 +131,11 @@ def _leave_store(store: Store, env: Environment) -> None:
 
 
 def _open_store(env: Environment, timeout_s: float) -> TCPStore:
-    """Connect to the store at the master's address; rank 0 serves it unless the node agent does."""
+    """Connect to the store at the master's address; rank 0 serves it unless the node agent does.
+
+    Raises TimeoutError if the store cannot be reached in `timeout_s` seconds, and OSError on rank 0
+    if the port is in use.
+    """
     is_server = env.is_main and not env.agent_store
     at = f"{env.master_addr}:{env.master_port}"
     cause = f"rank {env.rank} on {socket.gethostname()} could not connect to {at}"
@@ -149,7 +164,10 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
 
 
 def _is_served(address: str, port: int, timeout_s: float) -> bool:
-    """Return whether a port accepts connections in time; if not, TCPStore prints a stack trace."""
+    """Return whether a port accepts a connection within `timeout_s` seconds.
+
+    This is asked first because TCPStore prints a stack trace if it cannot connect.
+    """
     end = time.monotonic() + timeout_s
     while (left := end - time.monotonic()) > 0:
         with contextlib.suppress(OSError), socket.create_connection((address, port), left):
@@ -161,7 +179,10 @@ def _is_served(address: str, port: int, timeout_s: float) -> bool:
 def _check_in(
     store: Store, env: Environment, device: torch.device, owns_gpu: bool
 ) -> tuple[str, str] | None:
-    """Claim this rank and, if it shares none, its GPU; return fault and text if one is taken."""
+    """Claim this rank in the store and, if `owns_gpu`, its GPU, which no other rank may use.
+
+    Returns a fault's name and text if another process has already claimed one of them.
+    """
     host = socket.gethostname().encode(errors="replace").decode()  # the store takes only UTF-8
     me = f"{host} (rank {env.rank}, {device}, process {os.getpid()})"
     claims = {f"rank {env.rank} is used": ("duplicate-node-rank", "give each node its own rank")}
@@ -171,7 +192,7 @@ def _check_in(
         claims[f"GPU-{uuid} is used"] = ("duplicate-gpu", cure)
 
     for key, (fault, cure) in claims.items():
-        other = store.compare_set(key, "", me).decode()
+        other = store.compare_set(key, "", me).decode()  # returns the first claim
         if other != me:
             return fault, f"{key} twice, on {other} and on {me}; {cure}"
     return None

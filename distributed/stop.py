@@ -21,10 +21,13 @@ from .stop_signals import Interrupts, handled_signals
 
 
 class Stop:
-    """Records stop signals from its creation on; a handler only sets a flag.
+    """Records stop signals from its creation on, and lets all ranks agree on a stop or a save.
 
-    Create it on every rank, after the process group. A file named `stop` in `folder` requests a
-    stop, a file named `save` a save; the rank that is given the folder removes the file.
+    Create it on every rank, after the process group, in the main thread (elsewhere, it raises
+    ValueError). It replaces the handlers of the stop signals: the new one only sets a flag, but a
+    second Ctrl-C raises KeyboardInterrupt. It requests a stop `max_seconds` after its creation, and
+    a save `save_seconds` after the last one; None or 0 means never. A file named `stop` in `folder`
+    requests a stop, a file named `save` a save; a rank with a `folder` deletes these files.
     """
 
     def __init__(
@@ -65,10 +68,14 @@ class Stop:
             raise KeyboardInterrupt
 
     def ask(self) -> None:
-        """Start sending this rank's flags to the others, while the step computes.
+        """Look for requests, and start sending this rank's to the others while the step computes.
 
-        All ranks must call this in every step, early enough for the flags to arrive before `agreed`
-        is called. A request made after this call takes effect one step later.
+        Once in STOP_LOOK_S seconds, looks for the files `stop` and `save`, and deletes them. Also
+        requests a stop after a stop signal or `max_seconds`, a save after `save_seconds`, and the
+        run's end after `end`.
+
+        All ranks must call this in every step, early enough for the requests to arrive before
+        `agreed` is called. A request made after this call takes effect one step later.
         """
         now = time.monotonic()
         if now >= self._look_at:
@@ -95,7 +102,8 @@ class Stop:
     def agreed(self) -> bool:
         """At a step's end, return whether any rank has asked to stop; the same on all ranks.
 
-        Also sets `is_save_agreed` and `is_end_agreed`.
+        Waits for what `ask` started. Also sets `is_save_agreed` and `is_end_agreed`; a request to
+        save restarts the clock of `save_seconds`.
         """
         if self._work is not None:
             self._work.wait()
@@ -140,7 +148,10 @@ def _release_signals() -> None:
 
 
 def _restore_handlers() -> None:
-    """Restore them in a forked child, which is not asked to stop: it must end when terminated."""
+    """In a forked child, restore the handlers that a Stop replaced.
+
+    Nothing asks the child to stop after a step, so a signal must end it.
+    """
     for signum, before in _before.items():
         if _is_ours(signal.getsignal(signum)):
             signal.signal(signum, before or signal.SIG_DFL)

@@ -42,7 +42,7 @@ class Interrupts:
         self._first = 0.0  # monotonic seconds
 
     def is_second(self) -> bool:
-        """Call it on each SIGINT; True if the first one was more than SECOND_INTERRUPT_S ago."""
+        """Call it on each SIGINT; True if the first one was over SECOND_INTERRUPT_S seconds ago."""
         now = time.monotonic()
         self._first = self._first or now
         return now - self._first > limits.SECOND_INTERRUPT_S

@@ -18,7 +18,7 @@ With mixed precision, gradient accumulation, and a run that resumes after a stop
 Needs only torch; the process group is torch's own. Where each step happens:
 
     which rank    environment.py: from the variables of torchrun, an MPI or SLURM. Under SLURM, the
-                  first host of the step's node list is the master address.
+                  first host of the step is the master address, unless MASTER_ADDR is set.
     join          rendezvous.py: the ranks meet at the master's port, then form the process group.
     seed, data    loader.py: each rank seeds with its own number, and reads its share of the data.
     model         models.py: torch's DistributedDataParallel, or FSDP2, around it.
@@ -87,16 +87,22 @@ def init_distributed(
 ) -> Environment:
     """Choose this process's device and, if there are other ranks, join them in a process group.
 
+    All ranks must call this. With GPUs, it sets torch's current device. Before it joins, it sets
+    network variables of gloo and NCCL in os.environ, except those that the user has set.
+
     Args:
-        backend: "nccl" or "gloo"; None or "auto": $BACKEND, otherwise nccl with GPUs, gloo without.
-        join_timeout_s: limit for all ranks to join.
-        timeout_s: limit for one collective.
+        backend: "nccl" or "gloo"; None or "auto": $BACKEND if it is one of them, otherwise nccl
+            with GPUs, gloo without.
+        join_timeout_s: limit for all ranks to join, in seconds.
+        timeout_s: limit for one collective, in seconds.
         local_rank: the --local-rank argument of torch.distributed.launch.
         nodes, ranks_per_node: expected numbers; raises LauncherError if they differ.
 
     Returns this process's environment, with rank 0's run id; later calls return the same.
-    Raises LauncherError if variables, ranks or GPUs contradict each other, TimeoutError naming the
-    ranks that did not join, and ValueError for nccl without a GPU.
+    Raises LauncherError if variables, ranks or GPUs contradict each other; TimeoutError, which
+    names the ranks that did not join; ConnectionError if rank 0 is lost while the ranks join;
+    OSError if rank 0's port is in use; and ValueError for nccl without a GPU, an unknown backend or
+    NCCL_PROFILE, or a SLURM node list that cannot be read.
     """
     env = detect(local_rank=local_rank)  # from the variables of torchrun, MPI or SLURM
     check_numbers(
@@ -132,7 +138,7 @@ def _choose_backend(asked: str | None, env: Environment) -> str:
 
 
 def is_main_process() -> bool:
-    """Return whether this is global rank 0."""
+    """Return whether this is global rank 0; before the ranks join, by the launcher's variables."""
     return (dist.get_rank() if dist.is_initialized() else detect().rank) == 0
 
 
@@ -145,12 +151,15 @@ def print_main(*values: object, **options: Any) -> None:
 def sync_metrics(
     values: Mapping[str, float | Tensor], world_size: int | None = None, *, weight: float = 1.0
 ) -> dict[str, float]:
-    """Return each value's weighted mean over the ranks, with one all-reduce in float64.
+    """Return each value's weighted mean over the ranks, computed in float64.
 
-    Every rank passes the same names and gets the same numbers. `weight` is the weight of
-    this rank's values, such as its number of samples; 0 ignores them. If all weights are 0, the
-    means are NaN. Raises TypeError for a value that is no number, ValueError for a world size other
-    than the process group's and, on every rank, for names that differ.
+    A value is a number, or a tensor with one element. Every rank passes the same names and gets the
+    same numbers; up to 59 names need one all-reduce. `weight` is the weight of this rank's values,
+    such as its number of samples; 0 ignores them. If all weights are 0, the means are NaN. Without
+    a process group, the result is the values, whatever their weight.
+
+    Raises TypeError for a value that is no number, ValueError for a world size other than the
+    process group's and, on every rank, for names that differ.
     """
     check_numbers("this run's is", ("world_size", world_size, collectives.count_ranks()))
     own = {name: _to_number(name, value) for name, value in values.items()}
@@ -173,7 +182,10 @@ def _to_number(name: str, value: Any) -> float:
 
 
 def cleanup_distributed() -> None:
-    """Destroy the process group, if there is one. Not needed before `finish`."""
+    """Destroy the process group, if there is one. Not needed before `finish`.
+
+    Afterwards, `barrier` does nothing in this rank, and other exchanges raise LauncherError.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 

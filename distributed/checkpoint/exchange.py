@@ -51,7 +51,7 @@ class Neighbours:
             self._last = (dist.get_rank() - on_node) % world
 
     def meet(self) -> None:
-        """Wait until the previous exchange is over on all ranks."""
+        """Wait until the previous exchange is over on all ranks; after 25 s, exchange no more."""
         if self._are_there:
             with self._may_be_lost():
                 dist.barrier(self._group)
@@ -59,7 +59,8 @@ class Neighbours:
     def exchange(self, mine: Memory, copies: Sequence[Memory]) -> None:
         """Send a buffer to the next node, and keep the previous node's in one of `copies`.
 
-        Stops early if the program exits.
+        Takes long, because it pauses between pieces: training goes first. Stops early if the
+        program exits. After an error, it logs a warning, and later calls do nothing.
         """
         if self._are_there:
             with self._may_be_lost():
@@ -72,7 +73,7 @@ class Neighbours:
 
     @contextlib.contextmanager
     def _may_be_lost(self) -> Iterator[None]:
-        """After an error in the body, continue without the neighbours."""
+        """After an error in the body, log a warning and continue without the neighbours."""
         try:
             yield
         except Exception as error:
@@ -84,10 +85,11 @@ class Neighbours:
 def agree_on_step(
     own: Sequence[Header], copies: Sequence[Header]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Return the newest step for which every part exists, or -1. All ranks must call this.
+    """Return the newest step for which every part exists, or -1 without one.
 
     Also return the ranks that lack their part, each with a rank that holds a copy. `own` has the
-    headers of this rank's parts, `copies` those of the parts that it holds for another rank.
+    headers of this rank's parts, `copies` those of the parts that it holds for another rank. All
+    ranks must call this.
     """
     mine = [[[one.step, one.rank, one.holders] for one in some] for some in (own, copies)]
     rows = gather_json(mine)
@@ -100,7 +102,7 @@ def agree_on_step(
         for step, rank, holders in parts
         if holders == ranks
     }
-    anywhere = [{**steps} for steps in held]  # what is held, or could be brought back
+    anywhere = [{**steps} for steps in held]  # what each rank has, or can get from a copy
     for step, rank in holder_of:
         anywhere[rank].setdefault(step, ranks)
 
@@ -133,17 +135,18 @@ def _transfer(
 ) -> Iterator[None]:
     """Send the buffer `mine` to a rank, and receive `theirs` from another; yields after each piece.
 
-    Without one of the buffers, it only sends or only receives. The header comes last, and completes
-    the received buffer.
+    Without one of the buffers, it only sends or only receives. The size comes first; the header
+    comes last, and completes the received buffer, which counts as empty until then.
     """
 
     def swap(out: Tensor, into: Tensor) -> None:
+        """Send and receive one piece at the same time; wait for both."""
         works = []
         if mine is not None and out.numel():
             works.append(dist.isend(out, to, group))
         if theirs is not None and into.numel():
             works.append(dist.irecv(into, source, group))
-        for work in filter(None, works):
+        for work in filter(None, works):  # torch's type includes None, for ranks outside the group
             work.wait()
 
     own_size = torch.tensor([mine.header().size if mine else 0])
@@ -166,7 +169,7 @@ def _transfer(
 
 
 def _content(memory: Memory | None, size: int) -> Tensor:
-    """Return the bytes of a buffer, not a copy of them."""
+    """Return the bytes of a buffer, not a copy of them; an empty tensor without a buffer."""
     if memory is None:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(memory.fd, size), dtype=torch.uint8)

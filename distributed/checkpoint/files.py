@@ -93,6 +93,7 @@ def check_shared(folder: Path) -> None:
 def write_files(folder: Path, tensors: Content, progress: Content, parts: Content) -> None:
     """Write `<name>.pt` files, progress.json and the manifest into a folder, and flush them.
 
+    `tensors` has the content of each `<name>.pt`, in which Python's numbers replace NumPy's.
     `parts` has the manifest's entries for files that the ranks have written and flushed there.
     """
     for name, content in tensors.items():
@@ -167,7 +168,8 @@ def _hash_manifest(manifest: Mapping[str, Any]) -> str:
 
 def commit(temporary: Path, final: Path) -> None:
     """Rename a written checkpoint to its final name, durably, and point `latest` at it."""
-    if os.path.lexists(final):  # damaged: the run would have resumed from an intact one
+    # It is damaged, or the script saves this step again.
+    if os.path.lexists(final):
         _delete(final)
     temporary.rename(final)
     sync(final.parent)
@@ -177,8 +179,9 @@ def commit(temporary: Path, final: Path) -> None:
 def prune(run_folder: Path, step: int, keep_last: int) -> None:
     """Delete old checkpoints, and those of later steps, which the run will repeat.
 
-    Keeps the last ones up to this step, and the one with the lowest score, to which it points
-    `best`. Damaged ones are kept too, with a warning.
+    Keeps the last `keep_last` up to this step and, of any step, the one with the lowest score, if
+    any has a finite score; points `best` at it. Keeps damaged ones too. Logs a warning for these,
+    and for each checkpoint that cannot be deleted.
     """
     scores = {}
     for folder in steps(run_folder):
@@ -210,7 +213,10 @@ def set_aside(damaged: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to the disk."""
+    """Flush a file's content, or a folder's entries, to the disk; drop a file from the page cache.
+
+    If the file system cannot flush, warns once.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -232,7 +238,7 @@ def _delete(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder, or what stands in its place, if possible: NFS keeps a file that is open."""
+    """Delete a folder, or a file or a link with its name; ignore errors (NFS keeps open files)."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -264,7 +270,7 @@ def candidates(folder: Path) -> list[Path]:
 def read_files(folder: Path) -> dict[str, bytes]:
     """Return the content of a checkpoint's files; b"" for a part, which the ranks read later.
 
-    Raises CheckpointError if a file is not what was written.
+    Raises CheckpointError if a file, or a part, is not what was written.
     """
     files = read_manifest(folder)["files"]
     with ThreadPoolExecutor() as pool:  # hashing a file takes longer than reading it
@@ -272,6 +278,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def _read_file(folder: Path, files: Content, name: str) -> bytes:
+    """Return a file's content, b"" for a part. Raises CheckpointError if its hash is wrong."""
     is_part = _PART.fullmatch(name)
     file = folder / name
     with as_checkpoint_error(f"{folder}: unreadable"):
@@ -285,8 +292,9 @@ def _read_file(folder: Path, files: Content, name: str) -> bytes:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest. Raises CheckpointError if it is damaged, or if a file's size differs."""
     with as_checkpoint_error(f"{folder}: unreadable"):
-        _size_of(folder / MANIFEST)  # refuses a pipe, which would never end
+        _size_of(folder / MANIFEST)  # raises for a pipe, which would never end
         manifest = json.loads((folder / MANIFEST).read_bytes())
+        # Version 1 had no hash of itself. Other names could be paths outside the folder.
         is_intact = manifest["version"] == 1 or manifest["sha256"] == _hash_manifest(manifest)
         entries = manifest["files"]
         others = {name for name in entries.keys() - FILES - {INDEX} if not _PART.fullmatch(name)}
@@ -328,7 +336,7 @@ def read_progress(folder: Path) -> dict[str, Any]:
 def score(progress: Any) -> float:
     """Return the `score` of a progress or, without one, its validation loss; lower is better.
 
-    Returns infinity if it was saved with neither. Raises ValueError or TypeError for no number.
+    Returns infinity if it was saved with neither. Raises an error if it is not a number.
     """
     found = progress.get("score", progress.get("validation_loss"))
     return math.inf if found is None else float(found)

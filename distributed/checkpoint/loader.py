@@ -38,14 +38,16 @@ _log = logging.getLogger(__name__)
 
 
 def load(folder: Path | str, *, whole: bool = True) -> State | None:
-    """Load one checkpoint, or a run's newest intact one, on every rank.
+    """Load one checkpoint, or a run's newest intact one, on every rank. All ranks must call this.
 
     Waits for this process's saves. Rank 0 reads the files and sends them to the other ranks, so
     the folder need not be shared. Only the parts of a sharded checkpoint are read by every rank:
     now or, if not `whole`, later with `State.fetch`. After a restart, a newer snapshot in memory is
-    loaded instead. Tensors are on the CPU. Returns None if there is no checkpoint yet. Raises
-    CheckpointError if all are damaged, or if this node cannot read a sharded one. Damaged ones are
-    set aside if rank 0 has already created its Saver.
+    loaded instead. Tensors are on the CPU. Returns None if there is no checkpoint yet.
+
+    Rank 0 logs a warning for each damaged checkpoint and, if it has already created its Saver,
+    renames those that are newer than the one it loads. Raises CheckpointError on every rank if all
+    are damaged, and on this rank if its node cannot read a sharded one.
     """
     folder = Path(folder)
     wait_for_saves()
@@ -87,7 +89,7 @@ def _find_newest(folder: Path, snapshot: Snapshot | None) -> _Found:
     """Return the newest intact checkpoint, or the snapshot if that is of a later step."""
     if snapshot is None:
         return _read_newest(folder)
-    if any(step_of(one) >= snapshot.step for one in steps(folder)):
+    if any(step_of(one) >= snapshot.step for one in steps(folder)):  # otherwise, read nothing
         found = _read_newest(folder)
         if found.content and step_of(found.folder) >= snapshot.step:
             return found
@@ -97,7 +99,8 @@ def _find_newest(folder: Path, snapshot: Snapshot | None) -> _Found:
 def _read_newest(folder: Path) -> _Found:
     """Return the newest intact checkpoint or, if none is intact, the damage.
 
-    Damaged ones that are newer are set aside if this process holds the run's lock.
+    Logs a warning for each damaged one. If this process holds the run's lock, it renames those that
+    are newer than the intact one, and points `latest` at that.
     """
     damaged: dict[Path, str] = {}
     for candidate in candidates(folder):
@@ -122,7 +125,7 @@ def _read_newest(folder: Path) -> _Found:
 
 
 def _parse_state(folder: Path, content: dict[str, bytes]) -> State:
-    """Return the state in a checkpoint's files. Raises CheckpointError if no save wrote them."""
+    """Return the state in a checkpoint's files. Raises CheckpointError if they hold none."""
     found = {Path(name).stem: parse_file(folder, name, content[name]) for name in FILES}
     with as_checkpoint_error(f"{folder}: unreadable"):
         state = State(**{**found, "ranks": Ranks(found["ranks"])})
@@ -140,13 +143,19 @@ def _broadcast(data: bytes | None) -> bytes:
 
 
 def gather_ranks(own: dict[str, Any]) -> Ranks:
-    """Return every rank's dictionary on rank 0, in order of rank, and nothing on the others."""
+    """Return every rank's dictionary on rank 0, in order of rank, and no items on the others.
+
+    All ranks must call this.
+    """
     gathered = gather_bytes(pack(plain(own)))
     return Ranks(gathered if own_rank() == 0 else [])
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of this process's random generators, in types that torch.save accepts."""
+    """Return the state of this process's random generators, in types that torch.load accepts.
+
+    These are Python's, torch's, that of the current GPU, and NumPy's if it is imported.
+    """
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -157,7 +166,10 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore an rng_state(). Call `iter(loader)` first, because that may use the generator."""
+    """Restore an rng_state(), apart from generators that this process does not have.
+
+    Call `iter(loader)` first, because that may use the generator.
+    """
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():

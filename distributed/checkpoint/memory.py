@@ -68,7 +68,8 @@ def to_overwrite(buffers: Sequence[AnyMemory], step: int) -> AnyMemory:
 def whole_steps(held: Sequence[Mapping[int, int]]) -> list[int]:
     """Return the steps for which no rank lacks its part.
 
-    For each rank, `held` maps its steps to the number of ranks that hold a part: 1, or all.
+    For each rank, `held` maps its steps to the number of ranks that hold a part: all, or 1 if rank
+    0 holds everything.
     """
     return [
         step

@@ -37,19 +37,23 @@ def save(
 ) -> None:
     """Copy what this loop needs to continue, and save it in the background.
 
-    All ranks must call this. Only rank 0 writes, unless fsdp has sharded the model: then each rank
-    writes its part, to a disk that all nodes share. Each rank's random state is saved too.
+    All ranks must call this. It waits for the previous save, and restarts the clock of each Stop's
+    `save_seconds`. Only rank 0 writes, unless fsdp has sharded the model: then each rank writes its
+    part, to a disk that all nodes share. Each rank's random state is saved too.
 
     `more` holds what else the loop needs: objects with a `state_dict`, to be given to `load` by the
-    same names, and values that `load` returns, such as an epoch. Of a model or an optimizer, there
-    is one state; every rank has its own of any other object. Keeps the newest `keep_last`
-    checkpoints and, with a `score`, the one with the lowest. Call `finish` at the end.
+    same names, and values that `load` returns, such as an epoch. Of a model or an optimizer, one
+    state is saved; of any other object or value, that of each rank. Keeps the newest `keep_last`
+    checkpoints and the one with the lowest `score` or, without scores, `validation_loss`; only the
+    first call for a folder chooses `keep_last`. Call `finish` at the end.
 
-    In place of the folder, a Saver chooses the format; with "full", rank 0 writes a sharded model
-    too. With `in_memory`, the copy is a snapshot in the node agent's memory, not a save.
+    In place of the folder, a Saver chooses the format and `keep_last`; with "full", rank 0 writes a
+    sharded model too. With `in_memory`, the copy is a snapshot in the node agent's memory, not a
+    save; without a node agent, nothing is copied.
 
-    Raises the errors of Saver, TypeError for a score that is no number, and CheckpointError if the
-    previous save failed, or if this state could not be loaded again.
+    Raises the errors of Saver, TypeError for a score that is no number, CheckpointError if the
+    previous save failed, or if this state could not be loaded again, and ValueError for a snapshot
+    of a model that is sharded other than by rows.
     """
     objects = {name: one for name, one in more.items() if hasattr(one, "state_dict")}
     progress = files.plain(
@@ -81,6 +85,7 @@ def save(
 
 
 def _saver_of(folder: Path, keep_last: int, model: nn.Module) -> Saver:
+    """Return this process's Saver of a folder, or create one; then all ranks must call this."""
     if folder in _savers:
         return _savers[folder]
 
@@ -98,15 +103,19 @@ def load(
     optimizer: Optimizer | None,
     **objects: Any,
 ) -> dict[str, Any] | None:
-    """Load into the given objects what `save` saved last. All ranks must call this.
+    """Load a run's newest intact checkpoint into the given objects. All ranks must call this.
 
-    Waits for a save in progress. The number of ranks and the strategy may differ from those of the
+    `folder` is the one given to `save`, a single checkpoint, or the State that
+    `checkpoint.load(folder, whole=False)` has returned. Waits for a save in progress. Also restores
+    this rank's random state. The number of ranks and the strategy may differ from those of the
     save; a rank that did not exist then keeps its random state, and gets rank 0's state of other
-    objects. In place of the folder, a State is what `checkpoint.load(folder, whole=False)` has
-    returned. Without an optimizer, only the given objects are loaded, and none is missed.
+    objects.
+
+    Rank 0 logs a warning for an object that is only in the checkpoint, or only among those given;
+    it is not loaded. If the optimizer is None, there is no such warning.
 
     Returns the progress, with the step, or None if the folder holds no checkpoint yet. Raises
-    CheckpointError if all are damaged, or if the objects are not those that were saved.
+    CheckpointError if all are damaged, or if an object does not fit what was saved.
     """
     state = folder if isinstance(folder, State) else loader.load(folder, whole=False)
     if state is None:
@@ -119,9 +128,12 @@ def load(
 
 
 def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
-    """Load a state, of which nothing has been read yet, into objects; return its progress."""
+    """Load a state, whose tensors may not have been read yet, into objects; return its progress.
+
+    Restores the random state too. Rank 0 logs a warning for each object that is not loaded.
+    """
     rank = own_rank()
-    is_new = rank >= len(state.ranks)
+    is_new = rank >= len(state.ranks)  # the run has more ranks than when it saved
     mine = state.ranks[0 if is_new else rank] if state.ranks else {}
     progress = {**mine.get("progress", state.progress)}
     # Earlier versions of train.py saved its objects beside the random state.
@@ -198,7 +210,10 @@ def _plain_name(name: str) -> str:
 
 
 def complete(code: int) -> None:
-    """Wait until this rank's saves are on disk or, if the run ends well, until all ranks' are."""
+    """Wait until this rank's saves are on disk or, if the run ends well, until all ranks' are.
+
+    Raises CheckpointError if a save fails.
+    """
     for saver in _savers.values():
         saver.wait()
         if code in (0, STOPPED):

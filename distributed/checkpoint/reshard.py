@@ -17,9 +17,9 @@ dtensor = import_dtensor()
 
 
 def gather(state: Any) -> Any:
-    """Return a state_dict() with full tensors on rank 0's CPU, and empty ones elsewhere.
+    """Return a state_dict() with full tensors in place of DTensors.
 
-    All ranks must call this.
+    They are on rank 0's CPU; on other ranks, they are empty. All ranks must call this.
     """
     keep = Tensor.cpu if own_rank() == 0 else lambda whole: whole.new_empty(0)
     return tree_map_only(dtensor.DTensor, lambda tensor: keep(tensor.full_tensor()), state)
@@ -28,7 +28,8 @@ def gather(state: Any) -> Any:
 def scatter(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's full state_dict() with its tensors replaced by this rank's shards.
 
-    Meta tensors become shards on the meta device, whose content can then be read.
+    Meta tensors become shards on the meta device, whose content can then be read. All ranks must
+    call this.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     parts = {
@@ -45,8 +46,9 @@ def scatter_weights(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]
 
 
 def _shard_like(value: Any, like: Any) -> Any:
+    """Return this rank's shard of a full value; the value itself if it is not to be sharded."""
     is_sharded = isinstance(like, dtensor.DTensor) and isinstance(value, Tensor)
-    if not is_sharded or not value.dim():
+    if not is_sharded or not value.dim():  # such as an optimizer's count of steps
         return value
     whole = value if value.is_meta else value.to(like.device)
     return dtensor.distribute_tensor(whole, like.device_mesh, like.placements)

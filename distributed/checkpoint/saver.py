@@ -58,7 +58,7 @@ class State:
         for name in ("model", "optimizer", "progress"):
             if not isinstance(getattr(self, name), dict):
                 raise TypeError(f"State's {name} is not a dict")
-        len(self.ranks)
+        len(self.ranks)  # raises TypeError if it is no sequence
 
     def trees(self) -> dict[str, Any]:
         """Return the fields that hold tensors."""
@@ -72,10 +72,12 @@ class Saver:
     "sharded", every rank calls `save`, with tensors that may be DTensors, and writes its own part.
 
     Keeps the newest `keep_last` checkpoints, and the one with the lowest `progress["score"]` or,
-    without a score, `progress["validation_loss"]`. A process that exits waits for its save. Raises
-    Refused if another live process saves in the folder or the folder belongs to another job,
-    CheckpointError if it is not writable, and ValueError for `keep_last` below 1 or an unknown
-    format.
+    without a score, `progress["validation_loss"]`. A process that exits waits for its save.
+
+    If enabled, creating it creates the folder, and locks it until the process exits (see RunLock,
+    which may wait). If sharded, all ranks must create it together. Raises Refused if another live
+    process saves in the folder or the folder belongs to another job, CheckpointError if it is not
+    writable, and ValueError for `keep_last` below 1 or an unknown format.
     """
 
     def __init__(
@@ -128,12 +130,12 @@ class Saver:
         loaded again; earlier checkpoints are intact.
         """
         self.last_step = step
-        if not self.enabled and self._parts is None:
+        if not self.enabled and self._parts is None:  # rank 0 writes everything
             return
 
         trees = state.trees()
         tensors = self._check_state(state)
-        self.wait()
+        self.wait()  # for the memory of the copies, too
         if self._parts is None:
             copies = self._copy(tensors)
             ours = iter(copies)
@@ -151,7 +153,9 @@ class Saver:
         """Copy the state into the node agent's memory; a restart continues from the newest copy.
 
         If a run fails or is stopped, the agent writes that copy as a checkpoint; a run that exits
-        with code 0 must `save` its last state itself. Without an agent, this does nothing.
+        with code 0 must `save` its last state itself. Without an agent, nothing is copied. Raises
+        CheckpointError if the state could not be loaded again, and ValueError for a DTensor that is
+        not sharded by rows.
         """
         if not self.enabled and self._parts is None:
             return
@@ -169,7 +173,8 @@ class Saver:
     def _check_state(self, state: State) -> list[Tensor]:
         """Return the tensors. Raises CheckpointError if the state could not be loaded again."""
         tensors = dict(named_tensors(trees := state.trees()))
-        if len(tensors) != self._checked:  # the first time, or it has grown
+        # Checking takes time: do it the first time, and if the number of tensors has changed.
+        if len(tensors) != self._checked:
             for name, tensor in tensors.items():
                 if cause := why_not_loadable(tensor, must_be_dense=self._parts is not None):
                     raise CheckpointError(f"{name} {cause}")
@@ -185,21 +190,21 @@ class Saver:
             raise self._error
 
     def wait(self) -> None:
-        """Wait for the background save. Raises CheckpointError if it failed."""
+        """Wait for the background save, and beat meanwhile. Raises CheckpointError if it failed."""
         while self._thread.is_alive():
             self._thread.join(1.0)
             beat()
         self.check()
 
     def _copy(self, theirs: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies of the tensors, in this saver's memory."""
+        """Return copies of the tensors, in this saver's memory, which the next call overwrites."""
         if kinds_of(theirs) != kinds_of(self._memory):
             self._memory = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in theirs]
         copy_all(self._memory, theirs)
         return self._memory
 
     def _write(self, step: int, state: State, copies: Sequence[Tensor]) -> None:
-        """Write and commit a checkpoint; an error is kept for `check`."""
+        """Write and commit a checkpoint, and delete old ones; an error is kept for `check`."""
         temporary = self.folder / f"step-{step}.tmp-{socket.gethostname()}-{os.getpid()}"
         parts: dict[str, Any] = {}
         try:
@@ -207,7 +212,7 @@ class Saver:
                 self._begin_folder(temporary)
             else:
                 parts = self._parts.write(partial(self._begin_folder, temporary), copies)
-            if not self.enabled:
+            if not self.enabled:  # rank 0 writes and commits the rest
                 return
 
             tensors = {name: getattr(state, name) for name in TENSORS}
@@ -222,8 +227,8 @@ class Saver:
             self._error.fault = getattr(error, "fault", "")
 
     def _begin_folder(self, temporary: Path) -> Path:
-        """Delete what killed processes left behind, and create the next checkpoint's folder."""
-        with self._lock.committing():
+        """Delete what killed processes left behind; create and return the checkpoint's folder."""
+        with self._lock.committing():  # raises if another process has taken over: it writes here
             delete_leftovers(self.folder)
         temporary.mkdir()
         return temporary

@@ -60,7 +60,10 @@ class Snapshot:
         )
 
     def _content(self, name: str, wanted: Tensor) -> Tensor:
-        """Return a tensor's content, like `wanted`: of a DTensor, this rank's part of it."""
+        """Return a tensor's content, like `wanted`: of a DTensor, this rank's part of it.
+
+        If the tensor was sharded but `wanted` is not, all ranks gather the parts.
+        """
         mine = self.contents[name]
         mesh = getattr(wanted, "device_mesh", None)
         if mesh is not None:
@@ -74,7 +77,10 @@ class Snapshot:
 
 
 def join(rows: Sequence[Tensor], whole: Tensor) -> Tensor:
-    """Join the rows of each rank into one tensor; drop the replicas that follow."""
+    """Join the rows of each rank, in order of rank, into a tensor of the shape of `whole`.
+
+    Replicas follow in the next groups of ranks, and are dropped.
+    """
     return torch.cat([one.flatten() for one in rows])[: whole.numel()].view(whole.shape)
 
 
@@ -117,6 +123,7 @@ class Buffer(Memory):
     def about(self) -> dict[str, Any] | None:
         """Return everything but the tensors; None if the buffer is empty or damaged."""
         header = self.header()
+        # -1: the rank ended before it added the checksum.
         if header.step < 0 or header.checksum not in (-1, self._checksum(header)):
             return None
         rest = os.pread(self.fd, header.size - header.rest, header.rest)
@@ -164,8 +171,9 @@ class Snapshots:
     ) -> None:
         """Copy a state into the older buffer, or into one of a later step, which the run repeats.
 
-        `about` has Snapshot's other fields. Raises ValueError for a DTensor that is not sharded by
-        rows.
+        Waits until the previous snapshot is complete, and starts a thread that completes this one;
+        without a node agent, does nothing. `about` has Snapshot's other fields. If several ranks
+        hold parts, all must call this. Raises ValueError for a DTensor that is not sharded by rows.
         """
         if not self._buffers:
             return
@@ -202,7 +210,7 @@ class Snapshots:
         self._sealing.start()
 
     def _complete(self, taken: Buffer) -> None:
-        """In the background, add the checksum, and exchange copies with the other nodes."""
+        """In the background, add the checksum, and exchange copies with the neighbouring nodes."""
         if self._neighbours is None:  # no rank waits for this thread: training goes first
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -220,13 +228,13 @@ class Snapshots:
 
 
 def newest_snapshot(folder: Path) -> Snapshot | None:
-    """Return this rank's part of a run's newest complete snapshot.
+    """Return this rank's part of a run's newest complete snapshot, or None without one.
 
     A part that was lost with its node comes from the node that holds a copy. Later snapshots, which
     are incomplete, are emptied. If rank 0 holds everything, the other ranks get None. All ranks
     must call this.
     """
-    if FILES not in os.environ:
+    if FILES not in os.environ:  # on no rank: there is no node agent
         return None
 
     opened = _open_buffers()
@@ -252,7 +260,7 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
 
 
 def _of_run(folder: Path, buffers: Sequence[Buffer]) -> dict[int, tuple[Buffer, dict[str, Any]]]:
-    """Return the buffers with a snapshot of a run, each with its `about()`, by step."""
+    """Return the buffers with an intact snapshot of a run, each with its `about()`, by step."""
     found = ((one, one.about()) for one in buffers)
     return {
         one.header().step: (one, rest)
@@ -262,13 +270,13 @@ def _of_run(folder: Path, buffers: Sequence[Buffer]) -> dict[int, tuple[Buffer, 
 
 
 def _open_buffers() -> list[Buffer]:
-    """Return the buffers that the agent's variable names; none in a rank's subprocess."""
+    """Return the buffers that the agent's variable names; none in a program that a rank runs."""
     places = map(find_record, os.environ.get(FILES, "").split(","))
     return [Buffer(place[0]) for place in places if place]
 
 
 def copy_all(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    """Copy each tensor into its counterpart, with several threads on a CPU."""
+    """Copy each tensor into its counterpart, with several threads on a CPU; wait for a GPU."""
     if any(tensor.is_cuda for tensor in theirs):
         for memory, tensor in zip(ours, theirs, strict=True):
             memory.copy_(tensor, non_blocking=True)
