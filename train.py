@@ -69,7 +69,7 @@ def evaluate(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def train(arguments: argparse.Namespace, settings: Settings) -> int:
-    """Train to the last step, or until a stop is requested; returns the exit code."""
+    """Train to the last step, or until the task or a stop ends the run; returns the exit code."""
     environment = join(arguments, settings)
     run = Run(settings, environment, arguments.launch_command)
     step = run.limits.first_step
@@ -78,7 +78,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     helper.beat(step, saved=run.saved_step, hang_seconds=settings.distributed.hang_seconds)
     is_over = run.is_over or (last_step is not None and step >= last_step)
     is_stopped = False
-    if run.unsaved and (is_over or is_due(step, settings.checkpoint.every)):
+    if run.unsaved and (is_over or is_due(step, settings.checkpoint.every)):  # not on disk yet
         run.save(step, {n: run.unsaved[n] for n in SCORES if n in run.unsaved})
 
     while not (is_over or is_stopped):
@@ -88,7 +88,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         is_stopped = run.stop.agreed()
         run.is_over = run.stop.is_end_agreed
         is_over = step == last_step or run.is_over
-        is_stopped = is_stopped and not is_over
+        is_stopped = is_stopped and not is_over  # a complete run exits with 0, not 75
         is_logged = is_over or step == 1 or step % settings.train.log_every == 0
         is_validated = is_due(step, settings.train.eval_every, is_over)
         is_asked_for = run.stop.is_save_agreed or is_due(step, settings.checkpoint.every)
@@ -119,8 +119,8 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def join(arguments: argparse.Namespace, settings: Settings) -> helper.Environment:
-    """Join the other ranks, and set up logging: by default, only rank 0 logs."""
-    torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
+    """Join the other ranks or exit with 2; set up logging: by default, only rank 0 logs."""
+    torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]  # start() sets it
     try:
         environment = helper.init_distributed(
             backend=settings.distributed.backend,
@@ -210,7 +210,7 @@ class Run:
         try_evaluation(self.task, self.model, self.batch_size, self.settings)
 
     def _resume(self, saved: checkpoint.State) -> None:
-        """Load everything in a checkpoint, and log what has changed since."""
+        """Load everything in a checkpoint, or exit with 2; log what has changed since."""
         progress = saved.progress
         objects = self._objects()
         if self.environment.rank >= len(saved.ranks):
@@ -258,7 +258,7 @@ class Run:
         helper.beat(step + 1)
 
     def mean_loss(self, step: int) -> float:
-        """Return the mean loss since the last reading; exit if it or a weight is not finite."""
+        """Return the mean loss over all ranks since the last reading; exit unless all is finite."""
         sums = helper.sync_metrics({**self.meter.state_dict(), "norm": norm_of_weights(self.model)})
         mean = sums["loss"] / (sums["terms"] or 1)
         if not math.isfinite(mean + sums["norm"]):
@@ -269,7 +269,7 @@ class Run:
         return mean
 
     def record(self, step: int, loss: float, rate: float) -> None:
-        """Record the training loss, the learning rate, and how fast the ranks were."""
+        """Record the loss, rate, gradient norm, and the ranks' speed. All ranks must call this."""
         pace = self.pace.read(step, self.task.unit, self.task.flops)
         with self.meter.paused():
             values = {"loss": loss, **metrics_of(self.task, loss), "lr": rate}
@@ -278,7 +278,7 @@ class Run:
             self.progress.record(step, values | pace)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Return and record each metric's mean over all ranks' shares of the validation data."""
+        """Validate, record and return the metrics; pass them to the schedule and the task."""
         with self.meter.paused():
             values = validate(self.task, self.model, self.batch_size, self.settings, step)
             self.progress.record(step, {f"validation_{name}": v for name, v in values.items()})

@@ -34,11 +34,12 @@ class _Parser(argparse.ArgumentParser):
 def refuse(cause: object) -> NoReturn:
     """Print one line with the mistake, and exit with 2. Of srun's tasks, only the first prints.
 
-    The other tasks exit after it, with the same code even if srun ends them first. Every task,
-    however, prints a mistake that concerns only its host (a plain ValueError), and reports missing
-    tasks (a TimeoutError), because the first task may be one of them.
+    The other tasks exit up to 2 s later, with the same code even if srun ends them first. Every
+    task, however, prints a mistake that concerns only its host (a plain ValueError), and reports
+    missing tasks (a TimeoutError), because the first task may be one of them.
     """
     fault, text = _split_fault(cause)
+    # The exact types: subclasses such as SettingsError concern all tasks.
     if _is_first_task() or type(cause) in (ValueError, TimeoutError):
         _complain(fault, text)
     else:
@@ -65,7 +66,11 @@ def _complain(fault: str, cause: str) -> None:
 
 @contextlib.contextmanager
 def refuse_together(environment: Environment) -> Iterator[None]:
-    """Run the body on every rank; if any rank finds a mistake, rank 0 prints it and all exit."""
+    """Run the body on every rank; if any rank finds a mistake, rank 0 prints it and all exit.
+
+    All ranks must call this; they wait for each other after the body. A mistake is a SettingsError,
+    LauncherError, CheckpointError or Refused; other errors pass through. The exit code is 2.
+    """
     from distributed.checkpoint import CheckpointError
     from distributed.torch import barrier, finish, gather_json
 
@@ -90,9 +95,10 @@ def refuse_together(environment: Environment) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refuse_alone(environment: Environment) -> Iterator[None]:
-    """Run the body; if it finds a mistake, print one line and exit with 2, without a collective.
+    """Run the body; if it raises SettingsError, print one line and exit with 2; no collective.
 
-    If all ranks find the same mistake, rank 0 prints it and exits first.
+    If all ranks find the same mistake, rank 0 prints it and exits first: the others wait up to 2 s
+    for the SIGTERM by which the launcher then ends them, and print only if none comes.
     """
     from distributed.torch import finish
 
@@ -110,7 +116,8 @@ def refuse_alone(environment: Environment) -> Iterator[None]:
 def start(description: str) -> tuple[argparse.Namespace, Settings]:
     """Read the arguments and the config. With --check, or if they are invalid, exit here.
 
-    Also adds the folders of the user's own task to sys.path, and sets the variables of a debug log.
+    Also adds the folders of the user's own task to sys.path, sets the variables of a debug log, and
+    makes stdout and stderr escape characters that their encoding lacks.
     """
     arguments = _parse(description)
     for stream in (sys.stdout, sys.stderr):  # the locale may lack characters of sampled text
@@ -134,9 +141,12 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
 
 
 def _check_only(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
-    """Check everything else that can be checked before the start, print the result, and exit."""
+    """Check everything else that can be checked before the start, print the result, and exit.
+
+    Raises SettingsError or LauncherError for a mistake.
+    """
     chosen = settings.distributed
-    world_size = int(os.environ.get("WORLD_SIZE") or 1)
+    world_size = int(os.environ.get("WORLD_SIZE") or 1)  # set by the launcher, if it is known
     check_strategy(chosen.strategy, world_size, chosen.fsdp.shard)
     samples = settings.train.batch_size_on(world_size)
     if settings.task == BUILT_IN_TASK:
@@ -154,6 +164,7 @@ def _check_only(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
 
 
 def _facts_for_launchers(settings: Settings) -> dict[str, object]:
+    """Return the settings that a launcher needs; --check --json prints them."""
     train = settings.train
     is_own = settings.task != BUILT_IN_TASK
     module = importlib.util.find_spec(settings.task.partition(":")[0]) if is_own else None
@@ -174,6 +185,10 @@ def _facts_for_launchers(settings: Settings) -> dict[str, object]:
 
 
 def _parse(description: str) -> argparse.Namespace:
+    """Return the arguments; for mistakes, --help and --version, exit.
+
+    A config can be given as DIR and NAME, too. --distributed-backend becomes an override.
+    """
     parser = _Parser(
         prog="train.py",
         description=description,

@@ -79,7 +79,10 @@ def _unread(section: Tree, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def make_task(kind: Any, base: Any, name: str, settings: Any) -> Any:
-    """Create a task and check that it has what `base` has; raises SettingsError otherwise."""
+    """Create a task and check that it has what `base` has; raises SettingsError otherwise.
+
+    `kind` is the task's class, `name` its name in the config, and `base` is training.tasks.Task.
+    """
     if not callable(kind):
         _refuse(None, f"{name} is not a class; set task to a Task subclass")
     # As in Task: Python 3.10 replaces the __init__ of a Protocol.
@@ -99,12 +102,15 @@ def make_task(kind: Any, base: Any, name: str, settings: Any) -> Any:
 
 
 def _check_method(task: Any, base: Any, method: str, name: str) -> None:
-    """Refuse a task that lacks a method of `base`, or whose method takes other arguments."""
+    """Raise SettingsError if a task lacks a method of `base`, or its method takes other arguments.
+
+    A task must override `model` and `loss`, for which `base` has no default.
+    """
     if not hasattr(task, method):
         _refuse(None, f"{name} has no {method}; make it a subclass of training.tasks.Task")
     given = getattr(task, method)
     plain = getattr(base, method)
-    if method in ("model", "loss") and given == plain.__get__(task):
+    if method in ("model", "loss") and given == plain.__get__(task):  # inherited
         own = {one: getattr(task, one) for one in dir(task) if not hasattr(base, one)}
         place = task.__init__
         cure = "write one"
@@ -116,7 +122,7 @@ def _check_method(task: Any, base: Any, method: str, name: str) -> None:
 
 
 def _check_call(called: Any, plain: Any, place: Any, name: str) -> None:
-    """Refuse a function, defined at `place`, that does not accept the arguments of `plain`."""
+    """Raise SettingsError if `called`, defined at `place`, does not accept `plain`'s arguments."""
     _, *takes = inspect.signature(plain).parameters.values()
     by_name = [one.name for one in takes if one.kind == one.KEYWORD_ONLY]
     in_order = [one.name for one in takes if one.name not in by_name]

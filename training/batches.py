@@ -46,7 +46,8 @@ class Batches:
     A stream that starts at another stream's `position()` returns what that stream would have
     returned next: the same batches, with the same random numbers. Only data without a length must
     be read again up to that position. Creating a stream leaves this process's random generators
-    unchanged. Raises SettingsError if the dataset is too small for one batch on each rank.
+    unchanged. Raises SettingsError if the dataset is too small for one batch on each rank, which
+    without a length shows only when it is read, or if validation data is needed but missing.
     """
 
     def __init__(
@@ -71,9 +72,9 @@ class Batches:
         self._sampler: Any = None  # of data with a length
 
         load: Any
-        if type(task).loader is not Task.loader:
+        if type(task).loader is not Task.loader:  # the task makes its own batches
             load = functools.partial(task.loader, batch_size, rank=rank, world_size=world_size)
-        elif isinstance(task.train, IterableDataset):
+        elif isinstance(task.train, IterableDataset):  # every rank reads all samples, in order
             own = slice(rank, self.samples, world_size)  # of each batch on all ranks
             load = functools.partial(_read_all, task, own, settings.seed)
         else:
@@ -90,7 +91,7 @@ class Batches:
     def __next__(self) -> Any:
         with self.naming_samples(-1):
             self._epoch, self._batch, batch = next(self._rest)
-        if self._batch == self.per_epoch:
+        if self._batch == self.per_epoch:  # the end of an epoch is the beginning of the next
             self._epoch += 1
             self._batch = 0
         return batch
@@ -107,9 +108,10 @@ class Batches:
             raise
 
     def describe(self, back: int = 0, count: int = 1) -> str:
-        """Return the sample numbers of `count` batches, the last of them `back` batches ago.
+        """Return as text the first 16 sample numbers of `count` batches.
 
-        Empty if samples have no numbers, as with data without a length, or the task's own loader.
+        The last of these batches was read `back` batches ago. "" if samples have no numbers, as in
+        data without a length, or from the task's own loader.
         """
         if self.per_epoch is None:
             return ""
@@ -134,9 +136,13 @@ class Batches:
 
 
 def _make_loader(task: Task, batch_size: int, settings: Settings) -> DataLoader[Any]:
-    """Return the loader of data with a length, whose order is not a list of all its samples."""
+    """Return a loader of data with a length that reads it in the order of `shuffled`.
+
+    The sampler's own order would be a list of all samples.
+    """
     data: Any = task.train
     workers = settings.data.num_workers
+    # shuffle must be given, but has no effect: `order` replaces it. `order` needs drop_last.
     loader = get_dataloader_for_distributed(
         data,
         batch_size,
@@ -147,7 +153,7 @@ def _make_loader(task: Task, batch_size: int, settings: Settings) -> DataLoader[
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=settings.data.pin_memory,
-        worker_init_fn=_ignore_signals,
+        worker_init_fn=_ignore_signals,  # SIGTERM too, unlike the helper
     )
 
     loader.sampler.order = lambda epoch, skip: shuffled(  # type: ignore[attr-defined]
@@ -157,7 +163,11 @@ def _make_loader(task: Task, batch_size: int, settings: Settings) -> DataLoader[
 
 
 def _ignore_signals(_worker: int) -> None:
-    """Ignore stop signals in a data worker: schedulers send them to workers too."""
+    """Ignore stop signals in a data worker, because schedulers send them to workers too.
+
+    The rank needs batches until the end of its step. A worker ends when the rank closes the loader
+    or exits.
+    """
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
 
@@ -169,7 +179,10 @@ def _read_epoch(loader: Any, batch_size: int, *, epoch: int, skip: int) -> Itera
 
 
 def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterator[_Placed]:
-    """Yield the batches of `load(epoch=, skip=)` endlessly; SettingsError if an epoch has none."""
+    """Yield the batches of `load(epoch=, skip=)` endlessly, each with the position after it.
+
+    Begins after the first `done` batches of an epoch. Raises SettingsError if an epoch has none.
+    """
     while True:
         number = done
         for number, batch in enumerate(load(epoch=epoch, skip=done), done + 1):
@@ -184,8 +197,9 @@ def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterat
 def _read_all(task: Task, own: slice, seed: int, *, epoch: int, skip: int) -> Iterator[Any]:
     """Yield a rank's part of each batch of data that can only be read in order.
 
-    The data has its own random numbers, the same on every rank and each time it is read. Those of
-    the training do not change.
+    The batches begin after the first `skip`; an incomplete last one is dropped. `own` takes the
+    rank's samples from those of all ranks. The data has its own random numbers, the same on every
+    rank and each time it is read. Those of the training do not change.
     """
     outside = rng_state()
     seed_everything(zlib.crc32(f"{seed} {epoch}".encode()))
@@ -239,7 +253,8 @@ def fill_up(
     """Yield the batches of a rank's share of a dataset, and whether each counts.
 
     The first sample fills gaps, so that all `in_step` ranks, which share a model, get the same
-    number of batches.
+    number of batches. A rank without samples gets one such batch in any case, because each rank
+    must know which metrics there are.
     """
     yield from ((batch, True) for batch in loader)
     samples = in_step * (loader.batch_size or 1)

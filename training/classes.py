@@ -18,7 +18,8 @@ def load_class(name: str) -> Any:
 def check_name(text: str, *known: str) -> str:
     """Return a known name, or module:Class; raises ValueError if there is no such class.
 
-    The module is not imported, because that would import torch.
+    The module is not imported, because that would import torch; packages that contain it are. The
+    class is looked for in the module's source, if it has one.
     """
     if text in known:
         return text
@@ -43,6 +44,7 @@ def check_name(text: str, *known: str) -> str:
             symbols = symtable.symtable(source, module, "exec").get_symbols()
         except SyntaxError as error:
             raise ValueError(f"{origin}, line {error.lineno}: {error.msg}") from None
+        # A class statement counts as an assignment.
         names = [one.get_name() for one in symbols if one.is_assigned() or one.is_imported()]
         if name not in names and "import *" not in source:
             raise ValueError(f"{origin} has no class {name}")

@@ -32,7 +32,8 @@ class Loader(yaml.SafeLoader):
     """YAML in which 1e-3 is a number and a duplicate key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: list[Any] = []
+        """Return a mapping; raises MarkedYAMLError, with the place, for a duplicate key."""
+        seen: list[Any] = []  # a key may have no hash
         for key, _ in node.value:
             if key.value in seen:
                 problem = f"{key.value} is given twice"
@@ -52,7 +53,10 @@ def with_ending(name: str) -> str:
 
 
 def read_file(path: Path) -> Tree:
-    """Return what a config contains; raises SettingsError if it is no YAML file of `key: value`."""
+    """Return what a config contains.
+
+    Raises SettingsError if it is missing, no YAML file of `key: value` lines, or too large.
+    """
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except FileNotFoundError:
@@ -73,7 +77,7 @@ def read_file(path: Path) -> Tree:
 
 
 def _describe_folder(path: Path) -> str:
-    """Return what there is in the place of a config that does not exist."""
+    """Return, for a message, a similar name or all configs in the folder of a missing config."""
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
 
@@ -85,7 +89,7 @@ def _describe_folder(path: Path) -> str:
 
 
 def line_of(file: str, key: str) -> str:
-    """Return the line of a key in a file, as `:18`; "" if the key is not there."""
+    """Return the line of a key in a file, as `:18`; "" if the file or the key is not there."""
     with contextlib.suppress(OSError, StopIteration):
         node: Any = yaml.compose(Path(file).read_bytes(), Loader)
         for name in key.split("."):

@@ -21,11 +21,12 @@ from training.tasks import load_task, metrics_as_text
 def evaluate_checkpoint(
     name: str, settings: Settings, environment: Environment, *, as_json: bool
 ) -> int:
-    """Print the validation metrics of a checkpoint on rank 0; returns the exit code.
+    """Print the validation metrics of a checkpoint on rank 0; returns the exit code 0.
 
     `name` is a checkpoint, or the folder or the id of a run, whose newest intact checkpoint is
-    used. All ranks take part. The metrics are those of the training's own validation at that step.
-    Nothing is written.
+    used. All ranks must call this; if one finds a mistake, all exit with 2. The metrics are those
+    of the training's own validation at that step. With `as_json`, they are one line of JSON, in
+    which a value that is not finite is null. Nothing is written.
     """
     helper.seed_everything(settings.seed)
     with refuse_together(environment):
@@ -41,7 +42,7 @@ def evaluate_checkpoint(
         if not samples:
             raise SettingsError("data: validation has no samples; give it samples")
 
-    with refuse_together(environment):
+    with refuse_together(environment):  # all ranks have got this far: these are collectives
         check_sizes([samples])
         model = make_model(task, settings, None)
         helper.load(saved, model, None)

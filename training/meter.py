@@ -61,7 +61,7 @@ class Meter:
         self._new.append((step, loss.detach(), terms))
 
     def state_dict(self) -> dict[str, float]:
-        """Return sums of loss and terms since the last reading."""
+        """Return sums of loss and terms since the last reading; waits for the device."""
         self._add_up()
         return dict(self._sums)
 
@@ -82,10 +82,11 @@ class Meter:
         self._sums = dict(state)
 
     def exit_not_finite(self, step: int, rank: int, describe: Callable[[int], str]) -> NoReturn:
-        """Raise FloatingPointError on the first rank whose loss is not finite; exit on the others.
+        """Raise FloatingPointError on the rank with the earliest loss that is not finite.
 
-        If every loss up to this step is finite, a weight is not, and rank 0 reports it.
-        `describe(n)` returns the samples of the step n steps ago.
+        All ranks must call this. The others wait until the launcher ends them, or exit with 1. If
+        every loss up to this step is finite, a weight is not, and rank 0 reports it. `describe(n)`
+        returns the samples of the step n steps ago.
         """
         first, value = self.not_finite or (step + 1, 0.0)
         steps = helper.gather_json(first)
@@ -104,7 +105,10 @@ class Meter:
         helper.finish(1)
 
     def read(self) -> tuple[float, float]:
-        """Start a new reading; returns the last one: terms per second, share of time for data."""
+        """Start a new reading; returns the last one: terms per second, share of time for data.
+
+        Resets the sums of state_dict(). Waits for the device.
+        """
         self._add_up()
         before_s = self._read_s
         before_terms = self._read_terms
@@ -141,6 +145,7 @@ class Stopwatch:
     DDP waits for other ranks only after that, and for rank 0's buffers before a forward pass. Ranks
     that share a model wait before each of its blocks, so their time is that of the blocks' forward
     passes, the last one up to the loss. The stopwatch waits for a GPU only when it is read.
+    Creating it adds hooks to the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -152,6 +157,7 @@ class Stopwatch:
                 block.register_forward_pre_hook(self._start)
                 block.register_forward_hook(self._stop)
         elif first is not None:
+            # The first parameter's gradient is the last to be computed.
             first.register_hook(self._stop)  # type: ignore[no-untyped-call]
             model.register_forward_pre_hook(self._stop)  # DDP sends buffers in between
             helper.unwrap(model).register_forward_pre_hook(self._start)
@@ -194,7 +200,7 @@ class Stopwatch:
 
 
 def peak_memory() -> int:
-    """Return this rank's peak memory in bytes: of its GPU or, without one, of the machine."""
+    """Return in bytes the most memory that this rank has used: of its GPU or, without one, RAM."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -217,8 +223,14 @@ class Pace:
     def read(self, step: int, unit: str, flops: float) -> dict[str, float]:
         """Start a new reading; returns the total speed, and the worst rank's other measurements.
 
-        `flops` is the number of operations per term. With it, MFU is returned as well: the fraction
-        of the GPUs' peak performance (Chowdhery et al. 2022).
+            <unit>_per_second   of all ranks together
+            data_wait           the share of time spent on data
+            mfu                 the share of the GPUs' peak performance (Chowdhery et al. 2022);
+                                only if the peak and `flops`, the operations per term, are known
+            peak_memory_gb      in 10^9 bytes
+            slowest             see `compare`; only with several ranks, after the warm-up
+
+        All ranks must call this.
         """
         ranks = helper.gather_json([*self._meter.read(), peak_memory(), self._stopwatch.read()])
         speeds, loading, memory, computing = zip(*ranks, strict=True)
@@ -233,7 +245,7 @@ class Pace:
         return found
 
     def compare(self, start: int, step: int, seconds: Sequence[float]) -> float:
-        """Add the seconds that each rank computed in these steps, and warn of a slow rank.
+        """Add the seconds that each rank computed in these steps; warn once of each slow rank.
 
         Returns the slowest rank's time divided by the median rank's: a median over the readings of
         the last 50 steps, because a hiccup affects few of them.

@@ -35,7 +35,9 @@ def make_model(task: Task, settings: Settings, cache: Path | None) -> nn.Module:
     """Return the model on this rank's device, wrapped according to the settings.
 
     All ranks must call this. The results of torch.compile are kept in `cache`, for all ranks and
-    later starts of the run; without one, in torch's own.
+    later starts of the run, by setting TORCHINDUCTOR_CACHE_DIR; without one, in torch's own. Rank 0
+    logs a warning if mixed precision is on without a GPU. Raises SettingsError for a misspelt key
+    of `model:`.
     """
     model = task.model()
     if isinstance(settings, OwnTaskSettings):
@@ -60,14 +62,21 @@ def make_model(task: Task, settings: Settings, cache: Path | None) -> nn.Module:
 
 
 def _count_buffers(environment: Environment, *, is_sharded: bool, is_copied: bool) -> int:
-    """Return how many buffers this node holds: two by turns, and others if they are copied."""
+    """Return how many buffers this node holds: two, filled in turn, and others for copies.
+
+    If sharded, each rank has two and, with several nodes, two for a rank of another node.
+    """
     if is_sharded:
-        return (4 if is_copied else 2) * environment.local_world_size  # also for another node
+        return (4 if is_copied else 2) * environment.local_world_size
     return 3 if is_copied and environment.is_main else 2  # a copy is sent from the third
 
 
 def plan_snapshots(model: nn.Module, settings: Settings, environment: Environment) -> None:
-    """Log the memory that snapshots need on this node; raises SettingsError if they do not fit."""
+    """Log the memory that snapshots need on this node; raises SettingsError if they do not fit.
+
+    Does nothing without snapshots, and on a rank that holds none. Logs a warning if there is no
+    node agent.
+    """
     every = settings.checkpoint.snapshot_every
     is_sharded = settings.checkpoint.format == "sharded"
     is_copied = environment.world_size > environment.local_world_size  # to another node
@@ -99,7 +108,7 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
 
 
 def free_memory() -> int:
-    """Return the bytes of memory free on this machine, or in its cgroup if that is less."""
+    """Return the bytes of memory free on this machine, or in its cgroup (v2) if that is less."""
     (kilobytes,) = re.findall(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
     free = [int(kilobytes) * 1024]
     with contextlib.suppress(OSError, ValueError, LookupError):  # another version of cgroups
@@ -114,10 +123,11 @@ def free_memory() -> int:
 
 @contextlib.contextmanager
 def follow_config(optimizer: Optimizer, settings: Train, before: Tree) -> Iterator[None]:
-    """If train.weight_decay has changed, the groups that follow it get the new value.
+    """After the body, set a changed train.weight_decay in the groups that follow this setting.
 
-    The body loads the optimizer; groups of older checkpoints do not tell what they follow.
+    The body loads the optimizer, with the saved value; `before` holds the saved `train` settings.
     """
+    # Noted before the body: the groups of older checkpoints lack the mark.
     ours = ["follows_config" in group for group in optimizer.param_groups]
     yield
     for group, is_ours in zip(optimizer.param_groups, ours, strict=True):
@@ -126,9 +136,10 @@ def follow_config(optimizer: Optimizer, settings: Train, before: Tree) -> Iterat
 
 
 def choose_forward(model: nn.Module, settings: Train) -> None:
-    """Set up the recomputation of activations and the compilation of each block.
+    """Set up the recomputation of activations and the compilation of each block, as settings say.
 
-    nn.Module.compile() would have no effect on torch's own modules.
+    Replaces the `forward` of blocks: nn.Module.compile() would have no effect on torch's own
+    modules. Without blocks, only the whole model is compiled.
     """
     every = settings.activation_checkpointing
     blocks = [*helper.blocks(model)]
@@ -147,7 +158,10 @@ def choose_forward(model: nn.Module, settings: Train) -> None:
 def validate(
     task: Task, model: nn.Module, batch_size: int, settings: Settings, step: int
 ) -> dict[str, float]:
-    """Return each metric's mean over the validation data, on all ranks; all must call this."""
+    """Return each metric's mean over the validation data, on all ranks; all must call this.
+
+    Copies rank 0's buffers to all ranks. Beats with the step before each batch.
+    """
     world_size = count_ranks()
     share = share_of(task.validation, own_rank(), world_size)
     loader = DataLoader(share, batch_size, collate_fn=task.collate)
@@ -165,9 +179,10 @@ def mean_metrics(
     settings: Settings,
     step: int | None = None,
 ) -> dict[str, float]:
-    """Return each metric's mean over the batches that count, on all ranks.
+    """Return each metric's mean over the batches that count, on all ranks. All must call this.
 
-    Without a step, it is a trial before the first one, and metrics without terms are 0.
+    The result includes the task's `metrics` of the loss, but no metric without terms. Without a
+    step, it is a trial before the first one, and metrics without terms are 0.
     """
     module = helper.unwrap(model)  # ranks can have different numbers of batches
     modes = {one: one.training for one in module.modules()}  # the task may have frozen some
@@ -204,7 +219,8 @@ def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Se
     """Run one backward pass, after which DDP puts its gradient buckets in their final order.
 
     With more than two ranks, the order decides how sums are rounded. The first step after a resume
-    must be rounded like the same step of an uninterrupted run.
+    must be rounded like the same step of an uninterrupted run. This restores the buffers and clears
+    the gradients, but draws random numbers.
     """
     if count_ranks() <= 2 or helper.is_sharded(model):
         return

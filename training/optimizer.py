@@ -18,14 +18,17 @@ from training.tasks import Task
 
 
 def choose_optimizer(task: Task, model: nn.Module, settings: Train) -> Optimizer:
-    """Return the task's own optimizer or, without one, AdamW; raises SettingsError."""
+    """Return the task's own optimizer or, without one, AdamW.
+
+    Raises SettingsError if the task returns anything else.
+    """
     own = task.optimizer(model)
     _refuse_unless(own, Optimizer, task.optimizer)
     return make_optimizer(model, settings) if own is None else own
 
 
 def _refuse_unless(own: Any, kind: type, method: Any) -> None:
-    """Raise SettingsError if a method of the task returned neither None nor an object of a kind."""
+    """Raise SettingsError if `own`, returned by a method of the task, is not None or a `kind`."""
     if own is not None and not isinstance(own, kind):
         found = f"{type(own).__module__}.{type(own).__qualname__}".removeprefix("builtins.")
         wanted = f"{kind.__module__}.{kind.__qualname__}"
@@ -35,7 +38,10 @@ def _refuse_unless(own: Any, kind: type, method: Any) -> None:
 
 
 def make_optimizer(model: nn.Module, settings: Train) -> AdamW:
-    """Return AdamW with weight decay only for matrices, not for biases or gains."""
+    """Return AdamW with weight decay only for matrices, not for biases or gains.
+
+    The mark "follows_config" is for follow_config() in training/model.py.
+    """
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups: list[dict[str, Any]] = [
@@ -68,7 +74,8 @@ def find_last_step(settings: Train, batches_per_epoch: int | None) -> int | None
 class Schedule:
     """The learning rate of each step, from the task's own scheduler or a warm-up and a cosine.
 
-    Raises SettingsError if the task's scheduler is none, or if it waits for validations in vain.
+    Raises SettingsError if what the task returns is not a scheduler, or is a ReduceLROnPlateau that
+    would never lower the learning rate, or lower it on every improvement.
     """
 
     def __init__(
@@ -85,7 +92,7 @@ class Schedule:
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
     def before(self, step: int) -> float:
-        """Set the learning rates of a step; returns the first."""
+        """Set the learning rates of a step, unless the task's scheduler does; returns the first."""
         if self.own is None:
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * share_of_peak(step, self._settings, self._last_step)
@@ -138,7 +145,10 @@ def share_of_peak(step: int, settings: Train, last_step: int | None) -> float:
 
 @torch.no_grad()
 def norm_of_weights(model: nn.Module) -> float:
-    """Return the norm of this rank's part of the weights: not finite if any weight is not."""
+    """Return the norm of this rank's part of the trainable weights: not finite if one is not.
+
+    Waits for the device.
+    """
     trained = [one for one in model.parameters() if one.requires_grad]
     norms = [getattr(one, "to_local", one.detach)().float().norm() for one in trained]
-    return float(torch.stack(norms).norm())  # waits for the device once
+    return float(torch.stack(norms).norm())  # waits once, not for each weight

@@ -33,7 +33,10 @@ PANELS = {
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a metrics.jsonl, if it exists, and is not a link or a pipe."""
+    """Yield the lines of a metrics.jsonl, if it exists, and is not a link or a pipe.
+
+    Skips lines that are not JSON, or have no step.
+    """
     is_own = file.is_file() and not file.is_symlink()
     for text in file.read_bytes().splitlines() if is_own else ():
         with contextlib.suppress(ValueError):  # half a line, from a process that was killed
@@ -48,7 +51,11 @@ def draw(
     panels: Sequence[str] = tuple(PANELS),
     size: tuple[float, float] = SLIDE,
 ) -> None:
-    """Draw the named runs' metrics as a PNG file, one panel per kind; replaces it atomically."""
+    """Draw the named runs' metrics as a PNG file, one panel per kind; replaces it atomically.
+
+    Omits panels without data. `size` is in units of 100 dots. Raises ModuleNotFoundError without
+    matplotlib.
+    """
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs about fonts
     backend = os.environ.pop("MPLBACKEND", None)  # a notebook's may not be installed here
     try:

@@ -45,9 +45,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
-    """Write the training and validation data of a text as tokens.
+    """Write the training and validation data of a text as tokens, and print how many.
 
-    Raises SettingsError if `path` or `to` already holds tokens, or if `to` is a file.
+    Also copies the tokenizer's file, if it has one, into `to`, and writes tokens.json. Prints the
+    files that it skips. Raises SettingsError if there is no text at `path`, if `path` or `to`
+    already holds tokens, or if `to` is a file.
     """
     corpus = find_corpus(path)
     if not corpus.is_text:
@@ -75,6 +77,7 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
         print(f"{to / name}: {count:,} tokens of {sum(piece.size for piece in pieces):,} bytes")
 
     (to / FACTS).write_text(json.dumps(facts) + "\n")
+    # Renamed at the end, train.bin last: by its name, find_corpus() recognizes a folder of tokens.
     for name in ("val.bin", "train.bin"):
         (to / f"{name}.new").replace(to / name)
     for file in corpus.left_out:
@@ -82,7 +85,10 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
 
 
 def encode(piece: Piece, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
-    """Yield the tokens of a document, a few lines at a time."""
+    """Yield the tokens of a document, about CHUNK bytes of whole lines at a time.
+
+    The last is the token between two documents, if the tokenizer has one.
+    """
     with piece.path.open("rb") as opened:
         opened.seek(piece.start)
         while (left := piece.start + piece.size - opened.tell()) > 0:

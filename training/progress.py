@@ -97,8 +97,9 @@ class Limits:
 class Progress:
     """Shows and records progress on rank 0; if it is not enabled, no method does anything.
 
-    `folder` is the run's. If it already holds metrics.jsonl, the lines of steps that a resumed run
-    will repeat are removed. The speed is in `unit` per second, such as "tokens".
+    `folder` is the run's, and is created. If it already holds metrics.jsonl, the lines of steps
+    that a resumed run will repeat are removed; `trackers.recorded` becomes the last step in it. The
+    speed is in `unit` per second, such as "tokens". What fails causes only a warning.
     """
 
     def __init__(
@@ -131,7 +132,10 @@ class Progress:
                     self._bar = _open_bar(limits)
 
     def close(self) -> None:
-        """Close the bar and the trackers, and draw loss.png."""
+        """Close the bar and the trackers, and draw loss.png if metrics were recorded.
+
+        Waits for the trackers, for up to CLOSE_S seconds.
+        """
         if self._bar is not None:
             with may_be_lost(self._folder, "no progress bar"):
                 self._bar.stop()
@@ -140,7 +144,11 @@ class Progress:
             self.draw()
 
     def step(self, step: int) -> None:
-        """Record a finished step; show it if enough time has passed since the last one shown."""
+        """Show a finished step, if enough time has passed since the last one shown.
+
+        That is BAR_EVERY_S or, without a bar, LINE_EVERY_S seconds. The run's last step is always
+        shown. This records nothing: `record` does, and its newest values are shown with the step.
+        """
         now = time.monotonic()
         is_due = now - self._shown >= (BAR_EVERY_S if self._bar else LINE_EVERY_S)
         if not self._enabled or not (is_due or step == self._limits.last_step):
@@ -160,7 +168,11 @@ class Progress:
                 self._bar.refresh()
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Append values to metrics.jsonl, and pass them to the trackers."""
+        """Append values to metrics.jsonl, pass them to the trackers, and have `step` show them.
+
+        With a loss, they must include the speed. Warns once of a validation that is not finite. The
+        first call draws loss.png.
+        """
         if not self._enabled:
             return
 
@@ -192,7 +204,10 @@ class Progress:
             )
 
     def draw(self) -> None:
-        """Draw loss.png from metrics.jsonl, unless that would take more than 1% of the time."""
+        """Draw loss.png from metrics.jsonl, unless that would take more than 1% of the time.
+
+        Does nothing without matplotlib.
+        """
         began = time.monotonic()
         if self._enabled and began >= self._draw_at and is_installed("matplotlib", "no loss plot"):
             with may_be_lost(self._folder, "no loss plot"):
@@ -210,7 +225,7 @@ class Progress:
                         raise
 
     def _remove_later(self, first_step: int) -> int:
-        """Remove the lines after a step; returns the last step recorded, removed or not."""
+        """Remove the lines after a step; returns the last step recorded, removed or not, or 0."""
         lines = [*plot.read_metrics(self._metrics)]
         kept = [line for line in lines if line["step"] <= first_step]
         temporary = self._folder / ".metrics.jsonl"
@@ -232,6 +247,7 @@ def _details_of(values: Mapping[str, float]) -> str:
 
 
 def _open_bar(limits: Limits) -> Bar:
+    """Show a progress bar on stderr. If stdout is a terminal too, text is printed above the bar."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar

@@ -24,9 +24,12 @@ _log = logging.getLogger(__name__)
 
 
 def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoint.State | None:
-    """Return the run's newest checkpoint or, without one, that at `resume: PATH`, if set.
+    """Return the run's newest checkpoint or, without one, that at `resume: PATH`; None without any.
 
-    `resume: never` applies to the first start of a run, not to its restarts after a failure.
+    `resume: never` applies to the first start of a run, not to its restarts after a failure. The
+    tensors of a sharded checkpoint are not read yet. All ranks must call this. Raises SettingsError
+    if there is a checkpoint in spite of `never`, or none at PATH, and CheckpointError if all are
+    damaged.
     """
     if resume == "never" and not is_restart:
         if steps(folder):
@@ -45,8 +48,9 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
     """Return the size of one process's micro-batch; log a global batch that had to be rounded.
 
     A resumed run uses the config's global_batch_size. With batch_size, it keeps its global batch,
-    on any number of processes, until that setting or grad_accumulation changes. Raises
-    SettingsError if the global batch is not divisible.
+    on any number of processes, until that setting or grad_accumulation changes. A global batch that
+    is not divisible is rounded, except in a run that keeps it, or that resumes on another number of
+    processes: then it raises SettingsError.
     """
     each = train.batch_size_on(world_size)
     shares = world_size * train.grad_accumulation
@@ -57,7 +61,7 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
         is_kept = now.items() <= saved.progress["settings"]["train"].items()
         if is_kept:
             samples = saved.progress["global_batch_size"]
-    elif saved:
+    elif saved:  # on as many ranks as before, it is rounded as before
         is_kept = len(saved.ranks) != world_size
 
     if samples % shares:
@@ -71,7 +75,10 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
 
 
 def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None:
-    """Log the step that the run resumes after, and everything that has changed since then."""
+    """Log the step that the run resumes after, and a warning for each change since then.
+
+    `progress` is that of the resumed run; the changes are in settings, sizes and ranks.
+    """
     source = ", from memory" if saved.is_snapshot else ""
     _log.info(f"resumed    after step {saved.progress['step']}{source}")
 
@@ -121,7 +128,8 @@ def write_config(settings: Settings, folder: Path) -> None:
 def resume_line(environment: Environment, command: str | None) -> str:
     """Return the command that resumes this run, with its label.
 
-    `command` is the launcher's: None without ours, and "" if no command resumes the run.
+    `command` is the launcher's: None without ours, and "" if no command resumes the run; then the
+    result is "".
     """
     if command is None:
         dropped = "--local-rank", "--local_rank", "resume=never"
@@ -131,7 +139,10 @@ def resume_line(environment: Environment, command: str | None) -> str:
 
 
 def _start(environment: Environment) -> list[str]:
-    """Return the words before the script that start as many ranks, on each node or once for all."""
+    """Return the words before the script that start as many ranks.
+
+    Those of srun and python are for one command, those of torchrun for one command on each node.
+    """
     nodes = environment.num_nodes
     ranks = environment.world_size
     if environment.launcher == "slurm":

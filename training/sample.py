@@ -54,7 +54,8 @@ def main(arguments: Sequence[str]) -> int:
 def load(folder: Path) -> tuple[GPT, Tokenizer]:
     """Return the model of a checkpoint and its tokenizer.
 
-    Raises CheckpointError if none is intact, and SettingsError if it is from another task.
+    Raises CheckpointError if none is intact, and SettingsError if it is from another task, or its
+    tokenizer is not known or cannot be loaded.
     """
     state = checkpoint.load(folder)
     if state is None:

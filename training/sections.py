@@ -63,6 +63,7 @@ S = TypeVar("S", bound=Section)
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as a file can hold it: types that it cannot hold become lists or text."""
     if isinstance(value, Section):
         return value.as_tree()
     if isinstance(value, dict):
@@ -81,7 +82,7 @@ def read(kind: type[S], tree: object, prefix: str = "", known: Sequence[str] = (
     """Return the section that a tree describes; raises InvalidSetting.
 
     `prefix` begins the section's keys, such as "train."; `known` holds the keys to suggest for an
-    unknown one.
+    unknown one, by default the section's own. `given` of the result has the keys in the tree.
     """
     known = known or [key for key, _ in keys_of(kind, prefix)]
     if not isinstance(tree, dict):
@@ -105,12 +106,12 @@ def read(kind: type[S], tree: object, prefix: str = "", known: Sequence[str] = (
         section = kind(**values)
     except ValueError as error:  # settings that contradict each other
         raise InvalidSetting(prefix[:-1], str(error)) from None
-    object.__setattr__(section, "given", frozenset(given))
+    object.__setattr__(section, "given", frozenset(given))  # sections are frozen
     return section
 
 
 def _check_value(kind: Any, value: Any, key: str, known: Sequence[str]) -> Any:
-    """Return the value of a setting, after the checks of its annotation."""
+    """Return the value of a setting, as its annotation's checks give it; raises InvalidSetting."""
     if get_origin(kind) in (Union, UnionType):  # with None, which comes last
         if value is None:
             return None
@@ -129,6 +130,10 @@ def _check_value(kind: Any, value: Any, key: str, known: Sequence[str]) -> Any:
 
 
 def _check_type(kind: Any, value: Any) -> Any:
+    """Return a value of the annotated type; raises ValueError for any other value.
+
+    Where a list of names is expected, a lone name is turned into a list. No other value changes.
+    """
     form = get_origin(kind)
     if form is Literal:
         if value not in get_args(kind):
@@ -140,6 +145,7 @@ def _check_type(kind: Any, value: Any) -> Any:
     elif form is dict:
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             _refuse("a section whose keys are text", value)
+    # The exact type: to isinstance(), true is an integer. An integer may stand for a float.
     elif kind is not Any and type(value) not in (kind, int if kind is float else kind):
         _refuse(f"a valid {TYPES[kind]}", value)
     return value
@@ -194,7 +200,8 @@ def _describe_unknown(name: Any, names: Iterable[str], prefix: str, known: Seque
 def nearest(name: str, own: Sequence[str], known: Sequence[str]) -> str:
     """Return the key that a name abbreviates, resembles or ends with; "" if there is none.
 
-    Of several, it is one of `own` and a short one.
+    Of several, a key that it abbreviates is preferred; of several such keys, one of `own`, then the
+    shortest.
     """
     keys = sorted(own, key=len) + sorted(known, key=len)
     last = {key.rpartition(".")[2]: key for key in reversed(keys)}
@@ -206,7 +213,10 @@ def nearest(name: str, own: Sequence[str], known: Sequence[str]) -> str:
 
 
 def is_short_for(letters: str, words: Sequence[str]) -> bool:
-    """Return whether letters are beginnings of some of the words, in order: lr, learning rate."""
+    """Return whether letters consist of beginnings of the words, in order: lr for learning rate.
+
+    Words may be skipped.
+    """
     if not letters or not words:
         return not letters
     sizes = range(len(words[0]) + 1)

@@ -189,7 +189,8 @@ def load(
     """Read a config, combine it with its defaults and the `key=value` overrides, and check it.
 
     Raises SettingsError: one line that names the file (or "command line"), the key and the fix.
-    `environ` holds this process's variables; with None, no variable has an effect.
+    `environ` holds this process's variables; with None, no variable has an effect. If HANG_SECONDS
+    is set, it replaces distributed.hang_seconds, unless that is on the command line.
     """
     layers = _read_layers(path)
     layers[COMMAND_LINE] = _read_overrides(overrides)
@@ -231,7 +232,10 @@ def load(
 
 
 def _read_layers(path: Path) -> dict[str, Tree]:
-    """Return what a config and its defaults contain, by file, the lowest layer first."""
+    """Return what a config and its defaults contain, by file, the lowest layer first.
+
+    Raises SettingsError if a file cannot be read, or `defaults` is not a list.
+    """
     config = read_file(path)
     names = config.pop("defaults", [])
     if not isinstance(names, list):
@@ -244,7 +248,7 @@ def _read_layers(path: Path) -> dict[str, Tree]:
 
 
 def _check_login(trackers: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise InvalidSetting if wandb would find no login, and lose the metrics."""
+    """Raise InvalidSetting if wandb is to be used, but has no login: it would lose the metrics."""
     # For a rank, the login was checked where the run was launched.
     names = ("RANK", "WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC")
     files = "~/.netrc", "~/_netrc", "~/.config/wandb/settings", "wandb/settings"
@@ -275,7 +279,10 @@ def _merge(below: Any, above: Any) -> Any:
 
 
 def _read_overrides(overrides: Sequence[str]) -> Tree:
-    """Turn `a.b=value` into {a: {b: value}}; of two values for one key, the later wins."""
+    """Turn `a.b=value` into {a: {b: value}}; of two values for one key, the later wins.
+
+    Raises SettingsError for a text that has no key or no `=`.
+    """
     tree: Tree = {}
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -290,7 +297,10 @@ def _read_overrides(overrides: Sequence[str]) -> Tree:
 
 
 def _parse(key: str, text: str) -> Any:
-    """Return text as is for a key of type str, otherwise parsed if it is a YAML scalar or list."""
+    """Return text as is for a key of type str, otherwise parsed if it is a YAML scalar or list.
+
+    Text that means nothing (see NOTHING) is None for any key.
+    """
     if text in NOTHING:
         return None
     kind = KNOWN.get(key)

@@ -16,7 +16,11 @@ class Tokenizer:
     """Converts text to tokens and back."""
 
     def __init__(self, name: str, folder: Path = Path()) -> None:
-        """Raises SettingsError if the library or the file is missing, or the name is unknown."""
+        """Load a tokenizer by its name; `folder` contains FILE of tokenizers:FILE.
+
+        tiktoken downloads its files when they are first used. Raises SettingsError if the library
+        or a file is missing or invalid, or the name is unknown.
+        """
         self.name = name
         self._kind, _, self._model = name.partition(":")
         self.end: int | None = None  # the token between two documents

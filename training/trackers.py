@@ -76,6 +76,7 @@ class TensorBoard:
     """Writes event files in logs/tensorboard/<run id>."""
 
     def start(self, facts: RunFacts) -> None:
+        """Open a new event file in the run's folder: TensorBoard joins all files there."""
         # torch.utils.tensorboard does the same but takes 1.5 s to import.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -102,6 +103,7 @@ class WandB:
     """Weights & Biases: one run for all starts; WANDB_PROJECT and its other variables apply."""
 
     def start(self, facts: RunFacts) -> None:
+        """Create the run with its settings, git commit and hosts, or continue it."""
         import wandb
 
         self._recorded = facts.recorded
@@ -151,7 +153,10 @@ class Trackers:
         return is_first
 
     def close(self) -> bool:
-        """Close each, within CLOSE_S seconds; returns whether they had started."""
+        """Close each, and wait for CLOSE_S seconds at most; returns whether they had started.
+
+        Beats meanwhile. After that time, it logs a warning.
+        """
         arguments = ([*self._started], lambda name: self._started[name].close())
         closing = threading.Thread(target=self._each, args=arguments, daemon=True)
         closing.start()
@@ -171,6 +176,7 @@ class Trackers:
         self._started[name].start(replace(self._facts, recorded=self.recorded))
 
     def _each(self, names: Sequence[str], do: Callable[[str], None]) -> None:
+        """Call `do` with each name; if it raises, log a warning and drop that tracker."""
         for name in names:
             try:
                 do(name)

@@ -116,7 +116,11 @@ class Task(Protocol):
 
 
 def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the scores that a checkpoint keeps, so that the best can be found: lower is better."""
+    """Return the scores that a checkpoint keeps, so that the best can be found: lower is better.
+
+    {} if the validation did not return the metric `task.best`; then it warns, unless it returned
+    nothing.
+    """
     best = validated.get(task.best)
     if validated and best is None:
         warnings.warn(
@@ -178,7 +182,10 @@ def metrics_of(task: Task, loss: float) -> dict[str, float]:
 
 
 def evaluate(task: Task, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-    """Return the sum and the weight of each metric; raises TypeError for anything else."""
+    """Return the sum and the weight of each metric, (0.0, 0.0) for None.
+
+    Raises TypeError if the task returns anything else.
+    """
     found: Any = task.evaluate(model, batch)
     is_right = isinstance(found, Mapping) and all(
         one is None or _is_pair(one) for one in found.values()

@@ -100,7 +100,10 @@ class Windows(Dataset[Tensor]):
         return tokens if self._dtype == torch.uint8 else tokens.to(torch.int64)
 
     def read(self, first: int, count: int) -> bytearray:
-        """Return the bytes of `count` tokens, from `first` on."""
+        """Return the bytes of `count` tokens, from `first` on, which may be in several files.
+
+        Raises OSError if a file is now shorter.
+        """
         at = first * self._dtype.itemsize
         missing = count * self._dtype.itemsize
         found = bytearray()
@@ -138,7 +141,11 @@ _open = functools.lru_cache(OPEN_FILES)(_Opened)
 
 
 def find_corpus(path: str | None) -> Corpus:
-    """Find the data at `data.path`; raises SettingsError if it is missing or too small."""
+    """Find the data at `data.path`; its tokens are read later.
+
+    Raises SettingsError if it is missing, has fewer than two text files, or a train.bin but no
+    val.bin, or if its tokens.json is invalid.
+    """
     found = data_path(path)
     if found and (found / "train.bin").is_file():
         if not (found / "val.bin").is_file():
@@ -149,7 +156,7 @@ def find_corpus(path: str | None) -> Corpus:
 
     if found and found.is_file():
         size = found.stat().st_size
-        start = size - size // SHARE // 8 * 8  # at a token boundary
+        start = size - size // SHARE // 8 * 8  # at a token boundary, whatever the size of a token
         sides = [[Piece(found, 0, start)], [Piece(found, start, size - start)]]
         if found.suffix == ".bin":
             return _tokens(found, found.with_name(FACTS), *sides)
@@ -159,6 +166,10 @@ def find_corpus(path: str | None) -> Corpus:
 
 
 def _tokens(name: Path, facts: Path, train: list[Piece], validation: list[Piece]) -> Corpus:
+    """Return a corpus of tokens, with what the file `facts` says of them, if it exists.
+
+    Raises SettingsError if the file is damaged, or has an unknown dtype.
+    """
     try:
         told = dict(json.loads(facts.read_text())) if facts.is_file() else {}
     except (ValueError, TypeError):
@@ -201,7 +212,11 @@ def text_files(
 
 
 def _text(folder: Path | None) -> Corpus:
-    """Return a folder's text files. A NUL byte in the first 4 KB means that a file is not text."""
+    """Return a folder's text files or, without a folder, those of the standard library.
+
+    A NUL byte in the first 4 KB means that a file is not text. `left_out` lists such files, and
+    those that cannot be read. Raises SettingsError if there are fewer than two text files.
+    """
     train: list[Piece] = []
     validation: list[Piece] = []
     left_out = []

@@ -79,7 +79,10 @@ def ngram_rows(text: Tensor, rows: int) -> Iterator[Tensor]:
 def generate(
     model: GPT, prompt: Sequence[int], length: int, *, temperature: float = 0.8, seed: int = 0
 ) -> list[int]:
-    """Return the prompt and `length` tokens sampled after it."""
+    """Return the prompt, of at least one token, and `length` tokens sampled after it.
+
+    Leaves the model in evaluation mode. Ranks that share a model must all call this.
+    """
     model.eval()
     device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
@@ -95,6 +98,12 @@ def generate(
 
 
 class LanguageModelTask(Task):
+    """The built-in task.
+
+    Raises SettingsError if its data is missing or shorter than the context, or has more kinds of
+    tokens than the model's vocabulary.
+    """
+
     unit = "tokens"
 
     def __init__(self, settings: config.Settings) -> None:
@@ -145,7 +154,10 @@ class LanguageModelTask(Task):
         return f"{sizes[0]} of {self.corpus.name}, and {sizes[1]} for validation{left_out}"
 
     def summary(self, model: nn.Module, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Compare the loss with that of simpler models of the same bytes, and show a sample."""
+        """Return the loss, and a sample if the tokenizer is known.
+
+        For text, the loss is in bits per byte, beside that of simpler models of the same bytes.
+        """
         assert isinstance(model, GPT)
         windows = self.validation
         corpus = self.corpus
@@ -163,7 +175,10 @@ class LanguageModelTask(Task):
         return found
 
     def _sample(self, model: GPT) -> str:
-        """Return text from the model, or the reason why its tokens cannot be decoded here."""
+        """Return text from the model, or the reason why its tokens cannot be decoded here.
+
+        Ranks that share a model must all call this.
+        """
         try:
             tokenizer = Tokenizer(self.corpus.tokenizer, self.corpus.folder)
         except SettingsError as error:  # its library may not be on this machine
