@@ -130,7 +130,7 @@ def test_launch_sh_ignores_what_other_programs_set(
     assert {*plan.environ} <= {"LOG_DIR", "MASTER_PORT", "MAX_RESTARTS", *SEEN_BY_SCRIPTS}
 
 
-SEEN_BY_SCRIPTS = ("NCCL_PROFILE", "PREFLIGHT_SECONDS", "SHOW_RANKS", "SKIP_PREFLIGHT")
+SEEN_BY_SCRIPTS = ("PREFLIGHT_SECONDS", "SHOW_RANKS", "SKIP_PREFLIGHT")
 
 
 @pytest.mark.parametrize("name", FOREIGN)
