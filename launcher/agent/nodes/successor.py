@@ -31,7 +31,7 @@ def follow(before: Meeting, args: Arguments) -> Meeting | None:
     save a snapshot, for up to GRACE seconds. If the run is refused, prints why.
     """
     old = before.assignment
-    if not old.successors:  # the run has neither spares nor MIN_NODES
+    if not old.members:  # without MIN_NODES, a lost node is not replaced
         return None
     until = own_time.now() + limits.SUCCESSOR_S
     everyone = [*old.members, *old.spares]
