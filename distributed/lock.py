@@ -44,6 +44,8 @@ class RunLock:
     processes do not inherit it. A file system without locks causes only a warning, and so does a
     damaged lock file, which is replaced.
 
+    `what` names the run in messages: "run NAME".
+
     Creating it may wait for squeue (see this_job), and up to COMMIT_S seconds for a commit. Raises
     Refused if a live process holds the lock, or if the folder belongs to another job with the same
     id, and OSError if the folder cannot be written to.

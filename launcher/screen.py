@@ -39,13 +39,16 @@ class View:
         return data
 
     def add(self, data: bytes) -> None:
-        """Show what the stream has written; hold an unfinished line that would mix with others."""
+        """Show what the stream has written; hold an unfinished line that would mix with others.
+
+        Of a progress bar that would be held for too long, only the newest state is kept.
+        """
         text = self._held + data
         start = text.rfind(b"\n") + 1
         whole, line = text[:start], text[start:]
         is_mine = self._is_alone or self._screen.open_by is self
         is_too_long = len(line) > LONGEST_HELD
-        newest = line.rfind(b"\r", 0, -1)  # of the states of a progress bar
+        newest = line.rfind(b"\r", 0, -1)  # of a bar's states, each of which may end with \r, too
         is_waiting_bar = is_too_long and newest >= 0 and not self._screen.is_free_for(self)
         is_shown = is_mine and not self.may_be_dropped(line)
 

@@ -93,7 +93,8 @@ def agree_on_step(
     """
     mine = [[[one.step, one.rank, one.holders] for one in some] for some in (own, copies)]
     rows = gather_json(mine)
-    ranks = len(rows)  # snapshots of another number of ranks do not count
+    ranks = len(rows)
+    # One holder: rank 0 has all of it. A sharded one of another number of ranks does not count.
     held = [{step: n for step, _, n in parts if n in (1, ranks)} for parts, _ in rows]
 
     holder_of = {  # of a copy, by its step and the rank whose part it is

@@ -87,8 +87,9 @@ def _refuse_without_master(values: Values, _environ: Environ) -> None:
 def _join_config(values: Values, environ: Environ) -> None:
     """Combine --config-path and --config-name into one config, or pass them to a Hydra script.
 
-    Like Hydra, takes a folder that does not exist here as relative to the script. Raises PlanError
-    if only one of the two is given, unless the script uses Hydra, which has defaults for both.
+    Like Hydra, takes a folder that does not exist here as relative to the script, which is our
+    train.py unless TRAIN_SCRIPT is a file. Raises PlanError if only one of the two is given, unless
+    the script uses Hydra, which has defaults for both.
     """
     folder = values.pop("config_path", "")
     name = values.pop("config_name", "")

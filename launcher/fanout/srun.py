@@ -37,8 +37,8 @@ _CANNOT_START = (REFUSED, *range(125, 128))  # the exit codes of a broken Python
 def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     """Start the run on all nodes of the job, and wait for its end. Returns the run's exit code.
 
-    Returns REFUSED if a check fails, 0 after a dry run, which prints the command instead. Raises
-    PlanError or Refused if nothing was started.
+    Returns REFUSED if a check fails, and 0 after a dry run, which also checks the nodes in a step
+    of the job, but then prints the command. Raises PlanError or Refused if nothing was started.
     """
     if has_ended(plan.job):
         cause = f"SLURM_JOB_ID is {plan.job}, a job that has ended"

@@ -183,7 +183,9 @@ def is_login_node(environ: Environ) -> bool:
 def read_world(typed: Typed, fanout: str) -> World:
     """Return the nodes of the run, from the arguments or from the scheduler.
 
-    May ask the scheduler. Raises PlanError, LauncherError or HostlistError if they are not valid.
+    May ask the scheduler, print warnings and, for a launch by hand without a node rank, reserve
+    node rank 0 on this machine. Raises PlanError, LauncherError or HostlistError if they are not
+    valid.
     """
     environ = typed.environ
     if typed.nnodes is None:  # otherwise, each copy may be one node of the run

@@ -295,10 +295,10 @@ def is_at_time_limit(environ: Environ) -> bool:
 def preempt_mode(environ: Environ) -> str:
     """Ask SLURM what it does to this job when the grace time of its preemption ends.
 
-    Returns a mode such as REQUEUE; "" outside a grace time, or if SLURM does not answer. If the job
-    exits in that time, SLURM calls it failed. The mode is that of the job's QOS, unless this is
-    "cluster", otherwise that of the partition. SLURM cancels what it cannot requeue, such as
-    salloc's shell.
+    Returns a mode such as REQUEUE; "" outside a grace time, or if SLURM does not show the job. The
+    mode is that of the job's QOS, unless this is "cluster", otherwise that of the partition: OFF if
+    SLURM shows none. SLURM cancels what it cannot requeue, such as salloc's shell. A job that exits
+    before the grace time ends counts as failed, so one with REQUEUE has to requeue itself.
     """
     job = ask_scontrol("job", job_id(environ))
     if job.get("JobState") != "RUNNING" or job.get("PreemptTime", "None") == "None":

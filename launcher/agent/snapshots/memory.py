@@ -111,7 +111,9 @@ class Snapshots:
         """Save the newest snapshot as a checkpoint, if it is newer than the last checkpoint.
 
         If that fails, save the one before. A node other than node rank 0 saves its copy of node
-        rank 0's. Takes up to `limit_s`. Returns the step, or -1 if nothing was saved.
+        rank 0's. Step 0 is the start of the run, and needs no checkpoint. Of a sharded snapshot,
+        other nodes hold parts, which this node cannot get here: nothing is saved, with a warning.
+        Takes up to `limit_s`. Returns the step, or -1 if nothing was saved.
         """
         deadline = own_time.now() + limit_s
         buffers = self._own if is_first_node else self.incoming.buffers
