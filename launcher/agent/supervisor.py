@@ -281,11 +281,12 @@ def _await_end(agent: Agent) -> int:
             processes.suspend()
         elif came == QUERY and QUERY not in handled:  # --signals-to-handle can make it a stop
             agent.ask()
-        elif came is not None:
+        elif came:
             agent.send(came)
             if came not in notices():  # after a notice, the run continues
                 kill.set_within(agent.grace_s + limits.STOP_AGENT_S)
-        elif kill.expire():  # the agent is stopped (SIGSTOP), or hangs
+        elif kill.expire():
+            warn("node agent: killed: it did not stop in time; it is stopped (SIGSTOP) or hangs")
             agent.kill()
     return status
 
@@ -305,14 +306,13 @@ def _report_death(
         note = replace(agent.note, started=time.time())
 
     folder = Path(note.folder) if note.folder else agent.folder
-    if folder is not None:
+    if folder:
         run_json.note_end(folder, code, agent=agent.pid)
 
-    if why is not None:
+    if why:
         frames = words[-3:] if signal_name(code) else words[-4:-1]  # else the last is the cause
-        failure = Failure(
-            *why, code, socket.gethostname(), note.node_rank, time.time(), frames=frames
-        )
+        host = socket.gethostname()
+        failure = Failure(*why, code, host, note.node_rank, time.time(), frames=frames)
     elif code == processes.KILLED:  # the launcher is gone, or the agent did not stop in time
         return
 

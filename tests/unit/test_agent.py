@@ -181,6 +181,20 @@ def test_a_signal_to_all_processes_as_slurm_sends_it_ends_none_of_ours(tmp_path:
 
 
 @pytest.mark.slow
+def test_an_agent_that_does_not_stop_is_killed_and_that_is_told(start: Start) -> None:
+    run = start("sleep", GRACE="1")
+    run.wait_for("asleep 0", "asleep 1")
+    run.look()
+    os.kill(run.agent_pid(), signal.SIGSTOP)
+    run.process.terminate()
+    err = run.finish()
+    run.assert_gone()
+    assert run.process.returncode == 137
+    told = "node agent: killed: it did not stop in time; it is stopped (SIGSTOP) or hangs"
+    assert err.splitlines()[-1] == told
+
+
+@pytest.mark.slow
 def test_a_rank_dies_of_a_signal_that_it_does_not_handle(start: Start) -> None:
     run = start("sleep")
     run.wait_for("asleep 0", "asleep 1")
