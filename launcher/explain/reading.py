@@ -44,7 +44,7 @@ _PREFIX = re.compile(
     r"|(?P<host>[a-z][\w.-]*\d[\w.-]*):(?= )"
     r"|\[(?P<ours>\d{1,5})\](?:(?= )|:)"
     r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?:?"
-    r") ?"
+    r")(?:(?<!>:) | (?=(?:  )*\S))?"  # mpirun adds no space, and indentation is even
 )
 _OTHERS = ("mpi", "srun", "ours")  # groups of _PREFIX that name a rank, beside torch's
 _TAG = re.compile(r"\[rank(\d+)\]")  # of torch; the other prefixes may number nodes or processes
@@ -288,10 +288,10 @@ def strip_prefix(line: str) -> str:
 
 
 def _lines_of_same(above: str, line: str) -> list[str]:
-    """Return the lines above a line that have the same kinds of prefixes, without the prefixes."""
+    """Return the lines above a line that name the same rank and host, without their prefixes."""
     prefix, _ = split_prefix(line)
     rows = map(split_prefix, above.splitlines())
-    return [text for its_prefix, text in rows if its_prefix.keys() == prefix.keys()]
+    return [text for its_prefix, text in rows if its_prefix == prefix]
 
 
 def _frames(above: Sequence[str]) -> list[str]:

@@ -229,6 +229,23 @@ def test_the_code_that_a_traceback_shows_is_not_its_error(label: str, tmp_path: 
     assert cause.frames == ["/home/me/train.py:41 in <module>"]
 
 
+@pytest.mark.parametrize("prefix", ["[rank{}]: ", "[1,{}]<stderr>:", "{}: ", "node{}: "])
+def test_tracebacks_of_several_ranks_that_mix_are_told_apart(prefix: str, tmp_path: Path) -> None:
+    tracebacks = [
+        ["Traceback (most recent call last):", f'  File "/w/{name}.py", line 3, in f', "    f()"]
+        for name in "ab"
+    ]
+    tracebacks[0].append("ValueError: batch 120 holds no samples")
+    tracebacks[1].append("KeyError: 'labels'")
+    lines = [
+        prefix.format(rank) + row
+        for rows in zip(*tracebacks, strict=True)
+        for rank, row in enumerate(rows)
+    ]
+    first, second = read(written(tmp_path / "log", "\n".join(lines)))
+    assert (first.frames, second.frames) == (["/w/a.py:3 in f"], ["/w/b.py:3 in f"])
+
+
 def test_the_code_in_a_group_of_errors_is_not_its_error(tmp_path: Path) -> None:
     cause = explain(written(tmp_path / "train.log", GROUP))
     assert cause is not None and cause.fault == "rank-error"
