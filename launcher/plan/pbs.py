@@ -284,8 +284,9 @@ def own_command(environ: Environ, typed: Words) -> list[str]:
         return job_command(environ, Path(typed[0]), typed)
 
     file = Path(environ.get("PBS_O_WORKDIR", ""), *words[-1:])  # qsub's last argument
-    # There is no file if qsub read it from a pipe. One with -J would start the whole array again.
-    if not file.is_file() or re.search("^#PBS -J", file.read_text(errors="replace"), re.MULTILINE):
+    # No file if qsub read it from a pipe. One with -J (Torque: -t) would start the whole array.
+    array = re.compile("^#PBS -[Jt]", re.MULTILINE)
+    if not file.is_file() or array.search(file.read_text(errors="replace")):
         return []
     command = _qsub(environ, file)
     return command and [*command, words[-1]]
