@@ -34,7 +34,11 @@ def leave(code: int) -> NoReturn:
 
 
 def leave_unstarted(signum: int, frame: object = None) -> NoReturn:
-    """Exit after a stop before the run has started; what runs until then ends with this process."""
+    """Exit after a stop before the run has started; what runs until then ends with this process.
+
+    A second such signal has no effect: Python may be about to end, and would show a traceback.
+    """
+    signal.signal(signum, lambda *_: None)  # other than SIG_IGN, no child inherits it
     warn(f"stopped  by {signal.Signals(signum).name}; nothing was started")
     raise SystemExit(code_for_shell(128 + signum, {signum}))
 

@@ -178,7 +178,7 @@ class Attempt:
         if self.ranks.living():
             return False
         has_all = self.is_first_node and self.peers.keys() <= self.facts.nodes.keys()
-        if has_all or not self.peers or self.facts.verdict is not None:
+        if has_all or not self.peers or self.facts.verdict:
             return True
         if self.facts.is_ending:  # otherwise, ranks of the other nodes may still be working
             others_s = self.grace_s if self.facts.signals_sent else self.savers.others_s
@@ -341,7 +341,7 @@ def _handle_message(attempt: Attempt, node: int, peer: Link, message: object) ->
 def _record_report(attempt: Attempt, node: int, message: object) -> None:
     """Record what another node's agent reports."""
     match message:
-        case NodeBeat() if message.straggler is not None:
+        case NodeBeat() if message.straggler:
             attempt.stragglers[node] = message.straggler
         case NodeEnd():
             attempt.facts.nodes[node] = message

@@ -126,7 +126,7 @@ class Query:
         """
         everyone = [rank for node in self._told.values() for rank in node.ranks]
         places = {each.rank: each.frames for each in everyone}
-        calls = {each.rank: each.calls for each in everyone if each.calls is not None}
+        calls = {each.rank: each.calls for each in everyone if each.calls}
         unheard = [self.hosts[node] for node in peers if node not in self._told]
         silent = self._silent
         self._silent = None

@@ -3,11 +3,12 @@
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from agents import Run, kill_what_is_left, rarely
+from agents import ROOT, Run, execute, kill_what_is_left, rarely
 from forked_ranks import on_ranks
 
 from distributed import limits, stop_signals
@@ -161,3 +162,15 @@ def _step_until_stopped(rank: int, folder: Path) -> None:
 def test_all_ranks_stop_at_the_same_step(tmp_path: Path) -> None:
     on_ranks(3, _step_until_stopped, tmp_path)
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["5 ", "5 ", "5 SIGUSR1"]
+
+
+def test_a_second_stop_before_the_start_shows_no_traceback() -> None:
+    program = """
+import atexit, os, signal
+from launcher.interrupt import leave_unstarted
+signal.signal(signal.SIGTERM, leave_unstarted)
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = execute(ROOT, sys.executable, "-c", program, code=143)
+    assert done.stderr == "stopped  by SIGTERM; nothing was started\n"
