@@ -88,7 +88,7 @@ def init_distributed(
     """Choose this process's device and, if there are other ranks, join them in a process group.
 
     All ranks must call this. With GPUs, it sets torch's current device. Before it joins, it sets
-    network variables of gloo and NCCL in os.environ, except those that the user has set.
+    network variables of gloo and NCCL in the environment, except those that the user has set.
 
     Args:
         backend: "nccl" or "gloo"; None or "auto": $BACKEND if it is one of them, otherwise nccl
