@@ -180,12 +180,16 @@ def entry(names: str, width: int, text: str) -> list[str]:
 
 
 def line_for(shown_by: str) -> str:
-    """Return the line above an entry: `#`, then names of commands, unless all show it."""
+    """Return the line above an entry: `#`, then names of commands, unless all show it.
+
+    A long line continues after a backslash.
+    """
     names = re.findall(r"\w+", shown_by.removeprefix("all but "))
     if not names:
         return "#"
     is_reverse = shown_by.startswith("all but ")
-    return " ".join(["#", *(name for name in LAUNCHERS if (name in names) != is_reverse)])
+    shown = " ".join(name for name in LAUNCHERS if (name in names) != is_reverse)
+    return " \\\n".join(f"# {line}" for line in textwrap.wrap(shown, WIDTH - len("#  \\")))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 # Train on one node of a cluster or on several: by hand on each node, or once under srun. It tests
 # the node first.
 #
-# usage: scripts/cluster_train.sh [CONFIG] [NUM_NODES] [NODE_RANK] [MASTER_ADDR] [MASTER_PORT] [key=value...] [-- ARGS...]
+# usage: scripts/cluster_train.sh [CONFIG] [NUM_NODES] [NODE_RANK] [MASTER_ADDR] [MASTER_PORT] \
+#        [key=value...] [-- ARGS...]
 #
 #   CONFIG       the config, a YAML file (default: config/local3.yaml)
 #   NUM_NODES    number of nodes (default: 1; under srun: from the step)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Work out the SLURM job that a training run needs, and submit it.
 #
-# usage: scripts/submit_with_config.sh config=FILE num_gpus_train=N [num_gpus=N prepare=SCRIPT] [nodelist=LIST] [key=value...] [-- ARGS...]
+# usage: scripts/submit_with_config.sh config=FILE num_gpus_train=N [num_gpus=N prepare=SCRIPT] \
+#        [nodelist=LIST] [key=value...] [-- ARGS...]
 #
 #   config=FILE        the config, a YAML file
 #   num_gpus_train=N   GPUs to train on: on one node if they fit, otherwise on several

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Verify the set-up: links between nodes, collectives with known results, speeds. Ends with PASS or
-# FAIL.
+# Verify the set-up: links between nodes, known results, speeds. It ends with PASS or FAIL.
 #
 # usage: scripts/test_distributed.sh [N] [NODE...]
 #
@@ -16,8 +15,7 @@
 #          scripts/test_distributed.sh 8 node1 node2
 #          salloc --nodes=4 --gpus-per-node=8 scripts/test_distributed.sh
 #
-# It runs in the project's folder, writes its logs where you start it, and ignores TRAIN_SCRIPT and
-# CONFIG_FLAG.
+# It runs in the project's folder, logs where you start it, and ignores TRAIN_SCRIPT, CONFIG_FLAG.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
 PROGRAM=test_distributed.sh

@@ -70,11 +70,15 @@ def parse(call: Call, words: Words, environ: Environ) -> Typed:
 
 
 def read_usage(file: str) -> str:
-    """Return the usage line of a script's header; empty if the script cannot be read."""
+    """Return the usage line of a script's header; empty if the script cannot be read.
+
+    A backslash at the end of a line joins the next one to it.
+    """
     try:
-        line = re.search(r"^# usage: (.*)$", Path(file).read_text(errors="replace"), re.MULTILINE)
+        text = Path(file).read_text(errors="replace")
     except OSError:
         return ""
+    line = re.search(r"^# usage: (.*)$", re.sub(r"\\\n# *", "", text), re.MULTILINE)
     return line[1] if line else ""
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Train in a SLURM job on one node.
 #
-# usage: sbatch [SBATCH OPTIONS] scripts/slurm/slurm_train_single_node.sh [CONFIG] [key=value...] [-- ARGS...]
+# usage: sbatch [SBATCH OPTIONS] scripts/slurm/slurm_train_single_node.sh [CONFIG] \
+#        [key=value...] [-- ARGS...]
 #
 #   CONFIG     the config, a YAML file (default: config/local3.yaml)
 #   key=value  settings that override the config

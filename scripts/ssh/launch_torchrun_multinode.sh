@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Train on several machines. Run it by hand on each of them.
 #
-# usage: scripts/ssh/launch_torchrun_multinode.sh CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT] [key=value...] [-- ARGS...]
+# usage: scripts/ssh/launch_torchrun_multinode.sh CONFIG NPROC NNODES NODE_RANK MASTER_ADDR \
+#        [MASTER_PORT] [key=value...] [-- ARGS...]
 #
 #   CONFIG       the config, a YAML file, the same on every machine
 #   NPROC        processes on each machine

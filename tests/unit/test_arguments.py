@@ -14,7 +14,7 @@ import torch.distributed.run as torchrun
 
 from launcher import command_line
 from launcher.agent import torchrun_arguments
-from launcher.cli.arguments import Call, parse
+from launcher.cli.arguments import Call, parse, read_usage
 from launcher.cli.options import COMMANDS, Option, options_of
 from launcher.plan.script import choose_program
 from launcher.plan.spares import FANOUTS
@@ -250,6 +250,12 @@ def test_the_batch_script_that_a_resume_line_names(
     assert typed.batch_script == expected.format(folder=folder)
 
 
+def test_a_usage_on_two_lines_is_one() -> None:
+    usage = read_usage(str(FILES["cluster_train"]))
+    assert usage.startswith("scripts/cluster_train.sh [CONFIG] ") and "\\" not in usage
+    assert usage.endswith(" [MASTER_PORT] [key=value...] [-- ARGS...]")
+
+
 @pytest.mark.parametrize("name", ["SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", ""])
 def test_a_task_of_an_array_has_its_number_in_its_settings(name: str) -> None:
     task = "7" if name else "{task}"
@@ -340,7 +346,7 @@ def is_taken(name: str, words: list[str]) -> bool:
 
 
 def test_the_entries_name_commands_and_each_command_has_a_script() -> None:
-    written, *lines = re.findall(r"^#(.*)$", HELP.read_text(), re.M)
+    written, *lines = re.findall(r"^#(.*)$", HELP.read_text().replace("\\\n#", ""), re.M)
     assert not [name for name in LAUNCHERS if written.strip() in shown(name)]
     named = {word for line in lines for word in line.split()}
     assert named == {*LAUNCHERS} == COMMANDS.keys() - {"test_distributed_integration"}
