@@ -136,7 +136,7 @@ unpack_environment() { # <archive> <folder>
   ((facts[1] + $(stat -L -c %s -- "$1") < $(df --output=avail -B1 -- "${2%/*}" | tail -n 1))) ||
     fail disk-low "${2%/*} has no room for $((facts[1] / MIB)) MiB and the archive;" \
       "give stage_env.sh a folder with more space"
-  echo "stage_env.sh: ${HOSTNAME%%.*}: unpacking $1" >&2
+  echo "stage_env.sh: $(uname -n | cut -d . -f 1): unpacking $1" >&2
   rm -rf -- "$new"
   mkdir -- "$new"
   if ! read_in_parts "$1" "$new/archive" || [[ $(b2sum <"$new/archive") != "${facts[0]}" ]] ||
@@ -179,7 +179,7 @@ remove_unused() { # <folder of all environments>
 }
 
 fail() { # <fault> <"cause; cure", in one word or more>
-  echo "stage_env.sh: ${HOSTNAME%%.*}: ${*:2} [$1]" >&2
+  echo "stage_env.sh: $(uname -n | cut -d . -f 1): ${*:2} [$1]" >&2
   exit 3
 }
 

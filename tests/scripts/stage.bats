@@ -125,7 +125,7 @@ staged() {
   [[ $status == 3 && $output == *"[ssh-refused]"* ]]
   local archive
   archive=$(echo "$PWD"/logs/environments-$UID/*"$END")
-  run "$ROOT/scripts/stage_env.sh" --run "$archive" "/nowhere/of-the-nodes/launch-kit-$UID/x" "$PYTHON" -u -c ''
+  HOSTNAME=login.site run "$ROOT/scripts/stage_env.sh" --run "$archive" "/nowhere/of-the-nodes/launch-kit-$UID/x" "$PYTHON" -u -c ''
   [[ $status == 3 && $output == "stage_env.sh: $HOST: there is no folder /nowhere/of-the-nodes here; give stage_env.sh one that each node has [env-missing]" ]]
   [[ ! -e /nowhere ]]
 }
