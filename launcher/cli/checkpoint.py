@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,17 +22,15 @@ from torch import Tensor
 from distributed.checkpoint import CheckpointError, files, load, weights_hash
 
 
-def _print_checkpoints(folder: Path, *, verify: bool) -> bool:
-    """Print a line for each checkpoint, the oldest first. Returns whether any is damaged.
+def _print_checkpoints(folder: Path, describe: Callable[[Path], str]) -> bool:
+    """Print what `describe` says about each checkpoint, the oldest first.
 
-    With `verify`, each is compared with its manifest. Otherwise, only damage to the manifest or to
-    progress.json is found, or a wrong size.
+    Returns whether any is damaged: `describe` raises CheckpointError if it finds that.
     """
     has_damage = False
     for path in files.candidates(folder)[::-1]:
         try:
-            # read_files() is never empty; it raises if a file is damaged.
-            text = "intact" if verify and files.read_files(path) else _describe(path)
+            text = describe(path)
         except CheckpointError as error:
             text = f"damaged: {error}"
             has_damage = True
@@ -52,6 +50,12 @@ def _describe(path: Path) -> str:
     links = [n for n in ("latest", "best") if (path.parent / n).resolve() == path.resolve()]
     text = f"validation loss {loss:.4f}" if loss is not None else ""
     return f"{size:10.1f} MB   {saved}   {text:<24} {' '.join(links)}".rstrip()
+
+
+def _verify(path: Path) -> str:
+    """Compare a checkpoint's files with its manifest. Raises CheckpointError if one is damaged."""
+    files.read_files(path)
+    return "intact"
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
@@ -91,9 +95,9 @@ def main(arguments: Sequence[str]) -> int:
             case ["-h" | "--help"]:
                 print(__doc__)
             case ["ls", folder]:
-                _print_checkpoints(Path(folder), verify=False)
+                _print_checkpoints(Path(folder), _describe)
             case ["verify", folder]:
-                return int(_print_checkpoints(Path(folder), verify=True))
+                return int(_print_checkpoints(Path(folder), _verify))
             case ["export", folder, file]:
                 export(_weights(Path(folder)), file)
             case ["hash", folder]:
