@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.cli.torchrun import read_like_torchrun
+from launcher.plan.plan import ROOT
 from launcher.plan.settings import TABLE
 from launcher.plan.typed import Values
 from launcher.text import Environ, PlanError, warn
@@ -84,12 +85,11 @@ def _refuse_without_master(values: Values, _environ: Environ) -> None:
         raise PlanError(f"too few arguments; usage: {values['usage']}")
 
 
-def _join_config(values: Values, environ: Environ) -> None:
-    """Combine --config-path and --config-name into one config, or pass them to a Hydra script.
+def _replace_hydra_options(values: Values, environ: Environ) -> None:
+    """Replace --config-path and --config-name by one config, or pass them to a Hydra script.
 
-    Like Hydra, takes a folder that does not exist here as relative to the script, which is our
-    train.py unless TRAIN_SCRIPT is a file. Raises PlanError if only one of the two is given, unless
-    the script uses Hydra, which has defaults for both.
+    Raises PlanError if only one of the two is given, unless the script uses Hydra, which has
+    defaults for both.
     """
     folder = values.pop("config_path", "")
     name = values.pop("config_name", "")
@@ -103,12 +103,21 @@ def _join_config(values: Values, environ: Environ) -> None:
         values["rest"] = (*words, *values.get("rest", ()))
         values.setdefault("config", "-")
     elif folder and name:
-        beside = (script if script.is_file() else Path(__file__).parents[1]).parent / folder
-        folder = beside if beside.is_dir() and not Path(folder).is_dir() else folder
-        ending = "" if name.endswith((".yaml", ".yml")) else ".yaml"
-        values["config"] = f"{folder}/{name}{ending}"
+        values["config"] = _join_config(script, folder, name)
     else:
         raise PlanError("--config-path and --config-name go together; give both, or --config FILE")
+
+
+def _join_config(script: Path, folder: str, name: str) -> str:
+    """Return the path of a config, whose name may lack its ending.
+
+    Like Hydra, looks for a folder that does not exist here beside the script; our train.py is used
+    if `script` is not a file.
+    """
+    beside = (script.parent if script.is_file() else ROOT) / folder
+    is_beside = beside.is_dir() and not Path(folder).is_dir()
+    ending = "" if name.endswith((".yaml", ".yml")) else ".yaml"
+    return f"{beside if is_beside else folder}/{name}{ending}"
 
 
 def _read_config_variable(values: Values, environ: Environ) -> None:
@@ -166,7 +175,7 @@ COMMANDS = {
     ),
     "launch_multinode": Command("ssh", _NODES, {"engine": "torch.distributed.launch"}),
     "launch_pdsh_multinode": Command("pdsh", _NODES),
-    "run_ddp": Command("auto", (), _CONFIG, _join_config),
+    "run_ddp": Command("auto", (), _CONFIG, _replace_hydra_options),
     "cluster_train": Command(
         "local",
         ("config", "nnodes", "node_rank", "master", "port"),
