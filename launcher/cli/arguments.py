@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,8 +41,7 @@ class Call(NamedTuple):
 def parse(call: Call, words: Words, environ: Environ) -> Typed:
     """Return what was typed, as named fields.
 
-    In a task of a job array, the task's number replaces {task} in settings, also for the resume
-    line. Raises PlanError if the command does not accept the words. May print warnings.
+    Raises PlanError if the command does not accept the words. May print warnings.
     """
     command = COMMANDS[call.command]
     known: Values = {
@@ -59,14 +59,22 @@ def parse(call: Call, words: Words, environ: Environ) -> Typed:
     values = _Reader(call.command, known, words, is_scheduled=is_scheduled).read()
     if command.finish and values["fanout"] not in TASKS.values():  # --help needs none
         command.finish(values, environ)
-    _choose_batch_script(values, call.file)
-    typed = [call.script, *words]
+    values["batch_script"] = _choose_batch_script(values, call.file)
+    typed = Typed(**values, typed=(call.script, *words), environ=environ)
+    return _fill_in_task(typed)
 
-    if task := next(filter(None, map(environ.get, _ARRAY_INDEXES)), ""):
-        filled = {word: word.replace("{task}", task) for word in values.get("setting", ())}
-        values["setting"] = tuple(filled.values())
-        typed = [filled.get(word, word) for word in typed]
-    return Typed(**values, typed=(*typed,), environ=environ)
+
+def _fill_in_task(typed: Typed) -> Typed:
+    """In a task of a job array, return what was typed with the task's number for {task}.
+
+    Only settings have it, also in the words for the resume line.
+    """
+    task = next(filter(None, map(typed.environ.get, _ARRAY_INDEXES)), "")
+    if not task:
+        return typed
+    filled = {word: word.replace("{task}", task) for word in typed.setting}
+    words = [filled.get(word, word) for word in typed.typed]
+    return replace(typed, setting=tuple(filled.values()), typed=tuple(words))
 
 
 def read_usage(file: str) -> str:
@@ -82,17 +90,17 @@ def read_usage(file: str) -> str:
     return line[1] if line else ""
 
 
-def _choose_batch_script(values: Values, file: str) -> None:
-    """Set `batch_script`, which a resume line submits: ours, or the user's edited copy of it.
+def _choose_batch_script(values: Values, file: str) -> str:
+    """Return the script that a resume line submits: ours, or the user's edited copy of it.
 
-    Removes it from `values` if launch.sh was not submitted, but run directly.
+    Empty if the command has no batch script, or if launch.sh was run without a scheduler.
     """
-    ours = values.get("batch_script")
-    is_copy = file.endswith(_COPIES)  # the scheduler's; nothing shows where the original is
-    if values.get("like_torchrun") and not is_copy:
-        del values["batch_script"]
-    elif ours and not is_copy and not is_same(Path(file), ROOT / ours):
-        values["batch_script"] = os.path.abspath(file)
+    ours: str = values.get("batch_script", "")
+    if file.endswith(_COPIES):  # the scheduler's copy; nothing shows where the original is
+        return ours
+    if not ours or values.get("like_torchrun"):
+        return ""
+    return ours if is_same(Path(file), ROOT / ours) else os.path.abspath(file)
 
 
 class _Reader:
