@@ -25,7 +25,14 @@ OwnEnviron = MutableMapping[str, str]  # the same, to be changed for processes t
 
 
 class PlanError(ValueError):
-    """The arguments, environment or scheduler do not describe a valid run: `cause; cure`."""
+    """The arguments, environment or scheduler do not describe a valid run: `cause; cure [fault]`.
+
+    Without `fault`, the text does not end with its name; main() then adds "config-invalid".
+    """
+
+    def __init__(self, text: str, fault: str = "") -> None:
+        super().__init__(f"{text} [{fault}]" if fault else text)
+        self.fault = fault
 
 
 class Stream(io.FileIO):

@@ -231,7 +231,8 @@ def rank_step(plan: Plan, nproc: int) -> list[str]:
     if {*tasks_per_node(tasks, "SLURM_TASKS_PER_NODE")} != {nproc}:
         raise PlanError(
             f"LAUNCHER=srun needs {nproc} tasks per node, but the job has {tasks}; "
-            f"give --ntasks-per-node={nproc} [wrong-world]"
+            f"give --ntasks-per-node={nproc}",
+            "wrong-world",
         )
 
     step = ["srun", KILL_ALL, f"--chdir={plan.directory}", f"--job-name={plan.run_id}"]

@@ -22,5 +22,6 @@ def refuse_copies(environ: Environ) -> None:
     if environ.get(size, "1") != "1":
         raise PlanError(
             f"mpiexec started the launcher {environ[size]} times ({size}), each as a separate run; "
-            f"start it once, without mpiexec; for separate runs, unset {size} [wrong-world]"
+            f"start it once, without mpiexec; for separate runs, unset {size}",
+            "wrong-world",
         )

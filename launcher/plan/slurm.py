@@ -58,14 +58,16 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
     if environ.get("SLURM_HET_SIZE"):
         raise PlanError(
             "a heterogeneous job has nodes that differ, but this script treats all alike; omit the "
-            ": and the groups after it, or start train.py with srun --het-group [wrong-world]"
+            ": and the groups after it, or start train.py with srun --het-group",
+            "wrong-world",
         )
 
     tasks = tasks_per_node(environ)
     if tasks and asked not in (None, tasks):
         raise PlanError(
             f"{asked} processes per node, but the job has SLURM_TASKS_PER_NODE={tasks}; "
-            "omit the number [wrong-world]"
+            "omit the number",
+            "wrong-world",
         )
     gpus = environ.get("SLURM_GPUS_ON_NODE") or None
     nproc = tasks or asked or read_nproc("SLURM_GPUS_ON_NODE", gpus)
@@ -75,7 +77,8 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
     if given == "localhost" or is_loopback(given):
         raise PlanError(
             f"MASTER_ADDR is {given}, which the job's other nodes cannot reach; unset it, or give "
-            "the first node's address [loopback-address]"
+            "the first node's address",
+            "loopback-address",
         )
 
     first = hostlist.first(nodes)
@@ -98,7 +101,8 @@ def tasks_per_node(environ: Environ) -> int | None:
     if others:
         raise PlanError(
             f"the job has unequal nodes, SLURM_TASKS_PER_NODE={text}; "
-            "give sbatch --ntasks-per-node [wrong-world]"
+            "give sbatch --ntasks-per-node",
+            "wrong-world",
         )
     return tasks if tasks > 1 else None
 
@@ -118,7 +122,8 @@ def read_step(typed: Typed) -> World | None:
     # The user wants all of the job's nodes, but srun has started this on a part of them.
     if typed.nnodes == environ.get("SLURM_JOB_NUM_NODES") and (part := _describe_part(environ)):
         raise PlanError(
-            f"{part}; start it with {_on_all_nodes(environ)}, without node numbers [wrong-world]"
+            f"{part}; start it with {_on_all_nodes(environ)}, without node numbers",
+            "wrong-world",
         )
     for name, given, variable in (
         ("NUM_NODES", typed.nnodes, "SLURM_STEP_NUM_NODES"),
@@ -128,7 +133,8 @@ def read_step(typed: Typed) -> World | None:
             raise PlanError(
                 f"the argument {name} is {given!r} but srun's {variable} is "
                 f"{environ[variable]}; omit the argument (the batch shell may have expanded "
-                "it) [wrong-world]"
+                "it)",
+                "wrong-world",
             )
 
     num_nodes, node_rank, master_addr = step
@@ -157,7 +163,8 @@ def refuse_many_nodes(typed: Typed) -> None:
         )
     raise PlanError(
         f"the job has {nodes} nodes, but srun did not start {typed.program} on them; "
-        f"{srun} scripts/cluster_train.sh CONFIG [batch-step]"
+        f"{srun} scripts/cluster_train.sh CONFIG",
+        "batch-step",
     )
 
 
