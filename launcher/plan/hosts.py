@@ -56,7 +56,7 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
         raise PlanError(
             f"{word!r} is not a node; give NODE, NODE:NPROC or a list such as gpu[01-08]"
         )
-    if number and number.isdecimal() and (number == "22" or int(number) >= LEAST_PORT):
+    if number and _is_port(number):
         raise PlanError(
             f"{word!r} asks for {number} processes on {name}; if that is ssh's port, set it in "
             f"~/.ssh/config, or with SSH_OPTS='-p {number}'"
@@ -69,6 +69,11 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
     except hostlist.HostlistError as error:
         raise PlanError(f"{error}; correct it") from None
     return (NodePlan(name, nproc) for name in names)
+
+
+def _is_port(number: str) -> bool:
+    """Return whether a number after a node's name is more likely ssh's port than its ranks."""
+    return number.isdecimal() and (number == "22" or int(number) >= LEAST_PORT)
 
 
 def with_plain_master(typed: Typed) -> Typed:
@@ -88,9 +93,11 @@ def with_plain_master(typed: Typed) -> Typed:
     needs_port = typed.nnodes or typed.fanout != "local"  # one node alone needs no master
     if port and needs_port:
         environ.setdefault("MASTER_PORT", port)
-    if address and not typed.master:
+    if typed.master:
+        return replace(typed, master=address, environ=environ)
+    if address:
         environ["MASTER_ADDR"] = address
-    return replace(typed, master=typed.master and address, environ=environ)
+    return replace(typed, environ=environ)
 
 
 def check_master(world: World) -> World:
@@ -103,10 +110,8 @@ def check_master(world: World) -> World:
 def read_hostfile(file: Path) -> list[str]:
     """Return a host file's nodes as words for read_nodes(): NODE or NODE:NPROC.
 
-    A line has one node, `node1 slots=4` (Open MPI) or SGE's four fields. If all lines are plain
-    names and some repeat, a name's lines are its ranks: LSF and OAR write one line for each
-    processor. Raises PlanError if the file does not exist or lists no nodes, or if a line cannot be
-    read.
+    A line has one node, `node1 slots=4` (Open MPI) or SGE's four fields. Raises PlanError if the
+    file does not exist or lists no nodes, or if a line cannot be read.
     """
     if not file.is_file():
         raise PlanError(f"there is no host file {str(file)!r}; correct -f")
@@ -126,9 +131,18 @@ def read_hostfile(file: Path) -> list[str]:
 
     if not words:
         raise PlanError(f"{str(file)!r} lists no nodes; add one per line")
+    return _count_lines(words)
+
+
+def _count_lines(words: list[str]) -> list[str]:
+    """If all words are plain names and some repeat, return each name once, as NAME:NPROC.
+
+    LSF and OAR write one line for each processor.
+    """
     times = Counter(words)
-    has_only_names = not any(re.search(r"[][:,]", word) for word in times)
-    if has_only_names and len(times) < len(words):
+    has_only_names = not any(re.search(r"[][:,]", word) for word in words)
+    has_repeats = len(times) < len(words)
+    if has_only_names and has_repeats:
         return [f"{word}:{number}" for word, number in times.items()]
     return words
 
