@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from launcher.plan.make_plan import make_plan
 from launcher.plan.plan import Plan
 from launcher.plan.script import check_script, show_help
 from launcher.plan.settings import read_value
+from launcher.plan.typed import Typed
 from launcher.processes import outlive_others
 from launcher.record import run_json, runs
 from launcher.text import Environ, OwnEnviron, PlanError, short_host_name, warn
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
             environ.pop("CHAIN", None)  # the live run needs the jobs of its chain
         code = REFUSED
     except (PlanError, LauncherError, HostlistError) as error:
-        fault = "" if re.search(r" \[[a-z-]+\]$", str(error)) else " [config-invalid]"
-        warn(f"{call.program}: {error}{fault}")
+        has_fault = getattr(error, "fault", "")  # then the text ends with it
+        warn(f"{call.program}: {error}{'' if has_fault else ' [config-invalid]'}")
         code = BAD_INPUT
     except PermissionError as error:
         warn(
@@ -83,9 +83,7 @@ def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
 def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
     """Do what was typed: show something, submit a job, or run. Returns the exit code.
 
-    With the fan-out `local`, a run does not return: this process executes the node agent. Until the
-    fan-out handles them, a stop signal ends this process, and a notice is pending. Raises what
-    main() catches.
+    Raises what main() catches.
     """
     leave_outer_job(environ)
     typed = parse(call, words, environ)
@@ -104,31 +102,48 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
         )
     if typed.fanout == "submit":
         return submit_with_config.run(typed)
+    return _launch(typed, environ)
 
+
+def _launch(typed: Typed, environ: OwnEnviron) -> int:
+    """Make the plan, check what can be checked before the nodes are reached, and run.
+
+    Returns the exit code: the run's, or that of a script that only shows its help. With the fan-out
+    `local`, a run does not return: this process executes the node agent. Until the fan-out handles
+    them, a stop signal ends this process, and a notice is pending.
+    """
     for signum in handled_signals():
         signal.signal(signum, leave_unstarted)
     signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)  # pending until the fan-out handles them
     pbs.add_tools_to_path(environ)
     pbs.set_launch_job(environ)
     resume.forward_given(environ, pbs.names_from_qsub(environ))
+
     plan = make_plan(typed)
     check_script(plan)
     if (shown := show_help(plan)) is not None:
         return shown
+    _warn_of_job(typed, plan)
 
-    warnings = [find_idle(plan)]
-    if plan.node_rank == 0:
-        warnings.append(pbs.find_silence(environ))
-        if not typed.module:
-            warnings.append(pbs.find_short_delay(plan.grace_s, environ))
-    for warning in filter(None, warnings):
-        warn(f"{typed.program}: warning: {warning}")
-
-    be_ready = prepare(plan, typed.typed[0])
+    be_ready = claim_run(plan, typed.typed[0])
     fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
     code: int = fanout.run(check_config(plan), be_ready)
     run_json.note_end(plan.folder, code % 256)
     return code
+
+
+def _warn_of_job(typed: Typed, plan: Plan) -> None:
+    """Warn if the job does not suit the run: idle nodes or GPUs, a silent PBS, a short kill_delay.
+
+    May ask qstat.
+    """
+    warnings = [find_idle(plan)]
+    if plan.node_rank == 0:
+        warnings.append(pbs.describe_missing_qstat(plan.environ))
+        if not typed.module:
+            warnings.append(pbs.describe_short_delay(plan.grace_s, plan.environ))
+    for warning in filter(None, warnings):
+        warn(f"{plan.program}: warning: {warning}")
 
 
 def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:
@@ -150,12 +165,12 @@ def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:
             break
 
 
-def prepare(plan: Plan, script: str) -> Callable[[], None]:
+def claim_run(plan: Plan, script: str) -> Callable[[], None]:
     """Make this launch the only one of its run. Returns the function that notes the start.
 
     A fan-out calls the returned function after its last check, before it starts the first agent.
-    With --detach, prepare() forks and returns in the child, which the returned function detaches
-    from the terminal. Raises PlanError if a detached run has no id, and Refused if a
+    With --detach, this function forks and returns only in the child, which the returned function
+    then detaches from the terminal. Raises PlanError if a detached run has no id, and Refused if a
     live run has the same id.
     """
     if plan.is_dry_run:

@@ -11,6 +11,7 @@ from pathlib import Path
 from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher import typed_json
 from launcher.plan.plan import ConfigFacts, Plan
+from launcher.plan.typed import fields_of
 from launcher.text import PlanError, warn
 
 
@@ -28,14 +29,13 @@ def check_config(plan: Plan) -> Plan:
         return plan
 
     answer = typed_json.parse_json(_run_check(plan))
-    resume = answer.pop("resume")  # a checkpoint, auto or never
+    resume = answer.pop("resume")
     facts = typed_json.decode(ConfigFacts, answer)
     folder = facts.checkpoint_dir or Path()
     has_own = (folder / plan.run_id).exists()  # the run's own checkpoints come before `resume`
-    names_file = resume not in ("auto", "never") and not has_own
     is_node = plan.fanout in ("local", "srun")  # otherwise the file may exist only on the nodes
-    if names_file and is_node and not os.path.exists(os.path.expanduser(resume)):
-        raise PlanError(f"resume: there is no {resume!r}; correct the path")
+    if is_node and not has_own:
+        _refuse_missing(resume)
 
     facts = replace(
         facts,
@@ -43,13 +43,20 @@ def check_config(plan: Plan) -> Plan:
         task_file=facts.task_file.removeprefix(f"{Path.cwd()}/"),  # it may differ on other nodes
     )
     container = plan.container and plan.container.with_folder(folder)
-    return replace(plan, **vars(facts), container=container)
+    return replace(plan, **fields_of(ConfigFacts, facts), container=container)
+
+
+def _refuse_missing(resume: str) -> None:
+    """Raise PlanError if the setting `resume` names a checkpoint that does not exist here."""
+    names_file = resume not in ("auto", "never")
+    if names_file and not os.path.exists(os.path.expanduser(resume)):
+        raise PlanError(f"resume: there is no {resume!r}; correct the path")
 
 
 def _run_check(plan: Plan) -> str:
     """Run `train.py --check --json` and return what it prints; see check_config for the errors.
 
-    With pyxis, this is a step on one node of the job, which may have to load the image first.
+    With pyxis, this is a step on one node of the job; says so, because it may load the image first.
     """
     counts = plan.rank_counts(0)  # 0: one per GPU
     world_size = str(sum(counts)) if all(counts) else ""  # "": not known yet

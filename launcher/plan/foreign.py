@@ -8,6 +8,7 @@ reject it, because only our users set these variables for them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from distributed.environment import LauncherError
@@ -19,49 +20,43 @@ from launcher.text import Environ, PlanError, warn
 def read_own(typed: Typed, *, is_guest: bool) -> Typed:
     """Return what was typed, with our variables in our spelling and --log-level as LOG_LEVEL.
 
-    A value that cannot be ours is omitted, with a warning, if it may be another program's. If not,
-    raises PlanError or LauncherError. `is_guest` means that the script may have been meant for
-    torchrun, and not for our launchers.
+    `is_guest` means that the script may have been meant for torchrun, and not for our launchers:
+    then a value that cannot be ours is dropped, with a warning. So is a URL, in any case, because
+    a service sets it. For other values that cannot be ours, raises PlanError or LauncherError.
     """
-    read = {**typed.environ}
     if typed.log_level:
-        read["LOG_LEVEL"] = typed.log_level
+        typed = replace(typed, environ={**typed.environ, "LOG_LEVEL": typed.log_level})
 
-    for name in filter(read.get, sorted(VARIABLES)):
-        argument = getattr(typed, VARIABLES[name].field, None)
-        # hide() keeps what is ignored from a guest's ranks, even if an argument overrides it.
-        if is_guest or argument is None:
-            try:
-                read[name] = read_value(name, read[name])
-            except (PlanError, LauncherError) as error:
-                ignore(typed, error, is_guest=is_guest or "://" in read[name])  # a service's URL
-                del read[name]
+    own = {}
+    for name in filter(typed.environ.get, sorted(VARIABLES)):
+        given = typed.environ[name]
+        is_overridden = getattr(typed, VARIABLES[name].field, None) is not None
+        if is_overridden and not is_guest:  # a guest's ranks could read it: see hide()
+            continue
+        try:
+            own[name] = read_value(name, given)
+        except (PlanError, LauncherError) as error:
+            is_url = "://" in given
+            if not (is_guest or is_url):
+                raise
+            typed = drop(typed, [name], error)
+    return replace(typed, environ={**typed.environ, **own})
 
-    return replace(typed, environ=read)
 
-
-def ignore(typed: Typed, error: ValueError, *names: str, is_guest: bool) -> Typed:
-    """Return what was typed without the variables `names`, and warn of `error`.
-
-    Raises the error if `is_guest` is false: then only our user can have set them.
-    """
-    if not is_guest:
-        raise error
-    cause = str(error).removesuffix(f" [{getattr(error, 'fault', '')}]")
+def drop(typed: Typed, names: Collection[str], error: PlanError | LauncherError) -> Typed:
+    """Return what was typed without these variables, and warn of the error in their values."""
+    cause = str(error).removesuffix(f" [{error.fault}]")
     warn(f"{typed.program}: warning: {cause}; ignored")
     environ = {name: value for name, value in typed.environ.items() if name not in names}
     return replace(typed, environ=environ)
 
 
 def hide(typed: Typed, own: Environ) -> Typed:
-    """Return what was typed, without the ignored values that an agent or a rank would read.
+    """Return what was typed, without the dropped values that an agent or a rank would read.
 
-    `own` has the variables that were not ignored, in our spelling.
+    `own` has the variables that were not dropped, in our spelling.
     """
-    hidden = {name for name, setting in VARIABLES.items() if setting.hidden}
-    environ = {
-        name: own[name] if name in hidden else value
-        for name, value in typed.environ.items()
-        if name in own or name not in hidden
-    }
+    hidden = [name for name in typed.environ if name in VARIABLES and VARIABLES[name].hidden]
+    environ = {name: value for name, value in typed.environ.items() if name not in hidden}
+    environ |= {name: own[name] for name in hidden if name in own}
     return replace(typed, environ=environ)

@@ -6,21 +6,22 @@ The order of precedence is: arguments, environment, config, default.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
 from distributed.job import ask_scheduler, in_slurm_step, job_id, job_run_id
 from launcher.command_line import read_grace
-from launcher.container import config_texts, read_container
+from launcher.container import Container, config_texts, read_container
 from launcher.handshake import read_access
 from launcher.master_port import is_first, is_loopback
 from launcher.plan import foreign, hosts, mpi, pbs, slurm, spares
 from launcher.plan.plan import ROOT, Plan, World
-from launcher.plan.resume import command_line
+from launcher.plan.resume import resume_line
 from launcher.plan.script import choose_program, is_our_train_py, refuse_missing
 from launcher.plan.settings import VARIABLES, in_order, read_nproc, read_number, read_value
-from launcher.plan.typed import Typed
+from launcher.plan.typed import Choices, Typed, fields_of
 from launcher.record.run_ids import free_run_id, plain_run_id
 from launcher.text import Environ, PlanError, warn
 from launcher.wire import limits
@@ -35,7 +36,7 @@ def make_plan(typed: Typed) -> Plan:
     May ask the scheduler, print warnings and reserve the run id (see choose_run_id). Raises
     PlanError, LauncherError or HostlistError if the input does not describe a valid run.
     """
-    given = _read_hosts_option(typed) if typed.like_torchrun else typed
+    given = _read_hosts_option(typed)
     is_guest = typed.like_torchrun and not is_our_train_py(typed.rest[0])  # see foreign.py
     typed = hosts.with_plain_master(foreign.read_own(given, is_guest=is_guest))
     environ = typed.environ
@@ -45,14 +46,16 @@ def make_plan(typed: Typed) -> Plan:
     is_by_srun = fanout != "local" and environ.get("LAUNCHER") == "srun"  # no node agents
     engine = typed.engine or ("srun" if is_by_srun else "")
     is_here = fanout == "local" and not (typed.is_dry_run or environ.get("CONTAINER"))
-    if is_here and words[0] in ("-m", "--no-python"):  # check_script() checks a file
-        refuse_missing(typed.here, *words[:2])
+    if is_here:
+        refuse_missing(typed.here, words)
 
     world = hosts.check_master(read_world(typed, fanout))
     try:
-        world = spares.keep_back(world, environ, fanout, engine, max_restarts)
+        world = spares.set_aside(world, environ, fanout, engine, max_restarts)
     except PlanError as error:
-        typed = foreign.ignore(typed, error, *spares.NAMES, is_guest=is_guest)  # or raises it
+        if not is_guest:
+            raise
+        typed = foreign.drop(typed, spares.NAMES, error)
     is_by_hand = fanout == "local" and world.num_nodes > 1
     if is_by_hand:
         read_access(environ)  # raises PlanError if RUN_SECRET or HOSTS is wrong
@@ -62,15 +65,12 @@ def make_plan(typed: Typed) -> Plan:
     directory = ROOT if typed.module else typed.here
     is_namer = world.node_rank == 0 and fanout != "job_command"  # the job has no id yet
     as_set = given.environ if typed.like_torchrun else environ  # the user's script reads them too
-    named: list[Path | str] = [typed.here, ROOT, log_dir, config, *words]
-    named += config_texts(Path(typed.config or "-"))
-    in_job = fanout in ("srun", "job_command", "check")  # now, or once the job starts
 
     return Plan(
-        **vars(world),
-        **foreign.hide(given, typed.environ).choices(),
+        **fields_of(World, world),
+        **fields_of(Choices, foreign.hide(given, typed.environ)),
         fanout=fanout,
-        command=command_line(typed, fanout),
+        command=resume_line(typed, fanout),
         root=ROOT,
         directory=directory,
         log_dir=log_dir,
@@ -85,7 +85,7 @@ def make_plan(typed: Typed) -> Plan:
         grace_s=int(read_grace(typed.passed, environ)),
         silence_s=spares.read_silence(world, environ),
         variables=_choose_variables(environ, as_set, is_ours=is_ours),
-        container=read_container(environ, typed.here, directory, named, in_job=in_job),
+        container=_choose_container(typed, fanout, log_dir, [config, *words]),
         has_checks=environ.get("SKIP_PREFLIGHT") != "1",
         preflight_s=int(environ.get("PREFLIGHT_SECONDS") or 9),
     )
@@ -101,8 +101,25 @@ def _read_restarts(typed: Typed) -> int:
     return restarts
 
 
+def _choose_container(
+    typed: Typed, fanout: str, log_dir: Path, words: Sequence[str]
+) -> Container | None:
+    """Return the container of the run, which can read all paths that are named; None without one.
+
+    `words` are the config and the words of the training script. Raises as read_container() does.
+    """
+    named: list[Path | str] = [typed.here, ROOT, log_dir, *words]
+    named += config_texts(Path(typed.config or "-"))
+    directory = ROOT if typed.module else typed.here
+    in_job = fanout in ("srun", "job_command", "check")  # now, or once the job starts
+    return read_container(typed.environ, typed.here, directory, named, in_job=in_job)
+
+
 def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> dict[str, str]:
-    """Return the variables that every node agent gets: those of `environ`, as `as_set` has them."""
+    """Return the variables that every node agent gets, with the values that `as_set` has.
+
+    `environ` shows which are set, in our spelling.
+    """
     chosen = {name: as_set[name] for name in in_order("agent") if environ.get(name)}
     if is_ours and environ.get("LOG_LEVEL") == "DEBUG":  # torch reads _DEBUG when imported
         chosen |= {name: environ.get(name) or "INFO" for name in _DEBUG}
@@ -113,7 +130,7 @@ def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> di
 
 
 def _read_hosts_option(typed: Typed) -> Typed:
-    """Return what was typed for launch.sh, with --hosts turned into the fields of other commands.
+    """Return what was typed, with launch.sh's --hosts turned into the fields of other commands.
 
     Raises PlanError if --hosts is `job` outside a job, or if --via is unknown or without --hosts.
     """
@@ -142,9 +159,7 @@ def _read_hosts_option(typed: Typed) -> Typed:
 def choose_fanout(typed: Typed) -> str:
     """Return how the nodes are reached: a module of launcher/fanout/, or `check`.
 
-    `auto` depends on where this runs. If it becomes `local` in a step or job of several nodes, this
-    raises PlanError. It warns if the step has only a part of the job's nodes, or if this looks like
-    a login node, for which it asks sinfo and qstat.
+    `auto` depends on where this runs. If it becomes `local`, check_lone_node() may refuse or warn.
     """
     environ = typed.environ
     job_variable = "PBS_JOBID" if typed.nodefile else "SLURM_JOB_ID"
@@ -160,15 +175,22 @@ def choose_fanout(typed: Typed) -> str:
         return "srun"
     if pbs.count_nodes(environ) > 1:
         return "ssh"
+    check_lone_node(typed)
+    return "local"
 
+
+def check_lone_node(typed: Typed) -> None:
+    """Raise PlanError if the step or job has several nodes: a launch on this node uses no others.
+
+    Warn if the step has only a part of the job's nodes, or if this looks like a login node.
+    """
     slurm.refuse_many_nodes(typed)
     slurm.warn_of_part(typed)
-    if is_login_node(environ):
+    if is_login_node(typed.environ):
         warn(
             f"{typed.program}: warning: this looks like a login node; "
             "get an allocation first (salloc, qsub -I)"
         )
-    return "local"
 
 
 def is_login_node(environ: Environ) -> bool:
@@ -176,8 +198,10 @@ def is_login_node(environ: Environ) -> bool:
 
     Outside a job, waits up to LOGIN_NODE_S seconds each for sinfo and for qstat.
     """
+    if job_id(environ):
+        return False
     asked = (ask_scheduler(tool, limit_s=limits.LOGIN_NODE_S) for tool in ("sinfo", "qstat"))
-    return not job_id(environ) and any(answer is not None for answer in asked)
+    return any(answer is not None for answer in asked)
 
 
 def read_world(typed: Typed, fanout: str) -> World:
@@ -194,7 +218,7 @@ def read_world(typed: Typed, fanout: str) -> World:
     if fanout == "job_command":
         return hosts.read_batch_script(ROOT / typed.batch_script, nproc)
     if fanout == "srun":
-        return slurm.read_job(environ, (*typed.typed, typed.program)[0], nproc)
+        return slurm.read_job(environ, typed.typed[0], nproc)
     if fanout in ("ssh", "pdsh") or typed.nodefile:
         return _read_named(typed, nproc)
 
@@ -231,10 +255,9 @@ def _read_named(typed: Typed, nproc: int | None) -> World:
 def _read_own_node(typed: Typed) -> World:
     """Return the world as this node sees it, if each node is started by srun or by hand.
 
-    `nproc` is not set. With node rank `auto`, a process at the master's address gets node rank 0
-    and reserves it on this machine (see is_first). Warns if a part of the job stays unused, or if a
-    master is named for only one node. Raises PlanError or LauncherError if the arguments or srun's
-    variables are not valid or contradict each other.
+    `nproc` is not set. Warns if a part of the job stays unused. Raises PlanError or LauncherError
+    if the arguments or srun's variables are not valid or contradict each other. May reserve node
+    rank 0 (see _read_node_by_hand).
     """
     slurm.refuse_many_tasks(typed.environ)
     # Other commands, and launch.sh --nnodes 1, do not take their place from srun's variables.
@@ -244,7 +267,16 @@ def _read_own_node(typed: Typed) -> World:
         return step
     if typed.has_health_check:
         slurm.refuse_many_nodes(typed)
+    return _read_node_by_hand(typed)
 
+
+def _read_node_by_hand(typed: Typed) -> World:
+    """Return the world of a node that was started by hand, as the arguments describe it.
+
+    With node rank `auto`, a process at the master's address gets node rank 0 and reserves it on
+    this machine (see is_first). Warns if a master is named for only one node. Raises PlanError if
+    the arguments are not valid.
+    """
     nnodes = "1" if typed.nnodes is None else typed.nnodes
     num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
     rank = "0" if typed.node_rank is None else typed.node_rank

@@ -145,7 +145,7 @@ def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
     return chunks
 
 
-def find_silence(environ: Environ) -> str:
+def describe_missing_qstat(environ: Environ) -> str:
     """Return a warning if this is a PBS job, but qstat does not answer; otherwise empty."""
     job = environ.get("PBS_JOBID", "")
     if not job or ask_qstat(job):
@@ -159,7 +159,7 @@ def find_silence(environ: Environ) -> str:
     return f"{cause}; without it, {lost} are not known; {cure}"
 
 
-def find_short_delay(grace_s: int, environ: Environ) -> str:
+def describe_short_delay(grace_s: int, environ: Environ) -> str:
     """Return a warning if kill_delay is known to be too short for a save; otherwise empty."""
     delay = _kill_delay(environ)
     close_s = limits.STOP_CLOSE_S

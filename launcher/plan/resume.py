@@ -13,37 +13,40 @@ from launcher.plan.own import asked_names, find_own, read_begun
 from launcher.plan.plan import ROOT
 from launcher.plan.settings import TABLE, VARIABLES, in_order
 from launcher.plan.typed import Typed, is_same
-from launcher.text import OwnEnviron
+from launcher.text import Environ, OwnEnviron
 
 # The names of other programs' variables that are sent over ssh, and repeated in a resume line.
 FORWARDED = re.compile("|".join(n.replace("*", ".*") for one in TABLE.values() for n in one.sent))
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS")
 
 
-def command_line(typed: Typed, fanout: str) -> str:
+def resume_line(typed: Typed, fanout: str) -> str:
     """Return what was typed, with the variables that shaped the run; this line resumes the run.
 
-    In a job, the line requests a job like this one. For that, SLURM or PBS is asked: the line is
-    empty if the answer lacks what is needed, or if the user's own file asks PBS for a job array.
+    In a job, the line requests a job like this one; empty if that is not possible (see
+    _repeat_words).
     """
     environ = typed.environ
-    # In a run, the failure block and the stopped line add RUN_ID themselves.
-    names = ["RUN_ID"] if fanout == "job_command" else []
-    names += in_order("resume")
-    if fanout in ("ssh", "pdsh") or typed.nodefile:
-        names += in_order("resume_over_ssh")
-    in_batch = environ.get("PBS_ENVIRONMENT") == "PBS_BATCH"
-    if typed.nodefile or in_batch:  # qsub -v passes CONFIG; secrets are omitted
-        names += ["CONFIG", "PBS_ARRAY_INDEX", "PBS_ARRAYID"]
-        names += [name for name in asked_names(environ) if not _SECRET.search(name)]
-    names += _names_set_for_launch(typed)
+    words = _repeat_words(typed, fanout)
+    if not words:
+        return ""
 
     # read_own() has set LOG_LEVEL from --log-level, which the words repeat.
     given = {**environ, "LOG_LEVEL": ""} if typed.log_level else environ
-    set_names = filter(given.get, dict.fromkeys(names))
+    set_names = filter(given.get, dict.fromkeys(_names_shaping_run(typed, fanout)))
     variables = [f"{name}={shlex.quote(given[name])}" for name in set_names]
-    variables += [f"PYTHON={shlex.quote(typed.python)}"] if environ.get("CONTAINER") else []
+    if environ.get("CONTAINER"):
+        variables.append(f"PYTHON={shlex.quote(typed.python)}")
+    return " ".join([*variables, shlex.join(words)])
 
+
+def _repeat_words(typed: Typed, fanout: str) -> list[str]:
+    """Return what was typed; in a job, preceded by the request of a job like this one.
+
+    For that, SLURM or PBS is asked: the list is empty if the answer lacks what is needed, or if the
+    user's own file asks PBS for a job array.
+    """
+    environ = typed.environ
     own = len(typed.typed) - len(typed.rest)  # the rest belongs to the training script
     # The line must start the run, and continue it from its checkpoints.
     words = [word for word in typed.typed[:own] if word not in ("--dry-run", "resume=never")]
@@ -51,14 +54,31 @@ def command_line(typed: Typed, fanout: str) -> str:
 
     script = resolve_script(typed.batch_script) if typed.batch_script else None
     if script and typed.nodefile:
-        words = pbs.job_command(environ, typed.here / script, words)
-    elif in_batch:
-        words = pbs.own_command(environ, words)
-    elif script or fanout == "srun":
-        words = slurm.job_command(environ, script, words)
-    elif is_task(environ):
-        words = slurm.step_command(environ, words)
-    return " ".join([*variables, shlex.join(words)]) if words else ""
+        return pbs.job_command(environ, typed.here / script, words)
+    if _in_pbs_batch(environ):
+        return pbs.own_command(environ, words)
+    if script or fanout == "srun":
+        return slurm.job_command(environ, script, words)
+    return slurm.step_command(environ, words) if is_task(environ) else words
+
+
+def _in_pbs_batch(environ: Environ) -> bool:
+    """Return whether this runs in a PBS job's batch script, as opposed to qsub -I."""
+    return environ.get("PBS_ENVIRONMENT") == "PBS_BATCH"
+
+
+def _names_shaping_run(typed: Typed, fanout: str) -> list[str]:
+    """Return the names of variables that shape a run, set or not. May ask qstat."""
+    environ = typed.environ
+    # In a run, the failure block and the stopped line add RUN_ID themselves.
+    names = ["RUN_ID"] if fanout == "job_command" else []
+    names += in_order("resume")
+    if fanout in ("ssh", "pdsh") or typed.nodefile:
+        names += in_order("resume_over_ssh")
+    if typed.nodefile or _in_pbs_batch(environ):  # qsub -v passes CONFIG; secrets are omitted
+        names += ["CONFIG", "PBS_ARRAY_INDEX", "PBS_ARRAYID"]
+        names += [name for name in asked_names(environ) if not _SECRET.search(name)]
+    return [*names, *_names_set_for_launch(typed)]
 
 
 def _names_set_for_launch(typed: Typed) -> Iterator[str]:
@@ -68,16 +88,16 @@ def _names_set_for_launch(typed: Typed) -> Iterator[str]:
     and those set by the scheduler, a site or an environment. May ask qstat.
     """
     environ = typed.environ
-    again = read_begun()
-    # command_line() adds PYTHON for a container; the project's own environment is the default.
-    if environ.get("CONTAINER") or typed.python == str(ROOT / ".venv/bin/python"):
-        again.add(f"PYTHON={environ.get('PYTHON')}")
-    theirs = {*typed.activated, *find_own(typed, again).names} - {"PYTHON"}
+    begun = read_begun()
+    omitted = {*typed.activated, *find_own(typed, begun).names, "PYTHON"}
+    # resume_line() adds PYTHON for a container; the project's own environment is the default.
+    if not environ.get("CONTAINER") and typed.python != str(ROOT / ".venv/bin/python"):
+        omitted.remove("PYTHON")
 
-    for name in sorted({*environ} - theirs):
+    for name in sorted({*environ} - omitted):
         is_other = FORWARDED.fullmatch(name) and not _SECRET.search(name)
         is_wanted = is_other or name in ("PYTHON", "PYTHONPATH")
-        if is_wanted and f"{name}={environ[name]}" not in again:
+        if is_wanted and f"{name}={environ[name]}" not in begun:
             yield name
 
 

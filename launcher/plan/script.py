@@ -11,7 +11,7 @@ from shutil import which
 
 from launcher import importable
 from launcher.plan.plan import ROOT, Plan
-from launcher.plan.typed import Typed, is_same
+from launcher.plan.typed import Typed, Words, is_same
 from launcher.text import PlanError, did_you_mean, warn
 
 MARK = b"# launch-kit: answers --check"  # the line by which we recognize our train.py
@@ -33,8 +33,10 @@ def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
 
     ours = str(OURS)
     if typed.like_torchrun:
-        if typed.as_module or typed.as_command:
-            return ["-m" if typed.as_module else "--no-python", *typed.rest], False, "-"
+        if typed.as_module:
+            return ["-m", *typed.rest], False, "-"
+        if typed.as_command:
+            return ["--no-python", *typed.rest], False, "-"
         script = re.sub("^-", "./-", typed.rest[0])  # the agent must not take it for an option
         is_ours = is_our_train_py(script)
         return [ours if is_ours else script, *typed.rest[1:]], is_ours, "-"
@@ -80,21 +82,23 @@ def _choose_config(typed: Typed, *, is_ours: bool) -> str:
     return config
 
 
-def refuse_missing(here: Path, kind: str, name: str) -> None:
-    """Raise PlanError if this machine has no such module (-m), or no such program.
+def refuse_missing(here: Path, words: Words) -> None:
+    """Raise PlanError if this machine lacks the module or the program that the words name.
 
-    A module may be in `here`, or where this Python finds modules.
+    They are those of choose_program(). A script is left to check_script().
     """
-    if kind != "-m":
-        if not which(name):
-            raise PlanError(f"{name!r} is not an executable program; correct its path")
-        return
+    if words[0] == "--no-python" and not which(words[1]):
+        raise PlanError(f"{words[1]!r} is not an executable program; correct its path")
+    if words[0] == "-m" and not _has_module(here, words[1]):
+        raise PlanError(f"there is no module {words[1]!r}; correct its name, or set PYTHONPATH")
 
+
+def _has_module(here: Path, name: str) -> bool:
+    """Return whether a module's package is in `here`, or where this Python finds modules."""
     package = name.partition(".")[0]
     # find_spec("") would raise ValueError.
-    is_found = PathFinder.find_spec(package, [str(here)]) or (package and find_spec(package))
-    if not is_found:
-        raise PlanError(f"there is no module {name!r}; correct its name, or set PYTHONPATH")
+    found = PathFinder.find_spec(package, [str(here)]) or (package and find_spec(package))
+    return bool(found)
 
 
 def is_our_train_py(script: str) -> bool:
@@ -126,7 +130,7 @@ def check_script(plan: Plan) -> None:
     except SyntaxError as error:
         if error.lineno:  # otherwise it is no text: compiled, or an archive
             cause = f"{name}:{error.lineno}: {error.msg}: {(error.text or '').strip()}"
-            raise PlanError(f"{cause}; correct it [rank-error]") from None
+            raise PlanError(f"{cause}; correct it", "rank-error") from None
     except (ValueError, OSError):  # zero bytes, or not readable; Python names the cause
         pass
 
@@ -138,7 +142,8 @@ def show_help(plan: Plan) -> int | None:
     if it cannot start.
     """
     is_program = plan.words[0] == "--no-python"
-    if is_program or plan.words[-1] not in ("-h", "--help") or plan.is_dry_run:
+    is_asked = plan.words[-1] in ("-h", "--help")
+    if is_program or not is_asked or plan.is_dry_run:
         return None
     warn(f"{plan.program}: shows the help of {' '.join(plan.words[:-1])}; no rank is started")
     environ = {**plan.environ, **_ALONE, "PYTHONPATH": importable.search_path(plan.environ)}

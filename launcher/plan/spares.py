@@ -13,7 +13,7 @@ NAMES = ("SPARES", "MIN_NODES")
 FANOUTS = ("ssh", "srun")  # that survive the loss of a node
 
 
-def keep_back(world: World, environ: Environ, fanout: str, engine: str, max_restarts: int) -> World:
+def set_aside(world: World, environ: Environ, fanout: str, engine: str, max_restarts: int) -> World:
     """Return the world with its last SPARES nodes as spares, no longer counted in `num_nodes`.
 
     `min_nodes` becomes MIN_NODES or, if that is unset, all other nodes. The world is unchanged if

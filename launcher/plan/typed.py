@@ -14,6 +14,11 @@ Words = Sequence[str]  # of a command line
 Values = dict[str, Any]  # by the names of Typed's fields
 
 
+def fields_of(kind: type[Any], value: object) -> Values:
+    """Return those fields of `value` that the dataclass `kind` declares, by name."""
+    return {field.name: getattr(value, field.name) for field in fields(kind)}
+
+
 def is_same(file: Path, other: Path) -> bool:
     """Return whether two paths lead to the same file."""
     return file.exists() and other.exists() and file.samefile(other)
@@ -36,9 +41,6 @@ class Choices:
     has_transcript: bool = False  # keep a copy of what the terminal shows
     environ: Environ = field(default_factory=dict, repr=False)  # the user's environment
 
-    def choices(self) -> Values:
-        return {field.name: getattr(self, field.name) for field in fields(Choices)}
-
 
 @dataclass(frozen=True)
 class Typed(Choices):
@@ -47,7 +49,7 @@ class Typed(Choices):
     fanout: str  # a module of launcher/fanout/, auto (depends on where it runs), or another task:
     # check (the config), submit, status, stop, stacks, help, version
     here: Path = field(default_factory=Path.cwd)  # where it was typed, as the shell names it
-    typed: Words = ()  # every word of the command line
+    typed: Words = ("start.py",)  # every word of the command line, the script's path first
     config: str | None = None
     nproc: str | None = None
     nnodes: str | None = None

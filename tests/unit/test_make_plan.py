@@ -490,7 +490,7 @@ NOT_BY_NAME = {"RUN_ID", "RUN_SECRET", "SHOW_RANKS", "NO_COLOR", "PYTHON"}
 def line(environ: dict[str, str], fanout: str = "local", **typed: Any) -> str:
     """Return the resume line of `x.sh` in this environment."""
     words: dict[str, Any] = {"typed": ("x.sh",), "python": "/env/bin/python", **typed}
-    return resume.command_line(Typed(fanout, **words, environ=environ), fanout)
+    return resume.resume_line(Typed(fanout, **words, environ=environ), fanout)
 
 
 def test_what_was_typed_and_what_shaped_the_run() -> None:

@@ -143,14 +143,14 @@ def test_pbs_that_kills_before_the_ranks_have_saved(
     answer = f"echo 'Queue: workq\n{told}'" if told else "exit 1"
     make_tool(tools / "qstat", f'[[ "$*" != "-f 7.host" ]] || exec echo "  a = b"; {answer}')
     job = {"PBS_JOBID": "7.host", "PBS_QUEUE": "workq"}
-    assert pbs.find_short_delay(grace_s, job) == line
-    assert pbs.find_short_delay(grace_s, {**job, "PBS_JOBID": ""}) == ""
-    assert pbs.find_short_delay(grace_s, {"PBS_JOBID": "7.host"}) == ""
+    assert pbs.describe_short_delay(grace_s, job) == line
+    assert pbs.describe_short_delay(grace_s, {**job, "PBS_JOBID": ""}) == ""
+    assert pbs.describe_short_delay(grace_s, {"PBS_JOBID": "7.host"}) == ""
     if told == "    enabled = True":
         torque = {**job, "PBS_VERSION": "TORQUE-6.1.2"}
         line = KILLED.format(grace_s + 10, 2)
         line = line.replace("ask", f"submit with qsub -K {grace_s + 10}, or ask")
-        assert pbs.find_short_delay(grace_s, torque) == line
+        assert pbs.describe_short_delay(grace_s, torque) == line
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_torque_kills_as_the_job_the_queue_or_the_server_says(
     ]
     make_tool(tools / "qstat", f'case "$1" in {" ".join(lines)} esac')
     torque = {"PBS_JOBID": "7.head", "PBS_QUEUE": "batch", "PBS_VERSION": "TORQUE-6.1.2"}
-    line = pbs.find_short_delay(30, torque)
+    line = pbs.describe_short_delay(30, torque)
     assert line == "" if delay == 60 else f"PBS kills this job {delay} s after" in line
 
 
