@@ -18,8 +18,9 @@ from distributed.environment import tasks_per_node
 from distributed.errors import REFUSED, Refused
 from distributed.job import job_id
 from launcher import handshake, importable, processes
-from launcher.fanout.step import Srun, requeue, run_step, start
-from launcher.fanout.swap import find_ill, leave_out
+from launcher.fanout.requeue import requeue
+from launcher.fanout.step import Srun, run_step, start_srun
+from launcher.fanout.swap import exclude_ill, find_ill
 from launcher.interrupt import leave_unstarted
 from launcher.plan.plan import LONGEST, Plan, print_plan
 from launcher.plan.slurm import has_ended, preempt_mode
@@ -43,7 +44,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     if has_ended(plan.job):
         cause = f"SLURM_JOB_ID is {plan.job}, a job that has ended"
         raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")
-    plan = replace(plan, environ={**plan.environ, **secret_variables(plan)})
+    plan = replace(plan, environ={**plan.environ, **agent_variables(plan)})
     if plan.engine and not plan.is_ours:
         warn(
             f"{plan.program}: warning: LAUNCHER=srun does not set RANK; in "
@@ -70,7 +71,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:
     return run_step(plan, command)
 
 
-def secret_variables(plan: Plan) -> dict[str, str]:
+def agent_variables(plan: Plan) -> dict[str, str]:
     """Return variables for the agents: a new secret, and how to report the run's end.
 
     After sbatch --export with NONE or a list, srun forwards only what is named, so we name these,
@@ -109,7 +110,7 @@ def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
     answers = {report.node_rank: report for report in reports}
     ill = find_ill(plan, [answers.get(number) for number in range(plan.num_agents)])
 
-    if swapped := leave_out(plan, ill):
+    if swapped := exclude_ill(plan, ill):
         plan, changes = swapped
         warn(f"{plan.program}: {'; '.join(changes)}")
         return check_nodes(plan)
@@ -128,13 +129,13 @@ def ask_nodes(plan: Plan) -> list[Report]:
     pieces = in_pieces(encode(plan.request(meeting_size=plan.num_agents)), LONGEST)
     check = plan.inside([*plan.module_command("launcher.preflight.check_node"), *pieces])
     command = ["env", f"--chdir={plan.root}", *check]
-    srun = start(
+    srun = start_srun(
         plan, node_step(plan, ["--kill-on-bad-exit=0", "--wait=0"], command), subprocess.PIPE
     )
 
-    answers = receive(srun, plan)
+    answers = read_answers(srun, plan)
     code = processes.shell_code(srun.returncode)
-    if code == 128 + signal.SIGTERM:  # from SLURM, or from receive() after its limit
+    if code == 128 + signal.SIGTERM:  # from SLURM, or from read_answers() after its limit
         leave_if_stopped(plan)
 
     reports = read_reports(answers)
@@ -142,12 +143,7 @@ def ask_nodes(plan: Plan) -> list[Report]:
     if reports and len(silent) <= plan.num_spares:
         return reports
 
-    cure = ""
-    if plan.container and srun.returncode > 0:
-        cure = f"check that the image exists and contains {plan.python}"
-    elif srun.returncode in _CANNOT_START:
-        cure = f"make {plan.directory}, {plan.root} and {plan.python} available there"
-    if cure:
+    if cure := start_cure(plan, srun.returncode):
         cause = f"the preflight did not start on {', '.join(silent)}, see above"
         raise Refused("env-missing", f"{cause}; {cure}")
     raise Refused(
@@ -155,6 +151,15 @@ def ask_nodes(plan: Plan) -> list[Report]:
         f"no answer to the preflight from {', '.join(silent)} (srun's exit code is {code}, see "
         f"above); try srun --nodelist={','.join(silent)} hostname",
     )
+
+
+def start_cure(plan: Plan, code: int) -> str:
+    """Return what to do if srun's code says that the preflight did not start; otherwise empty."""
+    if plan.container and code > 0:
+        return f"check that the image exists and contains {plan.python}"
+    if code in _CANNOT_START:
+        return f"make {plan.directory}, {plan.root} and {plan.python} available there"
+    return ""
 
 
 def leave_if_stopped(plan: Plan) -> None:
@@ -165,12 +170,12 @@ def leave_if_stopped(plan: Plan) -> None:
     """
     mode = preempt_mode(plan.environ)
     if "REQUEUE" in mode:
-        requeue(plan, has_limit=False)
+        requeue(plan)
     if mode or has_ended(plan.job):
         leave_unstarted(signal.SIGTERM)
 
 
-def receive(srun: Srun, plan: Plan) -> bytes:
+def read_answers(srun: Srun, plan: Plan) -> bytes:
     """Return what the preflight's step printed. Warns about nodes that keep the others waiting.
 
     Ends the step after a limit, which is longer if the step loads an image: srun itself gives up on

@@ -21,31 +21,29 @@ from dataclasses import replace
 
 from distributed import hostlist
 from distributed.errors import STOPPED
-from distributed.job import job_id
 from distributed.stop_signals import NOTICES, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
 from launcher.failure import Failure
 from launcher.failure_block import print_outcome, print_resume
 from launcher.fanout.launch_end import NodePart, judge_end
+from launcher.fanout.requeue import choose_requeue, requeue_after_notice
 from launcher.interrupt import code_for_shell
 from launcher.outcome import Outcome
 from launcher.own_time import Deadline
-from launcher.plan import slurm
 from launcher.plan.plan import Plan
-from launcher.plan.slurm import ask_squeue, chain_of, in_batch_script, is_at_time_limit
+from launcher.plan.slurm import ask_squeue, in_batch_script, is_at_time_limit
 from launcher.processes import KILLED
 from launcher.record.run_json import ASKED, NOTICED
 from launcher.terminal import Terminal
-from launcher.text import open_own, short_host_name, warn
+from launcher.text import open_own, short_host_name
 from launcher.wire import limits
 from launcher.wire.launcher_link import Answers
 from launcher.wire.messages import Exit, Membership
 
-MOST_STARTS = 4  # in a row without a new checkpoint
 Srun = subprocess.Popen[bytes]
 
 
-def start(plan: Plan, command: Sequence[str], stdout: int | None) -> Srun:
+def start_srun(plan: Plan, command: Sequence[str], stdout: int | None) -> Srun:
     """Start srun in a new session; it gets SIGTERM when this process ends. Does not wait for it.
 
     In our own session, Ctrl-C would make srun kill the step before anything is saved. `stdout` is
@@ -153,16 +151,16 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
 
     early = signal.sigtimedwait(NOTICES, 0)
     asked: list[int] = [early.si_signo] if early else []  # the signals that ask for a stop
-    if asked and plan.checkpoint_dir and requeue(plan):
+    if asked and plan.checkpoint_dir and requeue_after_notice(plan):
         return STOPPED
     for name in NOTICED.values():
         (plan.folder / name).unlink(missing_ok=True)  # of an earlier start
 
     # Another engine reports nothing, so its output needs no reader.
-    srun = start(plan, command, None if plan.engine else subprocess.PIPE)
+    srun = start_srun(plan, command, None if plan.engine else subprocess.PIPE)
     output = None if plan.engine else Output(srun, plan.environ["LAUNCH_TOKEN"])
     started = time.time()
-    await_end(plan, srun, output, asked)
+    asked = await_end(plan, srun, output, asked)
 
     code = processes.shell_code(srun.returncode)
     outcome = None
@@ -170,34 +168,29 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
         output.close()
         outcome = find_outcome(plan, output, code, started, asked)
     if outcome:
-        outcome = as_slurm_ended(outcome, plan)
         code = outcome.code
         asked.append(outcome.signum)  # scancel may have sent the signal directly to the ranks
 
-    # 128 + SIGUSR1: the notice ended the ranks before one had saved. With checkpoints, that counts
-    # too: the job can start again from an earlier checkpoint, or from the beginning.
-    has_saved = code == STOPPED or (code - 128 in NOTICES and plan.checkpoint_dir)
-    is_stopped = code in (STOPPED, 128 + signal.SIGTERM) and not (outcome and outcome.failure)
-    # SLURM requeues a preempted job only if it is still running when its grace time ends.
-    is_preempted = is_stopped and "REQUEUE" in slurm.preempt_mode(plan.environ)
-    comes_back = is_preempted or (has_saved and not {*asked}.isdisjoint(NOTICES))
-
+    requeue_job = choose_requeue(plan, code, asked, outcome)
     if outcome:  # before the requeue, which ends this job
-        shown = replace(outcome, command="") if comes_back else outcome  # SLURM resumes it
+        shown = replace(outcome, command="") if requeue_job else outcome  # SLURM resumes it
         print_outcome(shown, sys.stderr, plan.folder)
-    if comes_back and not requeue(plan, has_limit=not is_preempted) and outcome:
+    if requeue_job and not requeue_job(plan) and outcome:
         print_resume(outcome, sys.stderr)
+
     # A node was lost: SLURM may requeue the job itself, with a signal, unless this script exits.
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(plan.environ):
         signal.sigtimedwait(handled, limits.REQUEUE_S)
     return code_for_shell(code, asked)
 
 
-def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -> None:
-    """Wait for srun to end. Forward the signals that ask for a stop, and add them to `asked`.
+def await_end(plan: Plan, srun: Srun, output: Output | None, early: Sequence[int]) -> list[int]:
+    """Wait for srun to end, and forward signals. Returns those that asked for a stop.
 
-    SIGQUIT shows all stacks. Ends srun on a second Ctrl-C, or if it hangs after the run's end.
+    They begin with those that came `early`, before srun was started. SIGQUIT shows all stacks. Ends
+    srun on a second Ctrl-C, or if it hangs after the run's end.
     """
+    asked = [*early]
     handled = handled_signals()
     interrupts = Interrupts()
     begun = 0
@@ -232,6 +225,7 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, asked: list[int]) -
                 srun.terminate()  # which kills the ranks
             else:
                 forward_signal(came, plan, srun)
+    return asked
 
 
 def find_outcome(
@@ -247,7 +241,8 @@ def find_outcome(
     parts = output.parts(plan.hosts, KILLED if is_killed else 0)
     if not any(part.told or part.code for part in parts):
         return None
-    return judge_end(plan, parts, started, next(iter(asked), 0))
+    first_signal = next(iter(asked), 0)
+    return as_slurm_ended(judge_end(plan, parts, started, first_signal), plan)
 
 
 def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
@@ -296,55 +291,3 @@ def stop_step(plan: Plan, srun: Srun) -> None:
         subprocess.run(["scancel", "--quiet", "--signal=TERM", *steps])  # the steps may have ended
     else:
         srun.terminate()  # the step has not started yet
-
-
-def requeue(plan: Plan, *, has_limit: bool = True) -> bool:
-    """Put the job back into the queue, and say so; SLURM starts it again under the same id.
-
-    Returns False if the user has to resume the run, because SLURM rejects the request or, with
-    `has_limit`, the user has cancelled the job. Does nothing in a chain of jobs: the next one
-    resumes. With `has_limit` (no preemption), ends the job after three restarts without progress.
-    """
-    if chain_of(plan.environ):
-        return True
-
-    job = job_id(plan.environ)
-    if has_limit and slurm.has_ended(job):  # scancel came after the notice
-        return False
-    if has_limit and makes_no_progress(plan):
-        return True
-
-    # SLURM ends the requeued job with SIGTERM, which is blocked here and in scontrol, and sends
-    # SIGKILL only after KillWait, so there is time to print the line below.
-    is_back = subprocess.run(["scontrol", "requeue", job]).returncode == 0
-    if is_back:
-        warn(f"requeued job {job}; it resumes when SLURM starts it again")
-        limit = slurm.ask_scontrol("job", job).get("TimeLimit", "")
-        if has_limit and re.match("00:0[0-3]:", limit):  # a notice may come 60 s early
-            cause = f"the notice comes at once, or nearly so, if the time limit is {limit}"
-            cure = "ask for more --time, or for a later notice: --signal=B:USR1@30"
-            warn(f"{plan.program}: warning: {cause}; {cure} [time-limit]")
-    return is_back
-
-
-def makes_no_progress(plan: Plan) -> bool:
-    """Return whether the last MOST_STARTS starts ended with the same checkpoint; if so, warn.
-
-    Adds the newest to a file in the run's folder. False if the folder of checkpoints is not known.
-    """
-    if not plan.checkpoint_dir:
-        return False
-    folder = plan.directory / plan.checkpoint_dir / plan.run_id
-    steps = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
-    newest = f"step-{max(map(int, filter(str.isdecimal, steps)), default=0)}"
-    record = plan.folder / "requeues"
-    record.parent.mkdir(parents=True, exist_ok=True)
-    with open_own(record, "a") as file:
-        print(newest, file=file)
-
-    last = record.read_text().splitlines()[-MOST_STARTS:]
-    if last != [newest] * MOST_STARTS:
-        return False
-    cause = f"{MOST_STARTS - 1} restarts made no progress"
-    warn(f"{plan.program}: {cause}; not requeuing the job")
-    return True
