@@ -31,7 +31,7 @@ from launcher.fanout.connection import (
 from launcher.fanout.launch_end import judge_end
 from launcher.fanout.loop import Loop, Show, given_options
 from launcher.fanout.nodes import Nodes, Silence
-from launcher.fanout.swap import choose_master, find_ill, swap
+from launcher.fanout.swap import choose_master, find_ill, replace_ill
 from launcher.fanout.terminals import Terminals
 from launcher.interrupt import code_for_shell, leave_unstarted
 from launcher.plan.own import find_own, read_begun
@@ -123,7 +123,7 @@ class Fanout:
         out = sys.stderr if plan.is_detached else self.terminals.err.text
         refuses = compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out)
 
-        if swapped := swap(plan, find_ill(plan, answers)):
+        if swapped := replace_ill(plan, find_ill(plan, answers)):
             self.plan, changes = swapped
             self.say("; ".join(changes))
             for connection in self.connections:

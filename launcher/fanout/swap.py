@@ -29,16 +29,16 @@ def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
     record = run_json.read(plan.folder) or run_json.Record()
     losses = Counter(host for restart in record.restarts for host in restart.lost)
     bad = {host.partition(".")[0] for host, times in losses.items() if times >= TWICE}
-    return {
-        node_rank
-        for node_rank, report in enumerate(reports)
-        if report is None
-        or report.host in bad
-        or any(plan.is_strict or not fault.warns for fault in report.faults)
-    }
+
+    def is_ill(report: Report | None) -> bool:
+        if report is None or report.host in bad:
+            return True
+        return any(plan.is_strict or not fault.warns for fault in report.faults)
+
+    return {node_rank for node_rank, report in enumerate(reports) if is_ill(report)}
 
 
-def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
+def replace_ill(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
     """Return the plan with these nodes replaced by spares, and the changes in words.
 
     `ill` are node ranks; ill spares are removed. None if `ill` is empty, if a node has no healthy
@@ -68,14 +68,14 @@ def swap(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
     ), changes
 
 
-def leave_out(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
-    """Do what swap() does for a SLURM job's plan, which has SLURM's list instead of `nodes`.
+def exclude_ill(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
+    """Do what replace_ill() does for a SLURM job's plan, which has SLURM's list instead of `nodes`.
 
     The step excludes the nodes in `ill`, and node ranks follow the order of the list: each later
     node moves up. All nodes of a step are alike, so any spare can replace any node.
     """
     hosts = hostlist.expand(plan.hosts)
-    replaced = swap(replace(plan, nodes=[*map(NodePlan, hosts)]), ill)
+    replaced = replace_ill(replace(plan, nodes=[*map(NodePlan, hosts)]), ill)
     if not replaced:
         return None
 
@@ -104,7 +104,8 @@ def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
         return plan
 
     for node, hello in zip(plan.nodes, hellos, strict=True):
-        if is_loopback(address) and hello and hello.address != address:
+        is_elsewhere = hello is not None and hello.address != address
+        if is_elsewhere and is_loopback(address):
             cause = f"{first.name}, the master, is {address}, which {node.name} cannot reach"
             raise Refused("loopback-address", f"{cause}; give the master's name on the network")
     return replace(plan, master_addr=address or plan.master_addr)

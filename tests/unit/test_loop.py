@@ -16,7 +16,7 @@ from launcher import processes
 from launcher.fanout.connection import Connection, Gap
 from launcher.fanout.loop import Loop
 from launcher.fanout.nodes import Silence
-from launcher.fanout.swap import find_ill, leave_out, swap
+from launcher.fanout.swap import exclude_ill, find_ill, replace_ill
 from launcher.plan.plan import NodePlan, Plan
 from launcher.record import run_json
 from launcher.record.restart import Restart
@@ -194,7 +194,7 @@ def test_a_node_is_ill_that_does_not_answer_has_a_fault_or_was_lost_twice(tmp_pa
 def test_spares_take_the_places_of_ill_nodes(
     ill: set[int], over_ssh: str, in_slurm: str, told: str
 ) -> None:
-    swapped, left_out = swap(FIVE, ill), leave_out(IN_SLURM, ill)
+    swapped, left_out = replace_ill(FIVE, ill), exclude_ill(IN_SLURM, ill)
     assert (swapped is None) == (left_out is None) == (told == "")
     if swapped is not None and left_out is not None:
         (plan, lines), (job, its_lines) = swapped, left_out
@@ -208,6 +208,6 @@ def test_spares_take_the_places_of_ill_nodes(
 
 def test_a_master_that_was_named_is_not_swapped() -> None:
     in_slurm = replace(NAMED, nodes=(), hosts="n[0-4]")
-    for swapped in (swap(NAMED, {1}), leave_out(in_slurm, {1})):
+    for swapped in (replace_ill(NAMED, {1}), exclude_ill(in_slurm, {1})):
         assert swapped is not None and swapped[0].master_addr == "10.0.0.1"
-    assert swap(NAMED, {0}) is leave_out(in_slurm, {0}) is None
+    assert replace_ill(NAMED, {0}) is exclude_ill(in_slurm, {0}) is None
