@@ -29,13 +29,14 @@ def check_config(plan: Plan) -> Plan:
         return plan
 
     answer = typed_json.parse_json(_run_check(plan))
-    resume = answer.pop("resume")
+    resume = answer.pop("resume")  # a checkpoint, auto or never
     facts = typed_json.decode(ConfigFacts, answer)
     folder = facts.checkpoint_dir or Path()
     has_own = (folder / plan.run_id).exists()  # the run's own checkpoints come before `resume`
+    names_file = resume not in ("auto", "never") and not has_own
     is_node = plan.fanout in ("local", "srun")  # otherwise the file may exist only on the nodes
-    if is_node and not has_own:
-        _refuse_missing(resume)
+    if names_file and is_node and not os.path.exists(os.path.expanduser(resume)):
+        raise PlanError(f"resume: there is no {resume!r}; correct the path")
 
     facts = replace(
         facts,
@@ -44,13 +45,6 @@ def check_config(plan: Plan) -> Plan:
     )
     container = plan.container and plan.container.with_folder(folder)
     return replace(plan, **fields_of(ConfigFacts, facts), container=container)
-
-
-def _refuse_missing(resume: str) -> None:
-    """Raise PlanError if the setting `resume` names a checkpoint that does not exist here."""
-    names_file = resume not in ("auto", "never")
-    if names_file and not os.path.exists(os.path.expanduser(resume)):
-        raise PlanError(f"resume: there is no {resume!r}; correct the path")
 
 
 def _run_check(plan: Plan) -> str:

@@ -56,24 +56,20 @@ def _read_node(word: str, nproc: int | None) -> Iterator[NodePlan]:
         raise PlanError(
             f"{word!r} is not a node; give NODE, NODE:NPROC or a list such as gpu[01-08]"
         )
-    if number and _is_port(number):
-        raise PlanError(
-            f"{word!r} asks for {number} processes on {name}; if that is ssh's port, set it in "
-            f"~/.ssh/config, or with SSH_OPTS='-p {number}'"
-        )
-
     if number is not None:
+        is_port = number.isdecimal() and (number == "22" or int(number) >= LEAST_PORT)
+        if is_port:
+            raise PlanError(
+                f"{word!r} asks for {number} processes on {name}; if that is ssh's port, set it in "
+                f"~/.ssh/config, or with SSH_OPTS='-p {number}'"
+            )
         nproc = read_nproc(f"the number of processes for {word!r}", number)
+
     try:
         names = hostlist.expand(name) if re.search(r"[\[\],]", name) else [name]
     except hostlist.HostlistError as error:
         raise PlanError(f"{error}; correct it") from None
     return (NodePlan(name, nproc) for name in names)
-
-
-def _is_port(number: str) -> bool:
-    """Return whether a number after a node's name is more likely ssh's port than its ranks."""
-    return number.isdecimal() and (number == "22" or int(number) >= LEAST_PORT)
 
 
 def with_plain_master(typed: Typed) -> Typed:

@@ -13,7 +13,7 @@ from launcher.plan.own import asked_names, find_own, read_begun
 from launcher.plan.plan import ROOT
 from launcher.plan.settings import TABLE, VARIABLES, in_order
 from launcher.plan.typed import Typed, is_same
-from launcher.text import Environ, OwnEnviron
+from launcher.text import OwnEnviron
 
 # The names of other programs' variables that are sent over ssh, and repeated in a resume line.
 FORWARDED = re.compile("|".join(n.replace("*", ".*") for one in TABLE.values() for n in one.sent))
@@ -55,16 +55,11 @@ def _repeat_words(typed: Typed, fanout: str) -> list[str]:
     script = resolve_script(typed.batch_script) if typed.batch_script else None
     if script and typed.nodefile:
         return pbs.job_command(environ, typed.here / script, words)
-    if _in_pbs_batch(environ):
+    if environ.get("PBS_ENVIRONMENT") == "PBS_BATCH":
         return pbs.own_command(environ, words)
     if script or fanout == "srun":
         return slurm.job_command(environ, script, words)
     return slurm.step_command(environ, words) if is_task(environ) else words
-
-
-def _in_pbs_batch(environ: Environ) -> bool:
-    """Return whether this runs in a PBS job's batch script, as opposed to qsub -I."""
-    return environ.get("PBS_ENVIRONMENT") == "PBS_BATCH"
 
 
 def _names_shaping_run(typed: Typed, fanout: str) -> list[str]:
@@ -75,7 +70,8 @@ def _names_shaping_run(typed: Typed, fanout: str) -> list[str]:
     names += in_order("resume")
     if fanout in ("ssh", "pdsh") or typed.nodefile:
         names += in_order("resume_over_ssh")
-    if typed.nodefile or _in_pbs_batch(environ):  # qsub -v passes CONFIG; secrets are omitted
+    is_batch = environ.get("PBS_ENVIRONMENT") == "PBS_BATCH"
+    if typed.nodefile or is_batch:  # qsub -v passes CONFIG; secrets are omitted
         names += ["CONFIG", "PBS_ARRAY_INDEX", "PBS_ARRAYID"]
         names += [name for name in asked_names(environ) if not _SECRET.search(name)]
     return [*names, *_names_set_for_launch(typed)]

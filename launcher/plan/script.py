@@ -85,20 +85,19 @@ def _choose_config(typed: Typed, *, is_ours: bool) -> str:
 def refuse_missing(here: Path, words: Words) -> None:
     """Raise PlanError if this machine lacks the module or the program that the words name.
 
-    They are those of choose_program(). A script is left to check_script().
+    They are those of choose_program(). A module may be in `here`, or where this Python finds
+    modules. A script is left to check_script().
     """
     if words[0] == "--no-python" and not which(words[1]):
         raise PlanError(f"{words[1]!r} is not an executable program; correct its path")
-    if words[0] == "-m" and not _has_module(here, words[1]):
-        raise PlanError(f"there is no module {words[1]!r}; correct its name, or set PYTHONPATH")
+    if words[0] != "-m":
+        return
 
-
-def _has_module(here: Path, name: str) -> bool:
-    """Return whether a module's package is in `here`, or where this Python finds modules."""
-    package = name.partition(".")[0]
+    package = words[1].partition(".")[0]
     # find_spec("") would raise ValueError.
-    found = PathFinder.find_spec(package, [str(here)]) or (package and find_spec(package))
-    return bool(found)
+    is_found = PathFinder.find_spec(package, [str(here)]) or (package and find_spec(package))
+    if not is_found:
+        raise PlanError(f"there is no module {words[1]!r}; correct its name, or set PYTHONPATH")
 
 
 def is_our_train_py(script: str) -> bool:
