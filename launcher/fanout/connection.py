@@ -28,8 +28,6 @@ from launcher.wire.launcher_link import Answers
 from launcher.wire.messages import Fault, Hello, Membership, Request, Start, StopRequest, Sweep
 
 FAR_SIDE = "launcher.fanout.far_side"
-AT_ONCE = 8  # new connections: sshd drops some once 10 are waiting to log in
-TRIES = 4
 SSH_FAILED = 255  # ssh's exit code if ssh itself failed
 CURES = {
     "env-missing": "make this folder, the project and its Python available there at the same paths",
@@ -208,42 +206,6 @@ class Connection(Child):
         return Fault(fault, cause, CURES[fault].format(node=self.name))
 
 
-def connect_all(
-    connections: list[Connection],  # filled here; `turn` already handles their events
-    connect: Callable[[int], Connection],  # connects to the node with this index
-    num_nodes: int,
-    turn: Turn,
-    until: float,
-) -> None:
-    """Connect to all nodes. Wait until each has said hello or has failed, at most until `until`.
-
-    If many connections arrive at once, an sshd, especially a bastion's, drops some (MaxStartups).
-    If others succeed, the dropped ones are tried again, TRIES times in all, after longer pauses.
-    """
-    for place in range(num_nodes):
-        connections.append(connect(place))
-        if place % AT_ONCE == AT_ONCE - 1:
-            wait_for(Hello, connections, turn, time.monotonic() + limits.CONNECT_PACE_S)
-
-    tries = [1] * num_nodes
-    while (now := time.monotonic()) < until:
-        has_way = any(connection.answer(Hello) for connection in connections)
-        dropped = [
-            place
-            for place, connection in enumerate(connections)
-            if has_way and connection.is_dropped and tries[place] < TRIES
-        ]
-        if not dropped and not any(connection.may_come for connection in connections):
-            return
-
-        for number, place in enumerate(dropped):
-            pause_s = limits.CONNECT_AGAIN_S * 2 ** tries[place] + limits.CONNECT_PACE_S * number
-            if now > connections[place].heard + pause_s:
-                tries[place] += 1
-                connections[place] = connect(place)
-        turn(min(until, now + limits.CONNECT_AGAIN_S))
-
-
 def wait_for(kind: type, connections: Sequence[Connection], turn: Turn, until: float) -> None:
     """Wait until every node has sent an answer of this kind, or its connection has ended."""
     while time.monotonic() < until and any(
@@ -282,8 +244,8 @@ def find_fault(node: str, environ: Environ) -> str:
 
 def name_variables(plan: Plan, own: Collection[str]) -> Plan:
     """Return the plan with the names of the variables that are sent, and of those that are not."""
-    plan = replace(plan, forwarded=forwarded_names(plan, own))
-    return replace(plan, unsent=unsent_names(plan, own))
+    sent = forwarded_names(plan, own)
+    return replace(plan, forwarded=sent, unsent=unsent_names(plan, {*own, *sent}))
 
 
 def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
@@ -304,9 +266,10 @@ def forwarded_names(plan: Plan, own: Collection[str]) -> list[str]:
     return sorted(name for name in wanted if re.fullmatch(r"[A-Za-z_]\w*", name))
 
 
-def unsent_names(plan: Plan, own: Collection[str]) -> list[str]:
+def unsent_names(plan: Plan, known: Collection[str]) -> list[str]:
     """Return the names of variables that a user may expect on the nodes, but that are not sent.
 
+    `known` are those that are sent, or are for this node only.
     A user may expect those that are set here to suit this machine, and those in the text of the
     training script, unless it is train.py. Excluded are HOME, PATH and so on, which each node has,
     and the launchers' own variables, which they send in other ways.
@@ -316,7 +279,7 @@ def unsent_names(plan: Plan, own: Collection[str]) -> list[str]:
     if script.is_file() and not plan.is_ours:
         wanted |= {*re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", script.read_text(errors="replace"))}
     ours = VARIABLES.keys() - in_order("resume_over_ssh")
-    set_there = {*own, *plan.forwarded, *ours, *TABLE["logins"].own}
+    set_there = {*known, *ours, *TABLE["logins"].own}
     return sorted({name for name in wanted if plan.environ.get(name)} - set_there)
 
 

@@ -10,13 +10,15 @@ import os
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from launcher.fanout.connection import Connection, Gap
+from launcher.fanout.connection import Connection, Gap, Turn, wait_for
 from launcher.fanout.launch_end import NodePart
 from launcher.fanout.loop import Loop, Show
 from launcher.outcome import Outcome
 from launcher.wire import limits
 from launcher.wire.messages import Exit, Hello, Membership, Report, Sweep
 
+AT_ONCE = 8  # new connections: sshd drops some once 10 are waiting to log in
+TRIES = 4
 Connect = Callable[[str, str, Show], Connection]
 
 
@@ -27,7 +29,7 @@ class Nodes:
     """
 
     def __init__(
-        self, connections: Sequence[Connection], connect: Connect, *, can_change: bool
+        self, connections: list[Connection], connect: Connect, *, can_change: bool
     ) -> None:
         self.connections = connections  # by the node rank that each node started with
         self.can_change = can_change
@@ -36,12 +38,54 @@ class Nodes:
         self._decide_by = math.inf  # when the run must have ended or continued
         self._sweeps: dict[Connection, Connection] = {}  # the newest second connection to each
 
+    def connect_all(
+        self, connect: Callable[[int], Connection], num_nodes: int, turn: Turn, until: float
+    ) -> None:
+        """Connect to all nodes. Wait until each has said hello or has failed, or until this time.
+
+        If many connections arrive at once, an sshd, especially a bastion's, drops some
+        (MaxStartups). If others succeed, the dropped ones are tried again, TRIES times in all,
+        after longer pauses. `connect` connects to the node with an index.
+        """
+        connections = self.connections
+        for place in range(num_nodes):
+            connections.append(connect(place))
+            if place % AT_ONCE == AT_ONCE - 1:
+                wait_for(Hello, connections, turn, time.monotonic() + limits.CONNECT_PACE_S)
+
+        tries = [1] * num_nodes
+        while (now := time.monotonic()) < until:
+            has_way = any(connection.answer(Hello) for connection in connections)
+            dropped = [
+                place
+                for place, connection in enumerate(connections)
+                if has_way and connection.is_dropped and tries[place] < TRIES
+            ]
+            if not dropped and not any(connection.may_come for connection in connections):
+                return
+
+            for number, place in enumerate(dropped):
+                pause_s = (
+                    limits.CONNECT_AGAIN_S * 2 ** tries[place] + limits.CONNECT_PACE_S * number
+                )
+                if now > connections[place].heard + pause_s:
+                    tries[place] += 1
+                    connections[place] = connect(place)
+            turn(min(until, now + limits.CONNECT_AGAIN_S))
+
+    def disconnect_all(self) -> None:
+        for connection in self.connections:
+            connection.terminate()
+        self.connections.clear()
+
     def leave_behind(self) -> list[Connection]:
         """Leave the nodes that the run has begun to continue without. Returns them, each once."""
         answers = [node.answer(Membership) for node in self.connections]
         known = [membership for membership in answers if membership]
-        newest = max(known, key=lambda membership: membership.attempt, default=None)
-        if newest is None or newest == self._membership:
+        if not known:
+            return []
+        newest = max(known, key=lambda membership: membership.attempt)
+        if newest == self._membership:
             return []
 
         self._membership = newest
@@ -83,7 +127,7 @@ class Nodes:
         self._sweeps[node] = self._connect(node.name, token, lambda line, is_error: None)
         self._sweeps[node].ask(Sweep(node.token))
 
-    def find_unreachable(self, loop: Loop, within_s: float) -> dict[Connection, str]:
+    def sweep_unreported(self, loop: Loop, within_s: float) -> dict[Connection, str]:
         """Sweep the nodes that have not reported their end. Returns the unreachable ones, and why.
 
         Waits up to `within_s` for their answers. A node that was left behind is swept again if that
@@ -118,6 +162,12 @@ class Nodes:
                 if sweep.answer(Exit):
                     sweep.close_input()  # which ends the far side, and with it ssh
             loop.wait(until - time.monotonic())
+
+    @property
+    def num_killed(self) -> int:
+        """How many processes were left when their node's part of the run ended."""
+        ends = [node.answer(Exit) for node in self.connections]
+        return sum(end.left for end in ends if end)
 
     def parts(self, unreachable: Container[Connection]) -> list[NodePart]:
         """Return how each node's part of the run ended, by node rank, then of the spares."""

@@ -21,13 +21,7 @@ from distributed.errors import REFUSED, Refused
 from distributed.stop_signals import NOTICES, QUERY, stop_signals
 from launcher import handshake
 from launcher.failure_block import print_outcome
-from launcher.fanout.connection import (
-    Connection,
-    connect_all,
-    name_variables,
-    wait_for,
-    write_opening,
-)
+from launcher.fanout.connection import Connection, name_variables, wait_for, write_opening
 from launcher.fanout.launch_end import judge_end
 from launcher.fanout.loop import Loop, Show, given_options
 from launcher.fanout.nodes import Nodes, Silence
@@ -70,7 +64,7 @@ class Fanout:
         self.beat_at = 0.0
 
     def run(self, be_ready: Callable[[], None]) -> int:
-        """Do what run() above says: REFUSED if a check fails, 0 after a dry run."""
+        """Start the run and wait for its end. Returns the exit code: REFUSED if a check fails."""
         if self.plan.is_dry_run:
             print_commands(self.plan, self.paste_line)
             return 0
@@ -110,25 +104,23 @@ class Fanout:
         if not self.plan.has_checks:  # the user wants to start anyway, and a login may be slow
             within_s = max(within_s, int(self.plan.join_timeout_s))
         hello_s = within_s - limits.CHECKS_S
-        hello_by = began + hello_s
-        connect_all(self.connections, self.connect_node, len(self.plan.nodes), self.turn, hello_by)
+        num_nodes = len(self.plan.nodes)
+        self.nodes.connect_all(self.connect_node, num_nodes, self.turn, began + hello_s)
         self.request_reports(began + within_s)
 
+        plan = self.plan
         answers = [node.answer(Report) for node in self.connections]
         reports = [report for report in answers if report]
         unheard = [node for node in self.connections if not node.answer(Report)]
         silent = [Finding(node.name, node.explain_silence(hello_s)) for node in unheard]
         outcome = compare.judge(reports, silent, time.monotonic() - began)
-        plan = self.plan
         out = sys.stderr if plan.is_detached else self.terminals.err.text
         refuses = compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out)
 
         if swapped := replace_ill(plan, find_ill(plan, answers)):
             self.plan, changes = swapped
             self.say("; ".join(changes))
-            for connection in self.connections:
-                connection.terminate()
-            self.connections.clear()
+            self.nodes.disconnect_all()
             self.token = os.urandom(16).hex()  # the old one marks processes that may be left
             return self.check_nodes()
         if refuses:
@@ -148,7 +140,9 @@ class Fanout:
         )
         for number, node in enumerate(self.plan.nodes):
             self.connections[number].ask(replace(request, node_rank=number, nproc=node.nproc))
-        wait_for(Report, self.connections, self.turn, until + limits.NVIDIA_SMI_S * all(hellos))
+        if all(hellos):
+            until += limits.NVIDIA_SMI_S
+        wait_for(Report, self.connections, self.turn, until)
 
     def connect_node(self, number: int) -> Connection:
         """Connect to the node with this number. Two numbers may share a machine."""
@@ -283,13 +277,13 @@ class Fanout:
         """End what is left on the nodes, and print how the run ended. Returns its exit code."""
         plan = self.plan
         within_s = limits.SSH_CONNECT_S + self.slack_s + limits.CONTROL_END_S
-        unreachable = self.nodes.find_unreachable(self.loop, within_s)
+        unreachable = self.nodes.sweep_unreported(self.loop, within_s)
         for node, why in unreachable.items():
             self.say(f"{node.name}: {why}")
         parts = self.nodes.parts(unreachable)
         outcome = judge_end(plan, parts, self.started, self.stopped_by, self.silence.still_s)
-        if left := sum(ended.left for node in self.connections if (ended := node.answer(Exit))):
-            self.say(f"{count(left, 'process', 'processes')} of the run had to be killed")
+        if killed := self.nodes.num_killed:
+            self.say(f"{count(killed, 'process', 'processes')} of the run had to be killed")
         where = "on the reachable nodes" if unreachable else f"on {count(len(plan.nodes), 'node')}"
         self.terminals.out.drain(limits.DRAIN_S)
         err = self.terminals.err.text
