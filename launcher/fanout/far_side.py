@@ -40,7 +40,7 @@ def main(arguments: list[str], environ: OwnEnviron) -> int:
     """
     processes.outlive_others()
     if arguments[:1] == ["--pdsh"]:
-        return hold_agent(arguments[1])
+        return await_agent(arguments[1])
 
     token = environ["LAUNCH_TOKEN"]
     while (request := read_request(0)) is not None:
@@ -50,15 +50,23 @@ def main(arguments: list[str], environ: OwnEnviron) -> int:
             case Sweep():
                 send_message(token, Exit(0, processes.end_marked(request.token, limits.SWEEP_S)))
             case Start():
-                pdsh = await_pdsh(request.socket, token) if request.socket else None
-                has_come = pdsh is not None or not request.socket
-                code = run_agent(request, environ, token, pdsh) if has_come else CANNOT_START
-                send_message(token, Exit(code, processes.end_marked(token, limits.SWEEP_S)))
-                if pdsh is not None:  # its process exits with the agent's code
-                    with contextlib.suppress(OSError):  # it is gone
-                        os.write(pdsh, bytes([code]))
+                serve_run(request, environ, token)
                 return 0
     return 0
+
+
+def serve_run(start: Start, environ: OwnEnviron, token: str) -> None:
+    """Run the node's agent, once pdsh has connected if it is to. Sends the launcher its exit code.
+
+    Ends what is left of the run on this node. Changes `environ`, the folder and stdin.
+    """
+    pdsh = await_pdsh(start.socket, token) if start.socket else None
+    lacks_pdsh = start.socket and pdsh is None
+    code = CANNOT_START if lacks_pdsh else run_agent(start, environ, token, pdsh)
+    send_message(token, Exit(code, processes.end_marked(token, limits.SWEEP_S)))
+    if pdsh is not None:  # its process exits with the agent's code
+        with contextlib.suppress(OSError):  # it is gone
+            os.write(pdsh, bytes([code]))
 
 
 def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -> int:
@@ -134,7 +142,7 @@ def is_ours(connection: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
-def hold_agent(name: str) -> int:
+def await_agent(name: str) -> int:
     """In pdsh's process, wait until the node's agent ends. Returns its exit code.
 
     Returns KILLED if the far side is gone, or if pdsh's connection ends. Raises OSError or

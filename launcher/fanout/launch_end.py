@@ -33,10 +33,7 @@ class NodePart:
 def judge_end(
     plan: Plan, parts: Sequence[NodePart], started: float, stopped_by: int, still_s: float = 0.0
 ) -> Outcome:
-    """Return how a run that was launched by this plan has just ended.
-
-    The arguments are as in LaunchEnd: `started` in seconds since the epoch, for example.
-    """
+    """Return how a run that was launched by this plan has just ended; arguments as in LaunchEnd."""
     end = LaunchEnd(
         run_id=plan.run_id,
         log_dir=plan.log_dir,
@@ -82,10 +79,14 @@ class LaunchEnd:
             failure = outcome.failure
             if not failure:
                 yield Basis.STOP if outcome.code else Basis.DONE, outcome
-            elif failure.is_consequence or (failure.rank < 0 and failure.code == _TERMINATED):
-                yield Basis.CONSEQUENCE, outcome  # srun terminates the tasks of the other nodes
+            elif failure.is_consequence:
+                yield Basis.CONSEQUENCE, outcome
+            elif failure.rank >= 0:
+                yield Basis.CAUSE, outcome
+            elif failure.code == _TERMINATED:  # srun terminates the tasks of the other nodes
+                yield Basis.CONSEQUENCE, outcome
             else:
-                yield Basis.CAUSE if failure.rank >= 0 else Basis.LOST_AGENT, outcome
+                yield Basis.LOST_AGENT, outcome
 
     def _losses(self) -> Iterator[Account]:
         """Yield at most one account: why nodes were lost, or why all lost their launcher."""
@@ -98,8 +99,8 @@ class LaunchEnd:
 
         lost = [node for node, part in enumerate(self.parts) if part.lost or part.code is None]
         silent = [node for node in lost if self.parts[node].is_silent]
-        # Each lost node was only silent for a while: its agent has reported its end after all.
-        have_ended = lost == silent and all(self.parts[node].code is not None for node in lost)
+        have_reported = all(self.parts[node].code is not None for node in lost)
+        have_ended = lost == silent and have_reported  # they were only silent for a while
         if not lost or (have_ended and has_gone_well):
             return
 

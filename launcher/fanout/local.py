@@ -51,7 +51,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
         print(node_comment(plan, plan.node_rank, report.host, counts, port))
         print(plan.shell_line(plan.with_variables(command)))
         return 0
-    if plan.has_health_check and plan.has_checks and not is_healthy(plan, nproc):
+    if plan.has_health_check and plan.has_checks and not check_health(plan, nproc):
         return REFUSED
 
     # A signal that arrives now is left to the agent's supervisor, or ends a container's start.
@@ -84,13 +84,10 @@ def check_here(plan: Plan) -> Report:
     )
 
 
-def is_healthy(plan: Plan, nproc: int) -> bool:
-    """Test whether the ranks of this node can work together, and print the result.
-
-    Starts ranks, and waits for them. `--standalone` limits the test to this node and a free port,
-    even in a step of a SLURM job.
-    """
+def check_health(plan: Plan, nproc: int) -> bool:
+    """Start ranks on this node and test them together. Prints and returns whether they can work."""
     start = time.monotonic()
+    # --standalone limits the test to this node and a free port, even in a step of a SLURM job.
     agent = [plan.python, str(plan.root / AGENT), "--standalone", "--nproc-per-node", str(nproc)]
     command = [*agent, "-m", "distributed.selftest", "--test", "basic"]
     # `-m distributed.selftest` is found in the working directory.

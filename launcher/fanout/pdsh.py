@@ -54,7 +54,7 @@ class PdshFanout(Fanout):
         ready_by = time.monotonic() + limits.PDSH_READY_S + self.slack_s
         wait_for(Ready, self.connections, self.turn, ready_by)
 
-        self.pdsh = Child(self.loop, self.pdsh_command(), self.terminals.show_behind(b""))
+        self.pdsh = Child(self.loop, self.pdsh_command(), self.terminals.make_show(b""))
         self.pdsh.close_input()
 
     def pdsh_command(self) -> list[str]:

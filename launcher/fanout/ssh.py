@@ -146,7 +146,7 @@ class Fanout:
 
     def connect_node(self, number: int) -> Connection:
         """Connect to the node with this number. Two numbers may share a machine."""
-        show = self.terminals.show_behind(b"[%d] " % number)
+        show = self.terminals.make_show(b"[%d] " % number)
         return self.connect(self.plan.nodes[number].name, f"{self.token}.{number}", show)
 
     def connect(self, node: str, token: str, show: Show) -> Connection:

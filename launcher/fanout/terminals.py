@@ -16,7 +16,7 @@ class Terminals:
         self.is_waiting = False  # an unfinished line is not shown yet
         self._views: list[View] = []
 
-    def show_behind(self, prefix: bytes) -> Show:
+    def make_show(self, prefix: bytes) -> Show:
         """Return a function that shows one program's output; no data means the end of a stream."""
         screens = self.out, self.err
         views = [View(screen, is_alone=False, prefix=prefix) for screen in screens]

@@ -417,7 +417,7 @@ def test_output_is_written_before_what_follows_where_the_reader_takes_it() -> No
 
 def test_the_launchers_own_text_begins_a_line(capfd: pytest.CaptureFixture[str]) -> None:
     terminals = Terminals()
-    show = terminals.show_behind(b"[0] ")
+    show = terminals.make_show(b"[0] ")
     show(b"10%", True)
     assert not terminals.is_waiting
     terminals.show_held(time.monotonic())
