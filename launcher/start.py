@@ -106,7 +106,7 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
 
 
 def _launch(typed: Typed, environ: OwnEnviron) -> int:
-    """Make the plan, check what can be checked before the nodes are reached, and run.
+    """Make the plan, warn of what does not suit the job, and let the fan-out run it.
 
     Returns the exit code: the run's, or that of a script that only shows its help. With the fan-out
     `local`, a run does not return: this process executes the node agent. Until the fan-out handles
@@ -123,27 +123,20 @@ def _launch(typed: Typed, environ: OwnEnviron) -> int:
     check_script(plan)
     if (shown := show_help(plan)) is not None:
         return shown
-    _warn_of_job(typed, plan)
+
+    warnings = [find_idle(plan)]
+    if plan.node_rank == 0:
+        warnings.append(pbs.describe_missing_qstat(environ))
+        if not typed.module:
+            warnings.append(pbs.describe_short_delay(plan.grace_s, environ))
+    for warning in filter(None, warnings):
+        warn(f"{typed.program}: warning: {warning}")
 
     be_ready = claim_run(plan, typed.typed[0])
     fanout = importlib.import_module(f"launcher.fanout.{plan.fanout}")
     code: int = fanout.run(check_config(plan), be_ready)
     run_json.note_end(plan.folder, code % 256)
     return code
-
-
-def _warn_of_job(typed: Typed, plan: Plan) -> None:
-    """Warn if the job does not suit the run: idle nodes or GPUs, a silent PBS, a short kill_delay.
-
-    May ask qstat.
-    """
-    warnings = [find_idle(plan)]
-    if plan.node_rank == 0:
-        warnings.append(pbs.describe_missing_qstat(plan.environ))
-        if not typed.module:
-            warnings.append(pbs.describe_short_delay(plan.grace_s, plan.environ))
-    for warning in filter(None, warnings):
-        warn(f"{plan.program}: warning: {warning}")
 
 
 def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +40,8 @@ class Call(NamedTuple):
 def parse(call: Call, words: Words, environ: Environ) -> Typed:
     """Return what was typed, as named fields.
 
-    Raises PlanError if the command does not accept the words. May print warnings.
+    In a task of a job array, the task's number replaces {task} in settings, also for the resume
+    line. Raises PlanError if the command does not accept the words. May print warnings.
     """
     command = COMMANDS[call.command]
     known: Values = {
@@ -60,21 +60,13 @@ def parse(call: Call, words: Words, environ: Environ) -> Typed:
     if command.finish and values["fanout"] not in TASKS.values():  # --help needs none
         command.finish(values, environ)
     values["batch_script"] = _choose_batch_script(values, call.file)
-    typed = Typed(**values, typed=(call.script, *words), environ=environ)
-    return _fill_in_task(typed)
+    typed = [call.script, *words]
 
-
-def _fill_in_task(typed: Typed) -> Typed:
-    """In a task of a job array, return what was typed with the task's number for {task}.
-
-    Only settings have it, also in the words for the resume line.
-    """
-    task = next(filter(None, map(typed.environ.get, _ARRAY_INDEXES)), "")
-    if not task:
-        return typed
-    filled = {word: word.replace("{task}", task) for word in typed.setting}
-    words = [filled.get(word, word) for word in typed.typed]
-    return replace(typed, setting=tuple(filled.values()), typed=tuple(words))
+    if task := next(filter(None, map(environ.get, _ARRAY_INDEXES)), ""):
+        filled = {word: word.replace("{task}", task) for word in values.get("setting", ())}
+        values["setting"] = tuple(filled.values())
+        typed = [filled.get(word, word) for word in typed]
+    return Typed(**values, typed=tuple(typed), environ=environ)
 
 
 def read_usage(file: str) -> str:

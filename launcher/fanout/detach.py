@@ -31,10 +31,11 @@ from launcher.text import PlanError, open_own, print_row, short_host_name
 def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
     """Continue in a child. Returns a function that redirects the child's output to the run's log.
 
-    Only the child returns; it has a new session, and its sys.stderr also keeps a copy. This process
-    stays on the terminal and forwards signals until the child calls the function; then it prints
-    commands for the run, with `script` as it was typed, and exits with 0. If the child exits first,
-    it exits with the child's code. Raises PlanError if the run has no id yet.
+    Only the child returns; it has a new session, and its sys.stderr also keeps a copy. Until the
+    child calls the function, this process stays on the terminal and forwards signals to the child.
+    It exits with the child's code if the child exits first. Otherwise it prints the commands that
+    follow, show and stop the run, and exits with 0. `script` is as typed, for these commands.
+    Raises PlanError if the run has no id yet.
     """
     if not plan.run_id:
         raise PlanError(
@@ -53,22 +54,17 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
         os.close(writer)
         code = _wait_for_start(child, reader)
         if code is None:
-            _print_commands(plan, log, script)
+            variables = [] if plan.log_dir == Path(DEFAULT_LOG_DIR) else [f"LOG_DIR={plan.log_dir}"]
+            again = shlex.join([*variables, script])
+            print_row("detached", f"tail -f {shlex.quote(str(log))}")
+            print_row("status", f"{again} --status {shlex.quote(plan.run_id)}")
+            print_row("stop", f"{again} --stop {shlex.quote(plan.run_id)}")
         os._exit(code or 0)  # without exit handlers: they are the child's
 
     os.close(reader)
     processes.leave_terminal(me)
     sys.stderr = shown = _Copy(sys.stderr)
     return partial(_leave_terminal, plan, log, shown, writer)
-
-
-def _print_commands(plan: Plan, log: Path, script: str) -> None:
-    """Print the commands that follow, show and stop the detached run."""
-    variables = [] if plan.log_dir == Path(DEFAULT_LOG_DIR) else [f"LOG_DIR={plan.log_dir}"]
-    again = shlex.join([*variables, script])
-    print_row("detached", f"tail -f {shlex.quote(str(log))}")
-    print_row("status", f"{again} --status {shlex.quote(plan.run_id)}")
-    print_row("stop", f"{again} --stop {shlex.quote(plan.run_id)}")
 
 
 def _wait_for_start(child: int, reader: int) -> int | None:

@@ -106,8 +106,9 @@ def check_master(world: World) -> World:
 def read_hostfile(file: Path) -> list[str]:
     """Return a host file's nodes as words for read_nodes(): NODE or NODE:NPROC.
 
-    A line has one node, `node1 slots=4` (Open MPI) or SGE's four fields. Raises PlanError if the
-    file does not exist or lists no nodes, or if a line cannot be read.
+    A line has one node, `node1 slots=4` (Open MPI) or SGE's four fields. If all lines are plain
+    names and some repeat, a name's lines are its ranks. Raises PlanError if the file does not exist
+    or lists no nodes, or if a line cannot be read.
     """
     if not file.is_file():
         raise PlanError(f"there is no host file {str(file)!r}; correct -f")
@@ -127,18 +128,10 @@ def read_hostfile(file: Path) -> list[str]:
 
     if not words:
         raise PlanError(f"{str(file)!r} lists no nodes; add one per line")
-    return _count_lines(words)
-
-
-def _count_lines(words: list[str]) -> list[str]:
-    """If all words are plain names and some repeat, return each name once, as NAME:NPROC.
-
-    LSF and OAR write one line for each processor.
-    """
     times = Counter(words)
-    has_only_names = not any(re.search(r"[][:,]", word) for word in words)
+    has_only_names = not any(re.search(r"[][:,]", word) for word in times)
     has_repeats = len(times) < len(words)
-    if has_only_names and has_repeats:
+    if has_only_names and has_repeats:  # LSF and OAR write one line for each processor
         return [f"{word}:{number}" for word, number in times.items()]
     return words
 
