@@ -7,8 +7,6 @@ check the nodes, print the plan, start the agents, wait for them. A fan-out is a
 function, `run`, which calls `be_ready()` after the last check, before it starts the first agent.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

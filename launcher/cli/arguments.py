@@ -5,8 +5,6 @@ script's own arguments, unchanged. launcher/cli/options.py defines each command'
 launcher/plan/settings.ini the options.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Sequence

@@ -9,8 +9,6 @@
 DIR is a checkpoint or the folder of a run; for a run, export and hash use the newest intact one.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence

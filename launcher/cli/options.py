@@ -5,8 +5,6 @@ and are read like torchrun's: in full or shortened, with `-` or `_`, as `--name 
 `--name=value`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

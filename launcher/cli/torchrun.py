@@ -1,7 +1,5 @@
 """Derives the number of ranks, the number of nodes and the master from torchrun's options."""
 
-from __future__ import annotations
-
 import os
 
 from launcher.command_line import RANGE_CURE

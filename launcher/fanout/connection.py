@@ -1,7 +1,5 @@
 """One ssh connection to a node: the node's messages, and why a connection failed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -9,8 +9,6 @@ RUN_ID and SCRIPT are for readers of ps. pdsh starts the second form: when the s
 the first starts the agent; when pdsh's connection ends, the agent ends too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -1,7 +1,5 @@
 """A dry run of a batch script outside a job: show the command that submits the script."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """How a run on several nodes ended, as its launcher sees it (no torch)."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 If the nodes are started separately, by hand or by srun, the launcher on each uses this fan-out.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

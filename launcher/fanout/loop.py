@@ -6,8 +6,6 @@ while child.code is None:
     signals = loop.wait(1.0)
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -3,8 +3,6 @@
 The launcher may have caused a silence itself, if it was stopped or its machine was asleep.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -5,8 +5,6 @@ everything else: on each node, far_side.py waits for pdsh's process, and starts 
 process connects.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Whether a SLURM job that has saved or was preempted returns to the queue, and how."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -4,8 +4,6 @@ It starts one agent on each node; each agent takes its node rank from the step's
 LAUNCHER=srun, it starts one task for each rank instead.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

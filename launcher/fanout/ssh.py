@@ -4,8 +4,6 @@ One connection to each node carries everything (connection.py): requests and the
 one direction, messages and output in the other. far_side.py is the program at the other end.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shlex

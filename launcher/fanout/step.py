@@ -5,8 +5,6 @@ launcher prints the failure block once srun has ended. srun waits without limit 
 the launcher ends srun.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Before the start: which node is the master, and which nodes are replaced by spares."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace

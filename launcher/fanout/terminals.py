@@ -1,7 +1,5 @@
 """The launcher's terminal, on which the output of all nodes appears without mixing lines."""
 
-from __future__ import annotations
-
 from launcher.fanout.loop import Show
 from launcher.screen import View, has_one_screen
 from launcher.terminal import Terminal

@@ -1,7 +1,5 @@
 """Copy terminal output to a file in <log dir>/distributed_training/ (scripts/cluster_train.sh)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Has train.py check the config and the settings before anything is started or queued."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -6,8 +6,6 @@ reads none of them: there, a value that we cannot use is ignored, with a warning
 reject it, because only our users set these variables for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The nodes that the user names, and the number of ranks on each. Node rank 0 comes first."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence

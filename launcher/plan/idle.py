@@ -1,7 +1,5 @@
 """The part of a job that a run leaves idle."""
 
-from __future__ import annotations
-
 from distributed.job import in_slurm_step, is_task
 from launcher.plan import pbs
 from launcher.plan.plan import Plan

@@ -3,8 +3,6 @@
 The order of precedence is: arguments, environment, config, default.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rejects a launcher that mpiexec has started several times."""
 
-from __future__ import annotations
-
 from distributed.environment import LAUNCHERS
 from launcher.text import Environ, PlanError
 

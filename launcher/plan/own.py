@@ -4,8 +4,6 @@ A value that the user chose goes to all nodes: one that was typed for this launc
 job's script, given to qsub, named in FORWARD_ENV, or set by SITE, VENV, CONDA_ENV or MODULES.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

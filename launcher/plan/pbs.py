@@ -1,7 +1,5 @@
 """PBS: the nodes of a job, and the command that requests a job."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The plan of a run, made before anything starts: its rows on the terminal, and its commands."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shlex

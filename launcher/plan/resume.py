@@ -1,7 +1,5 @@
 """The resume line: what was typed, with the variables that shaped the run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Sequence

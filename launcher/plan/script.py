@@ -1,7 +1,5 @@
 """The training script: which one, with which config; whether it can run; its help."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from importlib.machinery import PathFinder

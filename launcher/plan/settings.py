@@ -4,8 +4,6 @@ train.py has its own. A new one needs an entry in that table, the code that uses
 test. `make reference` then writes what --help shows, and the tables of docs/reference.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """SLURM: the nodes of a job or of a step, and the command that asks for a job."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

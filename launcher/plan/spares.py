@@ -1,7 +1,5 @@
 """How a run continues after the loss of a node: SPARES and MIN_NODES."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from launcher.plan.plan import World

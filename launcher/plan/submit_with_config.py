@@ -1,7 +1,5 @@
 """Work out the SLURM job that a run needs, and submit it: scripts/submit_with_config.sh."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

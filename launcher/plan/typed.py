@@ -1,7 +1,5 @@
 """What was typed, as named fields; launcher/cli/arguments.py parses it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
