@@ -1,39 +1,14 @@
-"""Whether a SLURM job that has saved or was preempted returns to the queue, and how."""
+"""How a SLURM job returns to the queue: after a notice, or after a preemption."""
 
 import re
-import signal
 import subprocess
-from collections.abc import Callable, Sequence
 
-from distributed.errors import STOPPED
 from distributed.job import job_id
-from distributed.stop_signals import NOTICES
-from launcher.outcome import Outcome
 from launcher.plan import slurm
 from launcher.plan.plan import Plan
 from launcher.text import open_own, warn
 
 MOST_STARTS = 4  # in a row without a new checkpoint
-
-
-def choose_requeue(
-    plan: Plan, code: int, asked: Sequence[int], outcome: Outcome | None
-) -> Callable[[Plan], bool] | None:
-    """Return the function that requeues the job, after a preemption or a notice; otherwise None.
-
-    It returns False if the user has to resume the run. Asks SLURM whether it preempts the job.
-    """
-    has_failed = outcome and outcome.failure
-    is_stopped = code in (STOPPED, 128 + signal.SIGTERM) and not has_failed
-    # SLURM requeues a preempted job only if it is still running when its grace time ends.
-    if is_stopped and "REQUEUE" in slurm.preempt_mode(plan.environ):
-        return requeue
-
-    # 128 + SIGUSR1: the notice ended the ranks before one had saved. With checkpoints, that counts
-    # too: the job can start again from an earlier checkpoint, or from the beginning.
-    has_saved = code == STOPPED or (code - 128 in NOTICES and plan.checkpoint_dir)
-    has_notice = not {*asked}.isdisjoint(NOTICES)
-    return requeue_after_notice if has_saved and has_notice else None
 
 
 def requeue_after_notice(plan: Plan) -> bool:

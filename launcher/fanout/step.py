@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from distributed import hostlist
@@ -24,12 +24,12 @@ from launcher import own_time, processes
 from launcher.failure import Failure
 from launcher.failure_block import print_outcome, print_resume
 from launcher.fanout.launch_end import NodePart, judge_end
-from launcher.fanout.requeue import choose_requeue, requeue_after_notice
+from launcher.fanout.requeue import requeue, requeue_after_notice
 from launcher.interrupt import code_for_shell
 from launcher.outcome import Outcome
 from launcher.own_time import Deadline
 from launcher.plan.plan import Plan
-from launcher.plan.slurm import ask_squeue, in_batch_script, is_at_time_limit
+from launcher.plan.slurm import ask_squeue, in_batch_script, is_at_time_limit, preempt_mode
 from launcher.processes import KILLED
 from launcher.record.run_json import ASKED, NOTICED
 from launcher.terminal import Terminal
@@ -180,6 +180,26 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     if srun.returncode == -signal.SIGKILL and code and in_batch_script(plan.environ):
         signal.sigtimedwait(handled, limits.REQUEUE_S)
     return code_for_shell(code, asked)
+
+
+def choose_requeue(
+    plan: Plan, code: int, asked: Sequence[int], outcome: Outcome | None
+) -> Callable[[Plan], bool] | None:
+    """Return the function that requeues the job, after a preemption or a notice; otherwise None.
+
+    It returns False if the user has to resume the run. Asks SLURM whether it preempts the job.
+    """
+    has_failed = outcome and outcome.failure
+    is_stopped = code in (STOPPED, 128 + signal.SIGTERM) and not has_failed
+    # SLURM requeues a preempted job only if it is still running when its grace time ends.
+    if is_stopped and "REQUEUE" in preempt_mode(plan.environ):
+        return requeue
+
+    # 128 + SIGUSR1: the notice ended the ranks before one had saved. With checkpoints, that counts
+    # too: the job can start again from an earlier checkpoint, or from the beginning.
+    has_saved = code == STOPPED or (code - 128 in NOTICES and plan.checkpoint_dir)
+    has_notice = not {*asked}.isdisjoint(NOTICES)
+    return requeue_after_notice if has_saved and has_notice else None
 
 
 def await_end(plan: Plan, srun: Srun, output: Output | None, early: Sequence[int]) -> list[int]:

@@ -29,9 +29,20 @@ def resume_line(typed: Typed, fanout: str) -> str:
     if not words:
         return ""
 
+    # In a run, the failure block and the stopped line add RUN_ID themselves.
+    names = ["RUN_ID"] if fanout == "job_command" else []
+    names += in_order("resume")
+    if fanout in ("ssh", "pdsh") or typed.nodefile:
+        names += in_order("resume_over_ssh")
+    is_batch = environ.get("PBS_ENVIRONMENT") == "PBS_BATCH"
+    if typed.nodefile or is_batch:  # qsub -v passes CONFIG; secrets are omitted
+        names += ["CONFIG", "PBS_ARRAY_INDEX", "PBS_ARRAYID"]
+        names += [name for name in asked_names(environ) if not _SECRET.search(name)]
+    names += _names_set_for_launch(typed)
+
     # read_own() has set LOG_LEVEL from --log-level, which the words repeat.
     given = {**environ, "LOG_LEVEL": ""} if typed.log_level else environ
-    set_names = filter(given.get, dict.fromkeys(_names_shaping_run(typed, fanout)))
+    set_names = filter(given.get, dict.fromkeys(names))
     variables = [f"{name}={shlex.quote(given[name])}" for name in set_names]
     if environ.get("CONTAINER"):
         variables.append(f"PYTHON={shlex.quote(typed.python)}")
@@ -58,21 +69,6 @@ def _repeat_words(typed: Typed, fanout: str) -> list[str]:
     if script or fanout == "srun":
         return slurm.job_command(environ, script, words)
     return slurm.step_command(environ, words) if is_task(environ) else words
-
-
-def _names_shaping_run(typed: Typed, fanout: str) -> list[str]:
-    """Return the names of variables that shape a run, set or not. May ask qstat."""
-    environ = typed.environ
-    # In a run, the failure block and the stopped line add RUN_ID themselves.
-    names = ["RUN_ID"] if fanout == "job_command" else []
-    names += in_order("resume")
-    if fanout in ("ssh", "pdsh") or typed.nodefile:
-        names += in_order("resume_over_ssh")
-    is_batch = environ.get("PBS_ENVIRONMENT") == "PBS_BATCH"
-    if typed.nodefile or is_batch:  # qsub -v passes CONFIG; secrets are omitted
-        names += ["CONFIG", "PBS_ARRAY_INDEX", "PBS_ARRAYID"]
-        names += [name for name in asked_names(environ) if not _SECRET.search(name)]
-    return [*names, *_names_set_for_launch(typed)]
 
 
 def _names_set_for_launch(typed: Typed) -> Iterator[str]:
