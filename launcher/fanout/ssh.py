@@ -70,7 +70,7 @@ class Fanout:
         self.loop = Loop(self.plan.environ, most_children=len(self.plan.nodes) + 1)
         self.terminals = Terminals()
         try:
-            self.own.ask(self.plan, self.say)
+            self.own.fetch_values(self.plan, self.say)
             reports = self.check_nodes()
             if reports is None:
                 self.nodes.end_hung(self.loop)

@@ -21,7 +21,7 @@ def find_idle(plan: Plan) -> str:
         cure = "give each node a task: srun --overlap [partial-launch]"
         return f"this run uses 1 of the step's {size} nodes; {cure}" if size != "1" else ""
 
-    nodes, gpus = _job(environ)
+    nodes, gpus = _job_size(environ)
     cure = "run_ddp.sh uses all of them [partial-launch]"
     if plan.program in ("run_ddp.sh", "launch_distributed_train.sh"):
         cure = "omit -n and NPROC_PER_NODE to use all of them [partial-launch]"
@@ -34,7 +34,7 @@ def find_idle(plan: Plan) -> str:
     return ""
 
 
-def _job(environ: Environ) -> tuple[int, int]:
+def _job_size(environ: Environ) -> tuple[int, int]:
     """Return the job's number of nodes, and of GPUs on each; 0 for what is not known."""
     if environ.get("SLURM_JOB_ID"):
         per_node = environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # a100:2

@@ -49,12 +49,12 @@ class Own:
     is_default: bool  # THREADS is PBS's own choice: all CPUs of the chunk, for each rank
     values: Mapping[str, Environ] = field(default_factory=dict)  # by node
 
-    def ask(self, plan: Plan, say: Callable[[str], None]) -> None:
+    def fetch_values(self, plan: Plan, say: Callable[[str], None]) -> None:
         """Set `values`. Warns about nodes whose values are unknown.
 
-        May run pbsdsh and wait for it (see ask_nodes).
+        May run pbsdsh and wait for it (see ask_for_values).
         """
-        self.values = ask_nodes(self.names, plan)
+        self.values = ask_for_values(self.names, plan)
         # A node loses nothing without its NCPUS, or without PBS's default number of threads.
         quiet = {"NCPUS", THREADS} if self.is_default else {"NCPUS"}
         names = " ".join(sorted({*self.names} - quiet))
@@ -97,7 +97,8 @@ def find_own(asked: Choices, begun: Collection[str]) -> Own:
     chosen = {*asked.activated, *asked_names(environ)}
     for name in names:
         value = f"{name}={environ[name]}"
-        if (began_in_job and value not in begun) or f",{value}," in sent:
+        is_typed = began_in_job and value not in begun
+        if is_typed or f",{value}," in sent:
             chosen.add(name)
 
     # The request chose one number for all nodes, or this number is not PBS's default, NCPUS.
@@ -133,7 +134,7 @@ def _find_shell() -> int:
     return os.getppid()
 
 
-def ask_nodes(names: Collection[str], plan: Plan) -> dict[str, dict[str, str]]:
+def ask_for_values(names: Collection[str], plan: Plan) -> dict[str, dict[str, str]]:
     """Return what the scheduler set for each node, by node; only here if pbsdsh does not answer.
 
     pbsdsh is asked only if there are several nodes, and variables to ask for.

@@ -94,14 +94,16 @@ def count_ranks(
     gpus = [int(chunk.get("ngpus") or 0) for chunk in chunks]
     is_one_each = {chunk.get("mpiprocs", "1") for chunk in chunks} == {"1"}
 
-    if any(gpus) and is_one_each and len(gpus) == len(lines):
+    is_by_gpus = any(gpus) and is_one_each and len(gpus) == len(lines)
+    if is_by_gpus:
         gpus_of = dict.fromkeys(lines, 0)
         for name, number in zip(lines, gpus, strict=True):
             gpus_of[name] += number
         return {name: number or 1 for name, number in gpus_of.items()}, True
 
     is_chosen = any("mpiprocs" in chunk for chunk in chunks)
-    return (dict(counts) if max(counts.values()) > 1 else {}), is_chosen  # all 1: the default
+    is_default = max(counts.values()) == 1
+    return {} if is_default else dict(counts), is_chosen
 
 
 def add_tools_to_path(environ: OwnEnviron) -> None:
@@ -287,7 +289,7 @@ def own_command(environ: Environ, typed: Words) -> list[str]:
     if not file.is_file() or array.search(file.read_text(errors="replace")):
         return []
     command = _qsub(environ, file)
-    return command and [*command, words[-1]]
+    return [*command, words[-1]] if command else []
 
 
 def _qsub(environ: Environ, script: Path) -> list[str]:

@@ -125,7 +125,7 @@ class Plan(World, Choices, ConfigFacts):
         return self.num_nodes + self.num_spares
 
     def request(self, *, meeting_size: int = 0, within_s: float = 0.0) -> Request:
-        """Return the preflight request for this machine, or for every node of a step, in which
+        """Return the preflight request for this machine, or for every node of a step: there,
         `meeting_size` nodes meet at the master's port within `within_s` (0: the usual limit).
         """
         return Request(
@@ -161,12 +161,14 @@ class Plan(World, Choices, ConfigFacts):
             named |= {"SPARES": str(self.num_spares), "MIN_NODES": str(self.min_nodes)}
         if self.silence_s != limits.SILENCE_S:
             named["SILENCE_SECONDS"] = f"{self.silence_s:g}"
-        named |= self.variables  # without LAUNCH_COMMAND, train.py makes its own
+        named |= self.variables
+        # If LAUNCH_COMMAND were missing, and not just empty, train.py would make its own.
         return {name: value for name, value in named.items() if value or name == "LAUNCH_COMMAND"}
 
     def agent_command(self, *, nproc: int, port: int, node_rank: int | None) -> list[str]:
-        """Return what one node runs: its agent, with torchrun's arguments. Without a node rank, as
-        in a SLURM job step, the agent works out its own.
+        """Return what one node runs: its agent, with torchrun's arguments.
+
+        Without a node rank, as in a SLURM job step, the agent works out its own.
         """
         command = [self.python, str(self.root / AGENT)]
         if node_rank is not None:

@@ -217,25 +217,25 @@ def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Words, *, 
         )
         return REFUSED
 
-    submit = Submission(typed.program, is_dry_run=typed.is_dry_run)
+    jobs = Submission(typed.program, is_dry_run=typed.is_dry_run)
     after = own["dependency"]
     if own["prepare"]:
         preparation = ["--nodes=1", f"--gpus-per-node={own['num_gpus'] or 0}", *start_after(after)]
         preparation += ["--output=logs/slurm-%j.out", own["prepare"], own["config"]]
-        after = f"afterok:{submit.run([*common, *preparation])}"
+        after = f"afterok:{jobs.submit([*common, *preparation])}"
 
     if (number := int(own["chain"] or 1)) > 1:
         common += ["--no-requeue", f"--job-name={chain}"]  # the next job continues instead
         common += [f"--export=ALL,RUN_ID={chain},CHAIN={chain}"]
         for _ in range(number):
-            after = f"afterany:{submit.run([*start_after(after), *common, *job])}"
+            after = f"afterany:{jobs.submit([*start_after(after), *common, *job])}"
         return 0
 
     words = start_after(after) + (["--wait"] if typed.wait else [])
-    job_id = submit.run([*common, *words, *job], waits=typed.wait)
-    if submit.sbatch is None or not typed.wait:
+    job_id = jobs.submit([*common, *words, *job], waits=typed.wait)
+    if jobs.sbatch is None or not typed.wait:
         return 0
-    return follow(typed.program, job_id, submit.sbatch, after)
+    return follow(typed.program, job_id, jobs.sbatch, after)
 
 
 def start_after(after: str) -> list[str]:
@@ -262,7 +262,7 @@ class Submission:
         self.queued: list[str] = []
         self.sbatch: subprocess.Popen[str] | None = None  # the last one
 
-    def run(self, words: Words, *, waits: bool = False) -> str:
+    def submit(self, words: Words, *, waits: bool = False) -> str:
         """Print the sbatch command and run it. Returns the job's id, which is added to `queued`.
 
         With `waits`, sbatch itself ends only when the job does; its process is left in `sbatch`.
@@ -275,7 +275,8 @@ class Submission:
 
         self.sbatch = sbatch = subprocess.Popen(command, stdout=subprocess.PIPE, errors="replace")
         job_id = self._read_id(sbatch, waits=waits)
-        code = 0 if waits and job_id else sbatch.wait()
+        is_waiting = waits and job_id  # sbatch, for the job's end
+        code = 0 if is_waiting else sbatch.wait()
         if code or not job_id:
             self._exit_naming_queued(code)
         print_row("job", f"{job_id}    (tail -f logs/slurm-{job_id}.out, scancel {job_id})")

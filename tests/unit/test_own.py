@@ -160,9 +160,9 @@ def test_each_nodes_own_values_come_from_pbsdsh(tools: Path, tmp_path: Path) -> 
     names = {"CUDA_VISIBLE_DEVICES", "NCPUS"}
     told: list[str] = []
     found = own.Own(names, is_default=True)
-    found.ask(plan, told.append)
+    found.fetch_values(plan, told.append)
     assert len(told) == 1 and "are unknown (far); " in told[0]
-    own.Own({"NCPUS"}, is_default=True).ask(plan, told.append)
+    own.Own({"NCPUS"}, is_default=True).fetch_values(plan, told.append)
     assert len(told) == 1  # a missing NCPUS is not reported
     assert found.values == {
         "n1": {"CUDA_VISIBLE_DEVICES": "GPU-of-1", "NCPUS": "3"},
@@ -171,7 +171,7 @@ def test_each_nodes_own_values_come_from_pbsdsh(tools: Path, tmp_path: Path) -> 
     }
     assert not list((tmp_path / "logs").iterdir())
     (tmp_path / "nodes").unlink()  # as on another node of the job, which has no node file
-    assert own.ask_nodes(names, elsewhere) == {}
+    assert own.ask_for_values(names, elsewhere) == {}
 
 
 @pytest.mark.parametrize("pbsdsh", ["exit 1", "exec sleep 600", "true"])
@@ -182,7 +182,7 @@ def test_without_an_answer_a_value_stays_where_it_is(
     make_tool(tools / "pbsdsh", pbsdsh)
     told: list[str] = []
     found = own.Own({"CUDA_VISIBLE_DEVICES"}, is_default=False)
-    found.ask(job_of(tmp_path), told.append)
+    found.fetch_values(job_of(tmp_path), told.append)
     assert found.values == {"me@n0": {"CUDA_VISIBLE_DEVICES": "GPU-here"}}
     assert told[0].startswith("warning: CUDA_VISIBLE_DEVICES: the scheduler's values for this node")
     assert "n2, far); to send this node's values, set FORWARD_ENV='CUDA_VISIBLE_DEVICES'" in told[0]
