@@ -1,7 +1,5 @@
 """The commands that `pip install` creates: each runs the entry script of the same name."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

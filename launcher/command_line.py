@@ -1,7 +1,5 @@
 """torchrun's command line: what is read without torch, and what is passed to torch's parsers."""
 
-from __future__ import annotations
-
 import itertools
 from argparse import Namespace
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Why native code ended a rank, from the last lines that the rank wrote (no torch)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace

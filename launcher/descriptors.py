@@ -1,7 +1,5 @@
 """Open files: files in memory, waits for input, and the limit on how many files may be open."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

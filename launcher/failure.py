@@ -1,7 +1,5 @@
 """Why a rank or a node's agent failed, from its error file or its exit code (no torch)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

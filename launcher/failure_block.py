@@ -3,8 +3,6 @@
 That program also keeps the text in the run's folder, in case the terminal is closed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -9,8 +9,6 @@ launcher sends to the nodes through ssh or srun. Nodes started by hand may have 
 process can join, or any process on the hosts in HOSTS if that is set.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hmac

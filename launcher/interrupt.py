@@ -1,7 +1,5 @@
 """How a launcher ends after a Ctrl-C: a shell ends the loop or script only if SIGINT kills it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

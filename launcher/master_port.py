@@ -4,8 +4,6 @@ It is MASTER_PORT or --master-port if given, otherwise one derived from the run 
 folder of the launch: runs in different folders may have the same id.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

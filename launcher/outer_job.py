@@ -1,7 +1,5 @@
 """A launch in a SLURM job that was submitted in another job's shell: it inherits nothing of it."""
 
-from __future__ import annotations
-
 import re
 
 from distributed.environment import tasks_per_node

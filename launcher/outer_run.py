@@ -1,7 +1,5 @@
 """A launch by a rank, such as an evaluation: a separate run that inherits nothing."""
 
-from __future__ import annotations
-
 import re
 
 from launcher.text import OwnEnviron

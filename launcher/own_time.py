@@ -5,8 +5,6 @@ waits for. A loop that waits for others iterates every few seconds. A longer gap
 iterations means that the process was stopped, so silences are measured from the end of that gap.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

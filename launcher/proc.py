@@ -1,7 +1,5 @@
 """What the kernel tells about a process: its files in /proc (proc(5))."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

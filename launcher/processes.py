@@ -5,8 +5,6 @@ subreaper, so that whatever a rank forks, detaches or orphans stays below it (pr
 the subreapers have died, the rest are found by the run's token, a variable in their environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

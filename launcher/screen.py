@@ -1,7 +1,5 @@
 """Several streams on one terminal or pipe: bytes are shown as they arrive, and lines never mix."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -7,8 +7,6 @@ names in the manager's memory, kills the manager, and removes the files itself. 
 process ids in the names: another container may use the same /dev/shm, with the same ids.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The place of this node in a SLURM step that has one task on each node."""
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Mapping

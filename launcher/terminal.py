@@ -1,7 +1,5 @@
 """The launcher's own stdout and stderr. A slow or stuck reader does not block the launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

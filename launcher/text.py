@@ -1,7 +1,5 @@
 """Helpers for messages and settings, and the streams that messages are written to."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

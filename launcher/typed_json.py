@@ -4,8 +4,6 @@ text = encode(report)
 report = parse(Report, text)
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import types

@@ -5,8 +5,6 @@ rank 0 serves the store, and ranks are numbered in node rank order. Options that
 (elastic node counts, etcd, ...) are left to torch's own elastic agent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

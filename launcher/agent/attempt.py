@@ -5,8 +5,6 @@ ends with one verdict, the same on every node. It records facts and acts on them
 decided in launcher/agent/facts.py, launcher/outcome.py and launcher/agent/diagnosis/stuck.py.
 """
 
-from __future__ import annotations
-
 import os
 import selectors
 import signal

@@ -9,8 +9,6 @@ describes its messages. The program that starts a supervisor sets two variables:
                             The launcher prints the failure block from one of them, the outcome.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """What only torch's own elastic agent supports is handed to it, once its options are checked."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ The attempt (attempt.py) records the facts and acts on them; nothing here reads 
 the state of a process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Fork the ranks of one node, each with its streams, variables, GPU and CPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Join a run: check in with the other nodes' agents, and on node rank 0 begin run.json."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

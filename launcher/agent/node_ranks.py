@@ -3,8 +3,6 @@
 What each rank's process does after the fork is in launcher/agent/rank/program.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """A notice (SIGUSR1 or SIGUSR2): which ranks get it, and the warning if none of them handles it."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

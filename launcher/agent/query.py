@@ -5,8 +5,6 @@ The file ASKED in the run's folder also requests them, and everything shown is a
 there. The files NOTICED pass on SLURM's notices of a time limit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whether a failed run restarts its ranks, and the record of its restarts (no torch)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -12,8 +12,6 @@ wait for the failed one must end at once, however. The agent tells them apart as
 Every other rank that handles SIGTERM gets GRACE.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ forks the ranks, and ends them if the supervisor exits. In a run on one machine,
 the reaper, waits for either to exit, and ends the rest if the other is killed or stopped as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -3,8 +3,6 @@
 See distributed/torch_internals.py, which has those that a training script needs.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

@@ -1,7 +1,5 @@
 """torchrun's arguments, as the node agent reads them."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 from collections.abc import Mapping, Sequence

@@ -11,8 +11,6 @@ refused the start, prints the refusals and their sections. Exits with 0 if it fi
 if there is none, and with 2 if a file cannot be read.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The rules of explain, and how much a matching line says about the cause."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The lines of a log that say something about a failure, with the rank and host that wrote them."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import deque

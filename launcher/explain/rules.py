@@ -1,7 +1,5 @@
 """Which rule matches a line of a log, or of an error's message."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

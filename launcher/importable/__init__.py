@@ -5,8 +5,6 @@
 The same line works after `pip install`, because the installed package has the same name.
 """
 
-from __future__ import annotations
-
 import os
 
 from launcher.text import Environ

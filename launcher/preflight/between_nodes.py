@@ -1,7 +1,5 @@
 """During the checks, the nodes meet at the master's port to test clocks, links and a folder."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

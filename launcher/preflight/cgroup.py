@@ -1,7 +1,5 @@
 """What a container, a scheduler or a service manager allows here: CPUs, processes, memory."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

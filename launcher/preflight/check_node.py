@@ -6,8 +6,6 @@ It prints a Report. If the nodes are started together, they also meet at the mas
 not import torch, so it takes a few hundredths of a second.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The checks of one machine (no torch). Each yields faults unless its docstring is true."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

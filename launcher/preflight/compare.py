@@ -1,7 +1,5 @@
 """Combine the nodes' preflights: all faults in one list, and the differences between nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TextIO

@@ -5,8 +5,6 @@ only with others of its model; values that nvidia-smi does not report are not ju
 used, and libcuda only tells its version.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import re

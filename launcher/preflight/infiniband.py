@@ -1,7 +1,5 @@
 """The ports of this machine's InfiniBand and RoCE cards, as the kernel shows them (no torch)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable

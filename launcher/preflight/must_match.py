@@ -3,8 +3,6 @@
 Of torch, it reads the files, without importing it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.machinery

@@ -1,7 +1,5 @@
 """The git commit of what a run trains."""
 
-from __future__ import annotations
-
 import subprocess
 
 

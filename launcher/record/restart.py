@@ -1,7 +1,5 @@
 """One restart of a run, and what it cost."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from launcher.text import count

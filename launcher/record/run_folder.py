@@ -1,7 +1,5 @@
 """The folder of a run, `<log dir>/<run id>/`, and the links beside it that lead to it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import final

@@ -1,7 +1,5 @@
 """Run ids, if several launches are given the same one."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -4,8 +4,6 @@ A run is stopped through its launcher; run.json names the process and the host. 
 folder asks node rank 0's agent for the stacks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Ranks wait for each other through the store, so that a stuck rank can report its fault to all."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from datetime import timedelta

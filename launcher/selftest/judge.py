@@ -1,7 +1,5 @@
 """Decides which nodes or ranks are slower than the others, from all measurements."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Collectives and a DDP step whose results are known beforehand."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Iterator

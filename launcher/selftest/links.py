@@ -4,8 +4,6 @@ Each transfer is as large as the link allows in the time available, so that a li
 slower than the others takes no longer to measure.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence

@@ -7,8 +7,6 @@ each link. Then it measures how fast each rank computes, checks operations with 
 times the collectives by size. The verdict is one line; rank 0's exit code is 0 only for PASS.
 """
 
-from __future__ import annotations
-
 import argparse
 import socket
 import time

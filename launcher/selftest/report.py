@@ -1,7 +1,5 @@
 """The results of the self-test, as lines and tables, and as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -11,8 +11,6 @@ In a SLURM step, nothing is sent to the nodes. The token marks every process of 
 LAUNCH_TOKEN, followed by the node if the launcher uses ssh.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -4,8 +4,6 @@
 longer than any process that it waits for. The helper has its own limits (distributed/limits.py).
 """
 
-from __future__ import annotations
-
 # Each node adds this to a limit in which all nodes must answer: four times the processor time that
 # the costliest answer, a node's stacks, takes node rank 0 (`make bench-scale`).
 EACH_NODE_S = 0.005

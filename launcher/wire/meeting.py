@@ -5,8 +5,6 @@ node rank 0 is lost, the remaining agents meet at the failover port of its succe
 started by hand have no preflight, so their agents test the pairs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math

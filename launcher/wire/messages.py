@@ -5,8 +5,6 @@ other (node_link.py), and so do a launcher and its nodes (launcher_link.py). Rec
 unpickled.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ also uses such connections.
 Each message is one line (messages.py). The bytes of a snapshot follow the line that announces them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """What a rank is doing, as its agent sees it and tells the others (no torch)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 A rank writes its latest collectives to a file when asked (flight_recorder.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Callable, Iterable, Mapping

@@ -6,8 +6,6 @@ the user has enabled NCCL's log, the node's log contains it. Rank 0's log is eno
 differ, NCCL fails.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

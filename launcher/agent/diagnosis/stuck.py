@@ -3,8 +3,6 @@
 Ranks write their Python stacks to files when they receive a signal (distributed/heartbeat.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import os

@@ -5,8 +5,6 @@ that is reachable waits at its failover port for those after it. If fewer than a
 the run ends, because node rank 0 may still be alive and connected to the rest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 

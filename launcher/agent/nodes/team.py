@@ -1,7 +1,5 @@
 """The agents of a run as node rank 0 sees them: which have ranks, which are spares (no torch)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Messages from torch's C++ code that appear at every start and mean nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Where the ranks of one node write: the node log, the launcher's streams, and separate files."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

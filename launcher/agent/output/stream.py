@@ -4,8 +4,6 @@ A rank writes to pipes. If the launcher has a terminal, rank 0 writes to a pseud
 progress bars work. The agent reads both here and never blocks on a slow terminal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math

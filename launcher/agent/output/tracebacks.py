@@ -4,8 +4,6 @@ When a rank fails, the others lose their connections to it and print tracebacks 
 appear above the failure block and hide the cause.
 """
 
-from __future__ import annotations
-
 import re
 import time
 

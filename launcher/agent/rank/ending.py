@@ -4,8 +4,6 @@ An error file alone does not show this: torch's own @record also writes one for 
 script then handles. The states follow the heartbeats, in the same shared memory: one byte a rank.
 """
 
-from __future__ import annotations
-
 import os
 
 from distributed.heartbeat import RECORD, find_record

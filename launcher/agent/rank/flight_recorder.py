@@ -3,8 +3,6 @@
 https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -3,8 +3,6 @@
 The ranks of such a script are new processes. Only the script itself is read, not what it imports.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import replace

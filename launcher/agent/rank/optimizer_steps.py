@@ -4,8 +4,6 @@ torch calls a global hook after every step of every optimizer, no matter whether
 user's, accelerate's or Lightning's. Steps are not counted if the script reports its own.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -7,8 +7,6 @@ multiprocessing worker (no stdin, a fixed start method, not the main process), a
 refuse to run in one.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import faulthandler

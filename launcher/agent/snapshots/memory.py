@@ -4,8 +4,6 @@ Another node keeps a copy of rank 0's newest snapshot, in case node rank 0 is lo
 sent over the agents' link in small pieces, so that it does not delay other messages.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

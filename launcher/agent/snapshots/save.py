@@ -1,7 +1,5 @@
 """Save the node agent's snapshot as an ordinary checkpoint."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
