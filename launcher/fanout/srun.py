@@ -141,7 +141,12 @@ def ask_nodes(plan: Plan) -> list[Report]:
     if reports and len(silent) <= plan.num_spares:
         return reports
 
-    if cure := start_cure(plan, srun.returncode):
+    cure = ""
+    if plan.container and srun.returncode > 0:
+        cure = f"check that the image exists and contains {plan.python}"
+    elif srun.returncode in _CANNOT_START:
+        cure = f"make {plan.directory}, {plan.root} and {plan.python} available there"
+    if cure:
         cause = f"the preflight did not start on {', '.join(silent)}, see above"
         raise Refused("env-missing", f"{cause}; {cure}")
     raise Refused(
@@ -149,15 +154,6 @@ def ask_nodes(plan: Plan) -> list[Report]:
         f"no answer to the preflight from {', '.join(silent)} (srun's exit code is {code}, see "
         f"above); try srun --nodelist={','.join(silent)} hostname",
     )
-
-
-def start_cure(plan: Plan, code: int) -> str:
-    """Return what to do if srun's code says that the preflight did not start; otherwise empty."""
-    if plan.container and code > 0:
-        return f"check that the image exists and contains {plan.python}"
-    if code in _CANNOT_START:
-        return f"make {plan.directory}, {plan.root} and {plan.python} available there"
-    return ""
 
 
 def leave_if_stopped(plan: Plan) -> None:

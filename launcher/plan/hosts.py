@@ -147,9 +147,7 @@ def read_batch_script(file: Path, nproc: int | None) -> World:
     nodes, tasks, gpus = (_last_number(pattern, lines) for pattern in (_NODES, _TASKS, _GPUS))
     ranks = tasks if tasks > 1 else nproc or gpus or None
     hosts = "chosen by the scheduler when the job starts"
-    if not nodes:
-        return World(num_nodes=1, master_addr="", hosts=hosts)
-    return World(num_nodes=nodes, master_addr="", nproc=ranks, hosts=hosts)
+    return World(nodes or 1, master_addr="", nproc=ranks if nodes else None, hosts=hosts)
 
 
 def _last_number(pattern: re.Pattern[str], lines: Sequence[str]) -> int:
