@@ -10,6 +10,7 @@ from distributed.errors import BAD_INPUT, CANNOT_START, REFUSED, STOPPED
 from launcher.failure import Failure, signal_name
 from launcher.outcome import Account, Basis, Outcome, choose
 from launcher.plan.plan import Plan
+from launcher.plan.slurm import in_batch_script, is_at_time_limit
 from launcher.processes import KILLED
 from launcher.text import short_host_name
 
@@ -46,6 +47,25 @@ def judge_end(
         still_s=still_s,
     )
     return end.outcome()
+
+
+def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
+    """Return the outcome with SIGTERM's code, if SLURM ended the run and no rank saved.
+
+    Asks scontrol. A time limit is a failure because, unlike with scancel, nobody asked for a stop.
+    """
+    is_stopped = not outcome.failure and outcome.code not in (0, STOPPED)  # STOPPED: ranks saved
+    if not is_stopped or outcome.signum == signal.SIGINT:
+        return outcome
+
+    code = 128 + signal.SIGTERM
+    if is_at_time_limit(plan.environ):
+        cause = "SLURM ended the job at its time limit, before the ranks had saved and exited"
+        failure = Failure("time-limit", cause, code, short_host_name(), -1, time.time())
+        return replace(outcome, code=code, failure=failure)
+    # In a batch script, SIGTERM comes from SLURM; in salloc's shell, perhaps from a person.
+    is_cancelled = outcome.signum == signal.SIGTERM and in_batch_script(plan.environ)
+    return replace(outcome, code=code) if is_cancelled else outcome
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from distributed.environment import tasks_per_node
 from distributed.errors import REFUSED, Refused
 from distributed.job import job_id
 from launcher import handshake, importable, processes
-from launcher.fanout.requeue import requeue
-from launcher.fanout.step import Srun, run_step, start_srun
+from launcher.fanout.step import Srun, requeue, run_step, start_srun
 from launcher.fanout.swap import exclude_ill, find_ill
 from launcher.interrupt import leave_unstarted
 from launcher.plan.plan import LONGEST, Plan, print_plan

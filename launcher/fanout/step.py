@@ -1,8 +1,7 @@
 """The step of a SLURM job that runs the agents: start srun, handle signals, end the step.
 
 Through srun's stdout, the agents report how the run ended, in lines that begin with a token; the
-launcher prints the failure block once srun has ended. srun waits without limit for a lost node, so
-the launcher ends srun.
+launcher prints the failure block at the end. srun would wait for a lost node: the launcher ends it.
 """
 
 import contextlib
@@ -19,25 +18,26 @@ from dataclasses import replace
 
 from distributed import hostlist
 from distributed.errors import STOPPED
+from distributed.job import job_id
 from distributed.stop_signals import NOTICES, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
-from launcher.failure import Failure
 from launcher.failure_block import print_outcome, print_resume
-from launcher.fanout.launch_end import NodePart, judge_end
-from launcher.fanout.requeue import requeue, requeue_after_notice
+from launcher.fanout.launch_end import NodePart, as_slurm_ended, judge_end
 from launcher.interrupt import code_for_shell
 from launcher.outcome import Outcome
 from launcher.own_time import Deadline
+from launcher.plan import slurm
 from launcher.plan.plan import Plan
-from launcher.plan.slurm import ask_squeue, in_batch_script, is_at_time_limit, preempt_mode
+from launcher.plan.slurm import ask_squeue, in_batch_script
 from launcher.processes import KILLED
 from launcher.record.run_json import ASKED, NOTICED
 from launcher.terminal import Terminal
-from launcher.text import open_own, short_host_name
+from launcher.text import open_own, warn
 from launcher.wire import limits
 from launcher.wire.launcher_link import Answers
 from launcher.wire.messages import Exit, Membership
 
+MOST_STARTS = 4  # in a row without a new checkpoint
 Srun = subprocess.Popen[bytes]
 
 
@@ -148,7 +148,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {*handled, QUERY, *processes.WAKING})
 
     early = signal.sigtimedwait(NOTICES, 0)
-    asked: list[int] = [early.si_signo] if early else []  # the signals that ask for a stop
+    asked = [early.si_signo] if early else []  # the signals that ask for a stop
     if asked and plan.checkpoint_dir and requeue_after_notice(plan):
         return STOPPED
     for name in NOTICED.values():
@@ -173,7 +173,7 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     if outcome:  # before the requeue, which ends this job
         shown = replace(outcome, command="") if requeue_job else outcome  # SLURM resumes it
         print_outcome(shown, sys.stderr, plan.folder)
-    if requeue_job and not requeue_job(plan) and outcome:
+    if requeue_job and not requeue_job(plan) and outcome:  # the user has to resume the run
         print_resume(outcome, sys.stderr)
 
     # A node was lost: SLURM may requeue the job itself, with a signal, unless this script exits.
@@ -187,19 +187,77 @@ def choose_requeue(
 ) -> Callable[[Plan], bool] | None:
     """Return the function that requeues the job, after a preemption or a notice; otherwise None.
 
-    It returns False if the user has to resume the run. Asks SLURM whether it preempts the job.
+    Asks SLURM whether it preempts the job.
     """
     has_failed = outcome and outcome.failure
     is_stopped = code in (STOPPED, 128 + signal.SIGTERM) and not has_failed
     # SLURM requeues a preempted job only if it is still running when its grace time ends.
-    if is_stopped and "REQUEUE" in preempt_mode(plan.environ):
+    if is_stopped and "REQUEUE" in slurm.preempt_mode(plan.environ):
         return requeue
 
-    # 128 + SIGUSR1: the notice ended the ranks before one had saved. With checkpoints, that counts
-    # too: the job can start again from an earlier checkpoint, or from the beginning.
+    # 128 + SIGUSR1: no rank had saved. With checkpoints, the job can start again all the same.
     has_saved = code == STOPPED or (code - 128 in NOTICES and plan.checkpoint_dir)
     has_notice = not {*asked}.isdisjoint(NOTICES)
     return requeue_after_notice if has_saved and has_notice else None
+
+
+def requeue_after_notice(plan: Plan) -> bool:
+    """Requeue the job, unless its last starts ended with the same checkpoint: then it ends.
+
+    Returns False if the user has to resume: the job was cancelled, or SLURM rejects the request.
+    """
+    job = job_id(plan.environ)
+    if slurm.chain_of(plan.environ):
+        return True  # see requeue()
+    if slurm.has_ended(job):  # scancel came after the notice
+        return False
+
+    newest = note_newest(plan)
+    if len(newest) == MOST_STARTS and len({*newest}) == 1:
+        warn(f"{plan.program}: {MOST_STARTS - 1} restarts made no progress; not requeuing the job")
+        return True
+    if not requeue(plan):
+        return False
+
+    limit = slurm.ask_scontrol("job", job).get("TimeLimit", "")
+    if re.match("00:0[0-3]:", limit):  # a notice may come 60 s early
+        cause = f"the notice comes at once, or nearly so, if the time limit is {limit}"
+        cure = "ask for more --time, or for a later notice: --signal=B:USR1@30"
+        warn(f"{plan.program}: warning: {cause}; {cure} [time-limit]")
+    return True
+
+
+def requeue(plan: Plan) -> bool:
+    """Put the job back into the queue, and say so; SLURM starts it again under the same id.
+
+    Returns False if SLURM rejects the request. Does nothing in a chain: the next job resumes.
+    """
+    if slurm.chain_of(plan.environ):
+        return True
+    job = job_id(plan.environ)
+    # SLURM ends the requeued job with SIGTERM, which is blocked here and in scontrol, and sends
+    # SIGKILL only after KillWait, so there is time to print the line below.
+    is_back = subprocess.run(["scontrol", "requeue", job]).returncode == 0
+    if is_back:
+        warn(f"requeued job {job}; it resumes when SLURM starts it again")
+    return is_back
+
+
+def note_newest(plan: Plan) -> list[str]:
+    """Add the newest checkpoint's name to a file in the run's folder, which has one per start.
+
+    Returns the last MOST_STARTS; none, and adds none, if the folder of checkpoints is not known.
+    """
+    if not plan.checkpoint_dir:
+        return []
+    folder = plan.directory / plan.checkpoint_dir / plan.run_id
+    steps = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
+    newest = max(map(int, filter(str.isdecimal, steps)), default=0)
+    record = plan.folder / "requeues"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    with open_own(record, "a") as file:
+        print(f"step-{newest}", file=file)
+    return record.read_text().splitlines()[-MOST_STARTS:]
 
 
 def await_end(plan: Plan, srun: Srun, output: Output | None, early: Sequence[int]) -> list[int]:
@@ -261,25 +319,6 @@ def find_outcome(
         return None
     first_signal = next(iter(asked), 0)
     return as_slurm_ended(judge_end(plan, parts, started, first_signal), plan)
-
-
-def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
-    """Return the outcome with SIGTERM's code, if SLURM ended the run and no rank saved.
-
-    Asks scontrol. A time limit is a failure because, unlike with scancel, nobody asked for a stop.
-    """
-    is_stopped = not outcome.failure and outcome.code not in (0, STOPPED)  # STOPPED: ranks saved
-    if not is_stopped or outcome.signum == signal.SIGINT:
-        return outcome
-
-    code = 128 + signal.SIGTERM
-    if is_at_time_limit(plan.environ):
-        cause = "SLURM ended the job at its time limit, before the ranks had saved and exited"
-        failure = Failure("time-limit", cause, code, short_host_name(), -1, time.time())
-        return replace(outcome, code=code, failure=failure)
-    # In a batch script, SIGTERM comes from SLURM; in salloc's shell, perhaps from a person.
-    is_cancelled = outcome.signum == signal.SIGTERM and in_batch_script(plan.environ)
-    return replace(outcome, code=code) if is_cancelled else outcome
 
 
 def forward_signal(signum: int, plan: Plan, srun: Srun) -> None:

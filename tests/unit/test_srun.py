@@ -19,7 +19,7 @@ from launcher import importable
 from launcher.agent.control import Control
 from launcher.failure import Failure
 from launcher.failure_block import print_outcome
-from launcher.fanout import requeue, srun, step
+from launcher.fanout import launch_end, srun, step
 from launcher.outcome import Outcome
 from launcher.plan.plan import Plan
 from launcher.preflight.check_node import MARK
@@ -388,7 +388,7 @@ def test_an_end_at_the_time_limit_has_its_name(
 ) -> None:
     make_tool(tools / "scontrol", f"echo JobId=7 Reason={reason} Dependency=x")
     told = Outcome(code, ends="by a signal", signum=signum)
-    end = step.as_slurm_ended(told, replace(plan, environ=captured(environment)))
+    end = launch_end.as_slurm_ended(told, replace(plan, environ=captured(environment)))
     assert (end.failure and end.failure.fault, end.code) == expected
     print_outcome(end, sys.stdout, None)
     shown = capsys.readouterr().out
@@ -407,7 +407,7 @@ def test_three_restarts_without_a_new_step_end_the_job(
     job, task = captured("requeued-batch-step"), captured("array-batch-step")
     for number, environ in [(5, job), (5, job), *[(9, task)] * 5]:
         (saved / f"step-{number}").mkdir(parents=True, exist_ok=True)
-        assert requeue.requeue_after_notice(replace(plan, environ=environ))
+        assert step.requeue_after_notice(replace(plan, environ=environ))
     assert queued.read_text().splitlines() == ["requeue 11"] * 2 + ["requeue 5_5"] * 3
     told = "x.sh: 3 restarts made no progress; not requeuing the job\n"
     back = [
@@ -420,7 +420,7 @@ def test_a_requeue_that_slurm_refuses_is_not_announced(
     plan: Plan, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_tool(tools / "scontrol", "exit 1")
-    assert not requeue.requeue_after_notice(replace(plan, environ=captured("salloc-command")))
+    assert not step.requeue_after_notice(replace(plan, environ=captured("salloc-command")))
     assert capsys.readouterr().err == ""
 
 
@@ -432,7 +432,7 @@ def test_a_job_that_is_cancelled_after_a_notice_is_not_requeued(
     make_tool(tools / "squeue", f"echo 11 {state}")
     shown = f"JobId=11 JobState={state}"
     make_tool(tools / "scontrol", f'[[ $1 == show ]] && echo {shown} || echo "$*" >"{queued}"')
-    is_back = requeue.requeue_after_notice(
+    is_back = step.requeue_after_notice(
         replace(plan, environ=captured("requeued-batch-step", **os.environ))
     )
     assert is_back == queued.exists() == (state == "RUNNING")
@@ -445,7 +445,7 @@ def test_a_limit_that_is_shorter_than_the_notice_is_named(
     make_tool(
         tools / "scontrol", f'[[ $* != "show -o job 7" ]] || echo "JobId=7 TimeLimit={limit}"'
     )
-    assert requeue.requeue_after_notice(
+    assert step.requeue_after_notice(
         replace(plan, environ={"SLURM_JOB_ID": "7"}, checkpoint_dir=None)
     )
     told = capsys.readouterr().err
