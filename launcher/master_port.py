@@ -62,7 +62,7 @@ def open_port(port: int, address: str) -> socket.socket:
 
 
 def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def is_here(address: str, port: int = 0) -> bool:

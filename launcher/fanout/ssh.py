@@ -102,8 +102,7 @@ class Fanout:
         if not self.plan.has_checks:  # the user wants to start anyway, and a login may be slow
             within_s = max(within_s, int(self.plan.join_timeout_s))
         hello_s = within_s - limits.CHECKS_S
-        num_nodes = len(self.plan.nodes)
-        self.nodes.connect_all(self.connect_node, num_nodes, self.turn, began + hello_s)
+        self.nodes.connect_all(self.connect_node, len(self.plan.nodes), self.turn, began + hello_s)
         self.request_reports(began + within_s)
 
         plan = self.plan

@@ -4,7 +4,6 @@ The order of precedence is: arguments, environment, config, default.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,7 +82,7 @@ def make_plan(typed: Typed) -> Plan:
         grace_s=int(read_grace(typed.passed, environ)),
         silence_s=spares.read_silence(world, environ),
         variables=_choose_variables(environ, as_set, is_ours=is_ours),
-        container=_choose_container(typed, fanout, log_dir, [config, *words]),
+        container=_choose_container(typed, fanout, [log_dir, config, *words]),
         has_checks=environ.get("SKIP_PREFLIGHT") != "1",
         preflight_s=int(environ.get("PREFLIGHT_SECONDS") or 9),
     )
@@ -99,18 +98,15 @@ def _read_restarts(typed: Typed) -> int:
     return restarts
 
 
-def _choose_container(
-    typed: Typed, fanout: str, log_dir: Path, words: Sequence[str]
-) -> Container | None:
-    """Return the container of the run, which can read all paths that are named; None without one.
+def _choose_container(typed: Typed, fanout: str, named: list[Path | str]) -> Container | None:
+    """Return the container of the run, which can read `named` and the config; None without one.
 
-    `words` are the config and the words of the training script. Raises as read_container() does.
+    `named` are paths and words that may contain paths. Raises as read_container() does.
     """
-    named: list[Path | str] = [typed.here, ROOT, log_dir, *words]
-    named += config_texts(Path(typed.config or "-"))
     directory = ROOT if typed.module else typed.here
+    paths = [typed.here, ROOT, *named, *config_texts(Path(typed.config or "-"))]
     in_job = fanout in ("srun", "job_command", "check")  # now, or once the job starts
-    return read_container(typed.environ, typed.here, directory, named, in_job=in_job)
+    return read_container(typed.environ, typed.here, directory, paths, in_job=in_job)
 
 
 def _choose_variables(environ: Environ, as_set: Environ, *, is_ours: bool) -> dict[str, str]:
@@ -293,10 +289,9 @@ def _read_node_by_hand(typed: Typed) -> World:
 
 def _warn_of_master(typed: Typed) -> None:
     """Warn if torchrun's options name another machine as the master, but no second node."""
-    master = typed.master or "localhost"
-    if typed.like_torchrun and master != "localhost" and not is_loopback(master):
+    if typed.like_torchrun and typed.master and not is_loopback(typed.master):
         warn(
-            f"{typed.program}: warning: one node needs no master: {master} is ignored; "
+            f"{typed.program}: warning: one node needs no master: {typed.master} is ignored; "
             "for more nodes, give --nnodes"
         )
 

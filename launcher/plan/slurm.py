@@ -72,7 +72,7 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
 
     nodes = environ["SLURM_JOB_NODELIST"]
     given = environ.get("MASTER_ADDR", "") if num_nodes > 1 else ""  # one node is its own master
-    if given == "localhost" or is_loopback(given):
+    if is_loopback(given):
         raise PlanError(
             f"MASTER_ADDR is {given}, which the job's other nodes cannot reach; unset it, or give "
             "the first node's address",
