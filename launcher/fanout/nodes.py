@@ -17,7 +17,6 @@ from launcher.wire.messages import Exit, Hello, Membership, Report, Sweep
 
 AT_ONCE = 8  # new connections: sshd drops some once 10 are waiting to log in
 TRIES = 4
-Connect = Callable[[str, str, Show], Connection]
 
 
 class Nodes:
@@ -27,9 +26,13 @@ class Nodes:
     """
 
     def __init__(
-        self, connections: list[Connection], connect: Connect, *, can_change: bool
+        self,
+        connections: list[Connection],  # by the node rank that each node started with
+        connect: Callable[[str, str, Show], Connection],  # by name for ssh, token and screen
+        *,
+        can_change: bool,
     ) -> None:
-        self.connections = connections  # by the node rank that each node started with
+        self.connections = connections
         self.can_change = can_change
         self._connect = connect
         self._membership: Membership | None = None  # the newest

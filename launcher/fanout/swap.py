@@ -102,7 +102,7 @@ def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:
         return plan
 
     for node, hello in zip(plan.nodes, hellos, strict=True):
-        is_elsewhere = hello is not None and hello.address != address
+        is_elsewhere = hello and hello.address != address
         if is_elsewhere and is_loopback(address):
             cause = f"{first.name}, the master, is {address}, which {node.name} cannot reach"
             raise Refused("loopback-address", f"{cause}; give the master's name on the network")

@@ -6,7 +6,6 @@ reads none of them: there, a value that we cannot use is ignored, with a warning
 reject it, because only our users set these variables for them.
 """
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from distributed.environment import LauncherError
@@ -37,12 +36,12 @@ def read_own(typed: Typed, *, is_guest: bool) -> Typed:
             is_url = "://" in given
             if not (is_guest or is_url):
                 raise
-            typed = drop(typed, [name], error)
+            typed = drop(typed, error, name)
     return replace(typed, environ={**typed.environ, **own})
 
 
-def drop(typed: Typed, names: Collection[str], error: PlanError | LauncherError) -> Typed:
-    """Return what was typed without these variables, and warn of the error in their values."""
+def drop(typed: Typed, error: PlanError | LauncherError, *names: str) -> Typed:
+    """Return what was typed without the named variables, and warn of the error in them."""
     cause = str(error).removesuffix(f" [{error.fault}]")
     warn(f"{typed.program}: warning: {cause}; ignored")
     environ = {name: value for name, value in typed.environ.items() if name not in names}

@@ -52,7 +52,7 @@ def make_plan(typed: Typed) -> Plan:
     except PlanError as error:
         if not is_guest:
             raise
-        typed = foreign.drop(typed, spares.NAMES, error)
+        typed = foreign.drop(typed, error, *spares.NAMES)
     is_by_hand = fanout == "local" and world.num_nodes > 1
     if is_by_hand:
         read_access(environ)  # raises PlanError if RUN_SECRET or HOSTS is wrong

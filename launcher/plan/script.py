@@ -139,8 +139,7 @@ def show_help(plan: Plan) -> int | None:
     if it cannot start.
     """
     is_program = plan.words[0] == "--no-python"
-    is_asked = plan.words[-1] in ("-h", "--help")
-    if is_program or not is_asked or plan.is_dry_run:
+    if is_program or plan.words[-1] not in ("-h", "--help") or plan.is_dry_run:
         return None
     warn(f"{plan.program}: shows the help of {' '.join(plan.words[:-1])}; no rank is started")
     environ = {**plan.environ, **_ALONE, "PYTHONPATH": importable.search_path(plan.environ)}

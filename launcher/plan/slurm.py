@@ -120,8 +120,7 @@ def read_step(typed: Typed) -> World | None:
     # The user wants all of the job's nodes, but srun has started this on a part of them.
     if typed.nnodes == environ.get("SLURM_JOB_NUM_NODES") and (part := _describe_part(environ)):
         raise PlanError(
-            f"{part}; start it with {_on_all_nodes(environ)}, without node numbers",
-            "wrong-world",
+            f"{part}; start it with {_on_all_nodes(environ)}, without node numbers", "wrong-world"
         )
     for name, given, variable in (
         ("NUM_NODES", typed.nnodes, "SLURM_STEP_NUM_NODES"),
