@@ -111,11 +111,11 @@ class Nodes:
         return limits.for_nodes(limits.OTHERS_S, len(self.connections))
 
     def check_deadline(self, rest_s: float) -> bool:
-        """Whether the run has neither ended nor continued in time after a node's end.
+        """Return whether the run has neither ended nor continued in time after a node's end.
 
-        False if it cannot continue without a node.
-        A call after the first end sets the deadline: DECIDE_S and `rest_s` from then. A call while
-        all current nodes are running clears it.
+        Keeps the deadline for that: a call after the first end sets it to DECIDE_S and `rest_s`
+        from then, and a call while all current nodes are running clears it. False if the run cannot
+        continue without a node.
         """
         has_end = any(node.lost or node.answer(Exit) for node in self.current)
         decide_by = time.monotonic() + limits.DECIDE_S + rest_s

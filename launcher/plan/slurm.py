@@ -60,7 +60,7 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
             "wrong-world",
         )
 
-    tasks = tasks_per_node(environ)
+    tasks = asked_tasks(environ)
     if tasks and asked not in (None, tasks):
         raise PlanError(
             f"{asked} processes per node, but the job has SLURM_TASKS_PER_NODE={tasks}; "
@@ -84,7 +84,7 @@ def read_job(environ: Environ, script: str, asked: int | None) -> World:
     return World(num_nodes, master, nproc=nproc, hosts=nodes, job=environ["SLURM_JOB_ID"])
 
 
-def tasks_per_node(environ: Environ) -> int | None:
+def asked_tasks(environ: Environ) -> int | None:
     """Return the number of tasks per node that the user asked for, if it is more than one.
 
     Otherwise None: one task on each node is what the node agents need anyway. Raises PlanError if
@@ -201,13 +201,13 @@ def job_command(environ: Environ, script: str | None, typed: Words) -> list[str]
     `script` is a batch script of this project; None if another script was typed. Outside a job,
     that is sbatch without a size. In a job, asks SLURM for what was requested; without an answer,
     such options are missing. Empty if SLURM does not say which file is the job's batch script.
-    Raises PlanError or LauncherError (see tasks_per_node).
+    Raises PlanError or LauncherError (see asked_tasks).
     """
     if not environ.get("SLURM_JOB_ID"):
         return ["sbatch", script or typed[0], *typed[1:]]
 
     words = [f"--nodes={environ['SLURM_JOB_NUM_NODES']}"]
-    if tasks := tasks_per_node(environ):
+    if tasks := asked_tasks(environ):
         words.append(f"--ntasks-per-node={tasks}")
 
     record = ask_scontrol("job", job_id(environ))
