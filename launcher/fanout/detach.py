@@ -31,11 +31,10 @@ from launcher.text import PlanError, open_own, print_row, short_host_name
 def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
     """Continue in a child. Returns a function that redirects the child's output to the run's log.
 
-    Only the child returns; it has a new session, and its sys.stderr also keeps a copy. Until the
-    child calls the function, this process stays on the terminal and forwards signals to the child.
-    It exits with the child's code if the child exits first. Otherwise it prints the commands that
-    follow, show and stop the run, and exits with 0. `script` is as typed, for these commands.
-    Raises PlanError if the run has no id yet.
+    Only the child returns; it has a new session, and its sys.stderr also keeps a copy. The parent
+    stays on the terminal and forwards signals. When the child calls the function, the parent prints
+    commands for the run, with `script` as it was typed, and exits with 0. If the child exits first,
+    the parent exits with the child's code. Raises PlanError if the run has no id yet.
     """
     if not plan.run_id:
         raise PlanError(
