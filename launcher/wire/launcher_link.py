@@ -14,6 +14,7 @@ LAUNCH_TOKEN, followed by the node if the launcher uses ssh.
 import contextlib
 import io
 import os
+import re
 import time
 from typing import Any
 
@@ -79,6 +80,7 @@ class Answers:
 
     def __init__(self, token: str) -> None:
         self._mark = f"{BEGIN}{token}.".encode()
+        self._pattern = re.compile(re.escape(self._mark) + rb"(.*)\n")
         self._begun: dict[int, bytes] = {}  # incomplete messages, by node
         self._text = b""  # what may be the beginning of a message
 
@@ -90,22 +92,30 @@ class Answers:
         text = self._text + data
         output = []
         told = []
-        while (at := text.find(self._mark)) >= 0 and (end := text.find(b"\n", at)) >= 0:
+        at = 0
+        for line in self._pattern.finditer(text):
             try:
-                told.append(self._read_message(text[at + len(self._mark) : end]))
-                output.append(text[:at])
+                told.append(self._read_message(line[1]))
+                output.append(text[at : line.start()])
             except MessageError:
-                output.append(text[: end + 1])
-            text = text[end + 1 :]
+                output.append(text[at : line.end()])
+            at = line.end()
 
-        # Keep what may be the beginning of a message: a whole mark, or the start of one at the end.
-        begin = at if at >= 0 else text.rfind(self._mark[:1])
-        is_begun = begin >= 0 and self._mark.startswith(text[begin : begin + len(self._mark)])
-        if not is_begun or not data or len(text) - begin > LONGEST_MESSAGE:
-            begin = len(text)
+        rest = text[at:]
+        begin = self._find_begun(rest) if data else len(rest)
+        self._text = rest[begin:]
+        return b"".join([*output, rest[:begin]]), told
 
-        self._text = text[begin:]
-        return b"".join([*output, text[:begin]]), told
+    def _find_begun(self, text: bytes) -> int:
+        """Return where an incomplete message may begin; the length of the text if nowhere.
+
+        Its mark may be incomplete, too.
+        """
+        begin = text.find(self._mark)
+        if begin < 0:
+            begin = text.rfind(self._mark[:1])
+        is_mark = begin >= 0 and self._mark.startswith(text[begin : begin + len(self._mark)])
+        return begin if is_mark and len(text) - begin <= LONGEST_MESSAGE else len(text)
 
     def _read_message(self, line: bytes) -> tuple[int, Any]:
         """Return the node, and its message; None if that is incomplete, or a sign of life.

@@ -64,8 +64,8 @@ def gather(
 ) -> dict[int, tuple[Link, Member]]:
     """Wait for nodes. Returns those that arrive in time, by node id, with their open links.
 
-    A node that is not awaited, or that `admit` rejects, is turned away: its link is closed. Raises
-    Refused if a node reports that the run cannot start.
+    Closes the link of a node that is not awaited, or that `admit` rejects. Raises Refused if a node
+    reports that the run cannot start.
     """
     here: dict[int, tuple[Link, Member]] = {}
     missing = {*awaited}
@@ -73,22 +73,34 @@ def gather(
         wait.report_missing(missing)
         for connection, received in acceptor.wait(min(wait.left_s, limits.CHECKIN_AGAIN_S)):
             link = Link(connection, received)
-            report = link.wait(wait.deadline)
-            if isinstance(report, Refusal):
-                raise Refused(report.fault, report.message)
-
-            if isinstance(report, NodeReport):  # otherwise it is none of the run's nodes
-                if report.node_rank < 0:  # the next free one
-                    report = replace(report, node_rank=min(missing, default=0))
-                node_id = report.node_rank
-                if admit(link, report) and node_id in missing:
-                    missing.remove(node_id)
-                    address = address_of(connection.getpeername)
-                    port = report.failover_port
-                    here[node_id] = link, Member(node_id, report.host, report.nproc, address, port)
-                    continue
-            link.close()
+            report = _receive_report(link, missing, wait.deadline)
+            if report and admit(link, report) and report.node_rank in missing:
+                missing.remove(report.node_rank)
+                here[report.node_rank] = link, _member_of(report, connection)
+            else:
+                link.close()
     return dict(sorted(here.items()))
+
+
+def _receive_report(link: Link, missing: set[int], deadline: float) -> NodeReport | None:
+    """Return a node's report; None if the other end is none of the run's nodes.
+
+    A node without a node rank gets the lowest missing one. Raises Refused if it reports that the
+    run cannot start.
+    """
+    report = link.wait(deadline)
+    if isinstance(report, Refusal):
+        raise Refused(report.fault, report.message)
+    if not isinstance(report, NodeReport):
+        return None
+    if report.node_rank >= 0:
+        return report
+    return replace(report, node_rank=min(missing, default=0))  # node rank 0 is never missing
+
+
+def _member_of(report: NodeReport, connection: socket.socket) -> Member:
+    address = address_of(connection.getpeername)
+    return Member(report.node_rank, report.host, report.nproc, address, report.failover_port)
 
 
 def address_of(end: Callable[[], Any]) -> str:
@@ -124,9 +136,10 @@ def try_pairs(
 ) -> list[tuple[int, Fault]]:
     """On node rank 0, have each pair of nodes test its link. Returns the faults, with node ids.
 
-    Waits for about `within_s + more_s` seconds at most; a node that does not answer has no fault.
-    In a large run, each node tests only its neighbours: a port where nobody accepts has room for
-    128 connections in older kernels. If `within_s` is 0, the others try only node rank 0.
+    `first` is node rank 0, `here` the others with their links; `file` is for them to look for (see
+    PairTest). Waits for about `within_s + more_s` seconds at most; a node that does not answer has
+    no fault. In a large run, each node tests only its neighbours: a port where nobody accepts has
+    room for 128 connections in older kernels. If `within_s` is 0, the others try only node rank 0.
     """
     until = own_time.now() + within_s
     with open_failover_port(first.address) as listener:
@@ -168,9 +181,9 @@ def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator
     failed: dict[tuple[str, str], list[str]] = {}  # by fault and reason
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = pool.map(lambda other: _try_member(other, deadline), others)
-        for other, (fault, why) in zip(others, found, strict=True):
-            if why:
-                failed.setdefault((fault, why), []).append(str(other))
+        for other, reason in zip(others, found, strict=True):
+            if reason:
+                failed.setdefault(reason, []).append(str(other))
     for (fault, why), names in failed.items():
         yield Fault(fault, f"cannot reach {shorten(names)} ({why})", CURES[fault])
 
@@ -181,8 +194,8 @@ def shorten(names: Sequence[str]) -> str:
     return f"{', '.join(names[:SHOWN])}{more}"
 
 
-def _try_member(other: Member, deadline: float) -> tuple[str, str]:
-    """Return a fault and why a member cannot be reached; the reason is empty if none was found.
+def _try_member(other: Member, deadline: float) -> tuple[str, str] | None:
+    """Send test data to a member. Returns the fault and why the data does not arrive, or None.
 
     Immediate errors are retried, because a network that has just recovered has no route at first.
     """
@@ -197,14 +210,15 @@ def _try_member(other: Member, deadline: float) -> tuple[str, str]:
                 with contextlib.suppress(TimeoutError):  # find_loss() tells why
                     connection.sendall(bytes(PASSED))
                 pass_s = max(end - time.monotonic(), limits.PAIR_PASS_S)
-                return "mtu-too-large", find_loss(connection, pass_s)
+                loss = find_loss(connection, pass_s)
+                return ("mtu-too-large", loss) if loss else None
         except TimeoutError:
             why = why or f"no answer in {limits.GREETING_S:.0f} s"
             break
         except OSError as error:
             why = error.strerror or str(error)
             time.sleep(min(limits.PAIR_AGAIN_S, left_s))
-    return "port-blocked", why
+    return ("port-blocked", why) if why else None
 
 
 def find_loss(connection: socket.socket, within_s: float) -> str:
