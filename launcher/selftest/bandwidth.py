@@ -89,9 +89,9 @@ def measure(names: Sequence[str], seconds: float) -> Iterator[Measured]:
 
             part = torch.zeros(max(1, size // 4 // ranks), device=device())  # float32
             whole = torch.zeros(part.numel() * ranks, device=device())
-            once = call_seconds(call, whole, part, 2)  # the first call is slower
+            once = time_call(call, whole, part, 2)  # the first call is slower
             repeats = max(LEAST, min(1000, int(share_s / once)))
-            took = call_seconds(call, whole, part, repeats)
+            took = time_call(call, whole, part, repeats)
             algbw = whole.nbytes / took
             measured.append(Measured(name, size, took, algbw, algbw * factor(ranks)))
             yield measured[-1]
@@ -109,7 +109,7 @@ def _expected_s(measured: Sequence[Measured], size: int) -> float:
     return last.seconds + max(0.0, per_byte) * (size - last.num_bytes)
 
 
-def call_seconds(call: Call, whole: Tensor, part: Tensor, repeats: int) -> float:
+def time_call(call: Call, whole: Tensor, part: Tensor, repeats: int) -> float:
     """Return the seconds of one call, averaged over `repeats`, on the slowest rank.
 
     All ranks call this.

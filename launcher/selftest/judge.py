@@ -67,10 +67,11 @@ def find_slow_links(
 ) -> tuple[Links, dict[int, float], dict[Pair, float]]:
     """Return the links, the slow nodes and the slow pairs, each with the usual bandwidth.
 
-    `measure` measures some pairs, round by round. What seems slow (of a node, its best link) is
-    measured again alone, the slowest first. If half of those are fast then, it was the company of
-    other pairs that made them seem slow, and all that seemed less slow are cleared with them.
-    As with ranks, the best measurement counts.
+    1. `measure` measures all `rounds`; each round has pairs that are measured at the same time.
+    2. Each link that seems slow (of a slow node, its best link) is measured again by itself, the
+       slowest first, up to MOST_AGAIN in one look. The best measurement of a link counts.
+    3. If at least half of those are fast then, other pairs had slowed them down. Links that seemed
+       less slow, and were not measured again, are no longer suspects either.
     """
     best = dict(measure(rounds))
     nodes = slow_nodes(best)

@@ -43,7 +43,7 @@ class Check:
 def run_checks(rank: int, ranks: int) -> Iterator[Check]:
     """Yield every check; all ranks iterate together."""
     for dtype in torch.float32, torch.bfloat16:
-        yield from _collectives(rank, ranks, dtype)
+        yield from _check_collectives(rank, ranks, dtype)
 
     store = default_store()  # counts without a collective
     store.add("selftest/entered", 1)
@@ -51,42 +51,47 @@ def run_checks(rank: int, ranks: int) -> Iterator[Check]:
     entered = store.add("selftest/entered", 0)
     yield Check("barrier", torch.tensor(entered), torch.tensor(ranks))
 
-    yield _ddp_step(rank, ranks)
+    yield _check_ddp_step(rank, ranks)
 
 
-def _collectives(rank: int, ranks: int, dtype: torch.dtype) -> Iterator[Check]:
+def _check_collectives(rank: int, ranks: int, dtype: torch.dtype) -> Iterator[Check]:
     """Yield the checks of the collectives. Rank r contributes the number r % 4 + 1 to each.
 
     Only rank 0 has the result of the reduce.
     """
-    every = torch.arange(ranks, device=device()).remainder(4).add(1).to(dtype)  # each rank's number
-    mine = every[rank].repeat(NUMBERS)
+    numbers = torch.arange(ranks, device=device()).remainder(4).add(1).to(dtype)
+    mine = numbers[rank].repeat(NUMBERS)
     ones = torch.ones_like(mine)
     last = ranks - 1
 
-    dist.all_reduce(total := mine.clone())
-    yield Check("all-reduce sum", total, ones * every.sum())
-    dist.all_reduce(largest := mine.clone(), dist.ReduceOp.MAX)
-    yield Check("all-reduce max", largest, ones * every.max())
-    dist.reduce(reduced := mine.clone(), dst=0)
+    total = mine.clone()
+    dist.all_reduce(total)
+    yield Check("all-reduce sum", total, ones * numbers.sum())
+    largest = mine.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    yield Check("all-reduce max", largest, ones * numbers.max())
+    reduced = mine.clone()
+    dist.reduce(reduced, dst=0)
     if rank == 0:
-        yield Check("reduce", reduced, ones * every.sum())
+        yield Check("reduce", reduced, ones * numbers.sum())
 
-    dist.broadcast(given := mine.clone(), src=last)
-    yield Check("broadcast", given, ones * every[last])
+    given = mine.clone()
+    dist.broadcast(given, src=last)
+    yield Check("broadcast", given, ones * numbers[last])
     gathered = [torch.empty_like(mine) for _ in range(ranks)]
     dist.all_gather(gathered, mine)
-    yield Check("all-gather", torch.stack(gathered), every[:, None].expand(ranks, NUMBERS))
+    yield Check("all-gather", torch.stack(gathered), numbers[:, None].expand(ranks, NUMBERS))
     shard = torch.empty(1, dtype=dtype, device=device())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # older torch lacks its new name
-        dist.reduce_scatter_tensor(shard, every * mine[0])
-    yield Check("reduce-scatter", shard, every[rank : rank + 1] * every.sum())
+        dist.reduce_scatter_tensor(shard, numbers * mine[0])
+    yield Check("reduce-scatter", shard, numbers[rank : rank + 1] * numbers.sum())
 
-    dist.all_to_all_single(exchanged := torch.empty_like(every), every * mine[0])
-    yield Check("all-to-all", exchanged, every[rank] * every)
+    exchanged = torch.empty_like(numbers)
+    dist.all_to_all_single(exchanged, numbers * mine[0])
+    yield Check("all-to-all", exchanged, numbers[rank] * numbers)
     if ranks > 1:
-        yield Check("ring of send and receive", _ring(mine, rank, ranks), ones * every[rank - 1])
+        yield Check("ring of send and receive", _ring(mine, rank, ranks), ones * numbers[rank - 1])
 
 
 def _ring(mine: Tensor, rank: int, ranks: int) -> Tensor:
@@ -99,7 +104,7 @@ def _ring(mine: Tensor, rank: int, ranks: int) -> Tensor:
     return received
 
 
-def _ddp_step(rank: int, ranks: int) -> Check:
+def _check_ddp_step(rank: int, ranks: int) -> Check:
     """Compare a DDP model's gradient with the average over all batches, computed on this rank.
 
     Seeds torch's generator, so that all ranks have the same model and batches.

@@ -88,29 +88,25 @@ def _measure_pair(
         peer = nodes[target if me == source else source]
         try:
             if me == source:
-                yield Link(way, *_send(peer.rank, seconds / 2))
+                yield Link(way, *_measure_way(peer.rank, seconds / 2))
             else:
-                _receive(peer.rank)
+                _answer_transfers(peer.rank)
         except RuntimeError as error:
             names = f"{nodes[source].host} to {nodes[target].host}"
             cause = f"no data from {names} within {limits.TRANSFER_S:g} s"
             raise barrier.give_up(Fault("slow-link", cause)) from error
 
 
-def _send(peer: int, seconds: float) -> tuple[float, float]:
-    """Make ever larger transfers for `seconds`. Returns bytes/s of the largest, and the latency.
+def _measure_way(peer: int, seconds: float) -> tuple[float, float]:
+    """Return the bytes/s to a peer, and the latency in s, measured for `seconds`.
 
-    Only the largest count, because a rate limit on a link lets short bursts pass. Raises
-    RuntimeError if a transfer takes longer than TRANSFER_S.
+    Makes larger and larger transfers. Only the largest count, because a rate limit on a link lets
+    short bursts pass. Raises RuntimeError if a transfer takes longer than TRANSFER_S.
     """
     word = torch.zeros(1, dtype=torch.int64, device=device())
     deadline = time.monotonic() + seconds
-    last_ping = deadline - _DATA_SHARE * seconds
-    pings = list[float]()
-    while not pings or (len(pings) < _MOST_PINGS and time.monotonic() < last_ping):
-        pings.append(_time_transfer(peer, word.fill_(_PING), None))
+    latency = _measure_latency(peer, word, deadline - _DATA_SHARE * seconds)
 
-    latency = min(pings) / 2
     size = SMALLEST
     took = []  # seconds of each transfer of this size
     while True:
@@ -128,6 +124,14 @@ def _send(peer: int, seconds: float) -> tuple[float, float]:
     return size / statistics.median(took), latency
 
 
+def _measure_latency(peer: int, word: Tensor, until: float) -> float:
+    """Return half the time of the fastest ping, in s. Sends one, and more until `until`."""
+    pings = list[float]()
+    while not pings or (len(pings) < _MOST_PINGS and time.monotonic() < until):
+        pings.append(_time_transfer(peer, word.fill_(_PING), None))
+    return min(pings) / 2
+
+
 def _time_transfer(peer: int, size: Tensor, data: Tensor | None) -> float:
     """Return the seconds from the announcement of some data to the reply that it has arrived."""
     start = time.perf_counter()
@@ -138,8 +142,11 @@ def _time_transfer(peer: int, size: Tensor, data: Tensor | None) -> float:
     return time.perf_counter() - start
 
 
-def _receive(peer: int) -> None:
-    """Take part in the transfers of a peer's _send(). Raises RuntimeError as that does."""
+def _answer_transfers(peer: int) -> None:
+    """Take part in the transfers of a peer's _measure_way(), until it ends them.
+
+    Raises RuntimeError if a transfer takes longer than TRANSFER_S.
+    """
     size = torch.zeros(1, dtype=torch.int64, device=device())
     while True:
         _transfer(size, peer, is_sending=False)

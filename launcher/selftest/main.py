@@ -51,7 +51,7 @@ class Test:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the whole test on this rank, print the verdict, and write the JSON file.
+    """Run the whole test on this rank; on rank 0, print the verdict and write the JSON file.
 
     Returns 0, also on other ranks after FAIL. Raises Leave on rank 0 after FAIL, and OSError or
     ValueError if the ranks cannot join or the JSON file cannot be written.
@@ -61,8 +61,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json and env.is_main:
         Path(options.json).touch()  # fail now, not at the end
     if env.world_size == 1:  # init_distributed() has made no process group
-        backend, own = ("nccl", device()) if device().type == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=own)
+        gpu = device() if device().type == "cuda" else None
+        backend = "nccl" if gpu else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=gpu)
 
     test = Test(env, options, Barrier(default_store(), "all", env.world_size))
     findings = test.findings
@@ -99,8 +100,7 @@ def measure_all(test: Test) -> int:
     is_basic = test.options.test == "basic"
 
     model = f"{device()} {torch.cuda.get_device_name()}" if device().type == "cuda" else "cpu"
-    host = socket.gethostname()
-    mine = Member(host, env.node_rank, env.local_rank, model, torch.__version__)
+    mine = Member(socket.gethostname(), env.node_rank, env.local_rank, model, torch.__version__)
     test.gather_members(mine)
     nodes = [
         Node(member.host, rank)
@@ -111,19 +111,12 @@ def measure_all(test: Test) -> int:
 
     if not is_basic:
         if len(nodes) > 1:
-            started = time.monotonic()
             measure_links(test, nodes)
-            findings.links_s = time.monotonic() - started
-
         kinds = [member.kind for member in findings.members]
         speeds, findings.slow_ranks = judge.find_slow_ranks(partial(compute_together, test), kinds)
         mine = replace(mine, speed=speeds[env.rank])
 
-    checks = [*known_answers.run_checks(env.rank, env.world_size)]
-    here = f"rank {env.rank} ({host})"
-    faults = [Fault("wrong-result", error) for check in checks if (error := check.find_error(here))]
-    test.gather_members(replace(mine, faults=faults))
-
+    num_checks = check_answers(test, mine) + 1  # and that of torch's versions
     print_main(*report.show_members(findings.members), sep="\n")
     if linked := findings.links.values():
         print_main(
@@ -134,7 +127,20 @@ def measure_all(test: Test) -> int:
     is_right = not any(member.faults for member in findings.members)
     if not is_basic and env.world_size > 1 and is_right:
         measure_collectives(test)
-    return len(checks) + 1  # and that of torch's versions
+    return num_checks
+
+
+def check_answers(test: Test, mine: Member) -> int:
+    """Check operations with known answers, and gather all members with their faults.
+
+    All ranks call this; `mine` is this rank, without faults. Returns the number of checks.
+    """
+    rank = test.env.rank
+    here = f"rank {rank} ({mine.host})"
+    checks = [*known_answers.run_checks(rank, test.env.world_size)]
+    faults = [Fault("wrong-result", error) for check in checks if (error := check.find_error(here))]
+    test.gather_members(replace(mine, faults=faults))
+    return len(checks)
 
 
 def measure_collectives(test: Test) -> None:
@@ -155,12 +161,13 @@ def measure_collectives(test: Test) -> None:
 def measure_links(test: Test, nodes: Sequence[Node]) -> None:
     """Measure pairs of nodes; then measure each pair that seems slow again, by itself.
 
-    All ranks call this.
+    All ranks call this. The results are in `test.findings`.
     """
+    started = time.monotonic()
     findings = test.findings
     leaders = Barrier(default_store(), "leaders", len(nodes))
-    # This node's number; None if another rank measures for it.
-    me = {node.rank: number for number, node in enumerate(nodes)}.get(test.env.rank)
+    numbers = {node.rank: number for number, node in enumerate(nodes)}
+    me = numbers.get(test.env.rank)  # None: another rank measures for this node
     # If there are many rounds, each is shorter, to limit the total time.
     seconds = max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (len(nodes) - 1)))
     seconds /= 2 if test.options.quick else 1
@@ -177,6 +184,7 @@ def measure_links(test: Test, nodes: Sequence[Node]) -> None:
     findings.links, findings.slow_nodes, findings.slow_pairs = judge.find_slow_links(
         measure, links.rounds(len(nodes))
     )
+    findings.links_s = time.monotonic() - started
 
 
 def compute_together(test: Test) -> list[float]:

@@ -54,7 +54,7 @@ class Findings:
 
     def faults(self) -> list[Fault]:
         """Return all faults. The first is shown in the verdict, the others above it."""
-        return [*self._versions(), *self._wrong_results(), *self._ranks(), *self._links()]
+        return [*self._versions(), *self._wrong_results(), *self._slow_ranks(), *self._slow_links()]
 
     def excluded(self) -> list[str]:
         """Return the hosts to exclude, by node rank."""
@@ -62,6 +62,7 @@ class Findings:
         return [host for host in self.hosts if host in named]
 
     def _versions(self) -> Iterator[Fault]:
+        """Yield a fault if the ranks have different versions of torch."""
         versions = {member.version: member.host for member in self.members}
         if len(versions) > 1:
             cause = ", ".join(f"torch {version} on {host}" for version, host in versions.items())
@@ -74,7 +75,7 @@ class Findings:
             for fault in member.faults:
                 yield fault if is_everywhere else replace(fault, host=member.host)
 
-    def _links(self) -> Iterator[Fault]:
+    def _slow_links(self) -> Iterator[Fault]:
         """Yield the slow nodes, and the slow links of other nodes that have no slow rank."""
         best = best_links(self.links)
         for node, usual in self.slow_nodes.items():
@@ -92,7 +93,7 @@ class Findings:
             # Either end may be the cause. Exclude the later one: node rank 0 stays.
             yield Fault("slow-link", cause, self.hosts[max(source, target)])
 
-    def _ranks(self) -> Iterator[Fault]:
+    def _slow_ranks(self) -> Iterator[Fault]:
         for rank, times in self.slow_ranks.items():
             host = self.members[rank].host
             cause = f"rank {rank} ({host}) takes {times:.2f} times as long to compute as others"
