@@ -32,7 +32,7 @@ def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec
     if plan.has_transcript and not plan.is_dry_run and not plan.is_detached:
         transcript.copy_output_to(transcript.new_file(plan))
     report = check_here(plan)
-    outcome = compare.judge([report])
+    outcome = compare.combine([report])
     is_refused = compare.print_findings(
         outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr
     )

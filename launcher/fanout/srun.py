@@ -95,11 +95,11 @@ def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
     is refused. Raises Refused if a node does not answer, and no spare can replace it.
     """
     reports = ask_nodes(plan)
-    outcome = compare.judge(reports)
+    outcome = compare.combine(reports)
     if any(found.fault.name == "port-blocked" for found in outcome.findings):
         # A slow prolog or image may have made a node late, after the others had stopped waiting.
         reports = ask_nodes(plan)
-        outcome = compare.judge(reports)
+        outcome = compare.combine(reports)
 
     is_refused = compare.print_findings(
         outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr

@@ -18,7 +18,7 @@ from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTe
 from launcher.wire.node_link import Link
 
 
-def receive_others(
+def host_meeting(
     listener: socket.socket,
     me: Member,
     access: Access,
@@ -26,7 +26,7 @@ def receive_others(
     folder: Path | None,
     wait: Wait,
 ) -> list[Fault]:
-    """On node rank 0, wait for `number` nodes; if all arrive, have each pair test its link.
+    """On node rank 0, meet `number` other nodes; if all arrive, have each pair test its link.
 
     If a `folder` is given, makes a temporary file there, for which the others look. Returns faults
     for the nodes that node rank 0 cannot reach. Closes the listener.
@@ -50,42 +50,50 @@ def receive_others(
     return [fault for node_id, fault in faults if node_id == me.node_id]  # others report theirs
 
 
-def visit_master(
+def join_meeting(
     address: str, port: int, me: NodeReport, secret: bytes, wait: Wait
 ) -> tuple[list[Fault], list[str]]:
-    """On any other node, connect to node rank 0, compare the clocks and the folder, and try links.
+    """On another node, meet node rank 0: compare the clocks and the folder, and test the links.
 
     Returns the faults, and the names of the checks that were made. Both are empty if node rank 0,
     or another check here, reports why the nodes cannot meet.
     """
     try:
         master = Link(_reach(address, port, secret, wait))
-    except socket.gaierror:
-        return [], []  # check_master reports it
     except OSError as error:
-        # No answer to the connection, or none to the handshake, which raises NotAccepted from it.
-        is_silent = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
-        if not is_silent and isinstance(error, NotAccepted | WrongSecret):
-            return [], []  # another program has the port, which node rank 0 reports
-        why = f"no answer in {limits.GREETING_S:g} s" if is_silent else error.strerror or error
-        cause = f"cannot reach {address}:{port} ({why})"
-        return [Fault("port-blocked", cause, "open the port in the firewall")], []
+        return [*_explain_unreached(error, f"{address}:{port}")], []
 
     with contextlib.closing(master), meeting.introduce(master, me):
         test = master.wait(wait.deadline + 1)
         if not isinstance(test, PairTest):
             return [], ["port"]
 
-        done = ["port", "clock", *(["folder"] if test.file else []), "other port"]
-        done += ["pairs"] if len(test.members) > 1 else []
-        differences = [*_compare(test)]
+        done = ["port", "clock", "other port"]
+        if test.file:
+            done.append("folder")
+        if len(test.members) > 1:
+            done.append("pairs")
+        differences = [*_compare_with_master(test)]
         unreached = [*meeting.try_members(test.members, me.node_rank, wait.left_s)]
         master.send(PairResult(unreached))
         master.wait(wait.deadline + 1)  # until all others have tried this node's port
         return [*differences, *unreached], done
 
 
-def _compare(test: PairTest) -> Iterator[Fault]:
+def _explain_unreached(error: OSError, where: str) -> Iterator[Fault]:
+    """Yield why node rank 0 cannot be reached, unless another check reports the reason."""
+    # No answer to the connection, or none to the handshake, which raises NotAccepted from it.
+    is_silent = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
+    if isinstance(error, socket.gaierror):  # check_master reports it
+        return
+    if isinstance(error, NotAccepted | WrongSecret) and not is_silent:
+        return  # another program has the port, which node rank 0 reports
+    why = f"no answer in {limits.GREETING_S:g} s" if is_silent else error.strerror or error
+    cause = f"cannot reach {where} ({why})"
+    yield Fault("port-blocked", cause, "open the port in the firewall")
+
+
+def _compare_with_master(test: PairTest) -> Iterator[Fault]:
     """Yield what differs between node rank 0 and this node."""
     skew = time.time() - test.time
     if abs(skew) > limits.SKEW_S:
@@ -104,13 +112,17 @@ def _reach(address: str, port: int, secret: bytes, wait: Wait) -> socket.socket:
 
     Raises OSError if it cannot be reached in time; WrongSecret and NotAccepted are among them.
     """
-    soon = own_time.now() + limits.GREETING_S  # for a network that has just come back
-    until = {errno.EHOSTUNREACH: soon, errno.ENETUNREACH: soon}
-    until |= {errno.ECONNREFUSED: wait.deadline, errno.ECONNRESET: wait.deadline}  # not open yet
+    soon = own_time.now() + limits.GREETING_S
     while True:
         try:
             return connect(address, port, secret, limits.GREETING_S)
         except OSError as error:
-            if own_time.now() > until.get(error.errno or 0, 0):  # other errors are final
+            if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET):  # the port is not open yet
+                until = wait.deadline
+            elif error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):  # a network comes back
+                until = soon
+            else:
+                raise
+            if own_time.now() > until:
                 raise
             time.sleep(2 * limits.POLL_S)

@@ -40,9 +40,10 @@ def check_node(request: Request, environ: Environ) -> Report:
     with ThreadPoolExecutor(1) as beside:
         visit = beside.submit(_meet, request, port, listener, environ)
         machine = _look_at_machine(request, environ, port, port_error)
-        faults = [*_check(machine)] if request.has_checks else []
-        # check_gpus() reports it otherwise. Here, it matters only if no number of ranks is known.
-        if machine.nproc == 0 and machine.gpu_error and not request.has_checks:
+        faults = list[Fault]()
+        if request.has_checks:
+            faults = [*_check(machine)]
+        elif machine.gpu_error and machine.nproc == 0:  # the plan needs the number of ranks
             faults = [Fault("gpu-unhealthy", machine.gpu_error, "give the number of processes")]
         files = must_match.hash_files(request.words, request.directory) if is_compared else {}
 
@@ -99,7 +100,7 @@ def _meet(
     access = read_access(environ)
     if not listener:
         me = NodeReport(request.node_rank, request.num_nodes, 1, host, request.run_id)
-        return between_nodes.visit_master(address, port, me, access.secret, wait)
+        return between_nodes.join_meeting(address, port, me, access.secret, wait)
 
     # A SLURM job may restart on other nodes. Outside SLURM, full checkpoints are only for node
     # rank 0, and the ranks themselves check the folder of sharded ones.
@@ -108,7 +109,7 @@ def _meet(
         folder = request.directory / request.checkpoint_dir
     first = Member(0, host, 1, address)
     others = request.meeting_size - 1
-    return between_nodes.receive_others(listener, first, access, others, folder, wait), ()
+    return between_nodes.host_meeting(listener, first, access, others, folder, wait), ()
 
 
 def _look_at_machine(request: Request, environ: Environ, port: int, port_error: int) -> Machine:
@@ -124,12 +125,15 @@ def _look_at_machine(request: Request, environ: Environ, port: int, port_error: 
         gpus = ()
         gpu_error = str(error)
 
-    given = environ.get("SLURM_GPUS_ON_NODE", "")
-    nproc = request.nproc or len(gpus) or int(given.isdecimal() and given)  # int(False) is 0
-    nproc = nproc or (0 if gpu_error else request.cpu_nproc)
+    nproc = request.nproc or len(gpus)
+    slurms_gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+    if nproc == 0 and slurms_gpus.isdecimal():
+        nproc = int(slurms_gpus)
+    if nproc == 0 and not gpu_error:
+        nproc = request.cpu_nproc
 
     return Machine(
-        **vars(replace(request, nproc=nproc, port=port)),
+        **vars(replace(request, nproc=nproc, port=port)),  # a Machine extends a Request
         port_error=port_error,
         gpus=gpus,
         gpu_error=gpu_error,

@@ -116,29 +116,28 @@ def check_build(machine: Machine) -> Iterator[Fault]:
     """The GPUs can be used: torch is built for them, and their driver is new enough."""
     torch = must_match.read_torch()
     if torch.get("hip"):
-        yield from _contradictions(machine.environ)
+        yield from _check_rocm_variables(machine.environ)
         return
     if not machine.gpus or machine.backend == "gloo":
         return
 
     cuda = torch.get("cuda")
     driver = machine.gpus[0].driver
-    cure = "or set BACKEND=gloo"
     if torch and not cuda:
         cause = f"{count(len(machine.gpus), 'GPU')} here, but torch {torch['__version__']} is built"
-        cure = f"install torch with CUDA, {cure} to train on the CPU"
+        cure = "install torch with CUDA, or set BACKEND=gloo to train on the CPU"
         yield Fault("torch-without-gpu", f"{cause} without CUDA", cure)
     elif cuda and driver:
         major = int(cuda.partition(".")[0])
         least = FIRST_DRIVER.get(major, 0)
         if int(driver.partition(".")[0]) < least and newest_cuda() < 1000 * major:
             cause = f"GPU driver {driver} is too old for torch's CUDA {cuda}"
-            cure = f"have {least} or newer installed, or install torch for an older CUDA, {cure}"
-            yield Fault("torch-without-gpu", cause, cure)
+            cure = f"have {least} or newer installed, or install torch for an older CUDA"
+            yield Fault("torch-without-gpu", cause, f"{cure}, or set BACKEND=gloo")
 
 
-def _contradictions(environ: Environ) -> Iterator[Fault]:
-    """ROCm's variables choose the same GPUs, and only visible ones."""
+def _check_rocm_variables(environ: Environ) -> Iterator[Fault]:
+    """HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES choose the same GPUs, of those ROCm shows."""
     shown = environ.get("ROCR_VISIBLE_DEVICES")
     by_hip = environ.get("HIP_VISIBLE_DEVICES")
     by_cuda = environ.get("CUDA_VISIBLE_DEVICES")
@@ -146,11 +145,8 @@ def _contradictions(environ: Environ) -> Iterator[Fault]:
         cause = f"HIP_VISIBLE_DEVICES={by_hip} but CUDA_VISIBLE_DEVICES={by_cuda}"
         yield Fault("visible-devices", cause, "unset one of them")
 
-    name = "HIP_VISIBLE_DEVICES"
-    wanted = by_hip
-    if wanted is None:
-        name = "CUDA_VISIBLE_DEVICES"
-        wanted = by_cuda
+    name = "CUDA_VISIBLE_DEVICES" if by_hip is None else "HIP_VISIBLE_DEVICES"
+    wanted = environ.get(name)
     numbers = [int(word) for word in (wanted or "").split(",") if word.isdecimal()]
     if shown is None or not numbers:
         return
@@ -166,10 +162,11 @@ def check_cpus(machine: Machine) -> Iterator[Fault]:
     """Each rank, and each of its data workers, has its own CPU."""
     wanted = machine.nproc * (1 + machine.num_workers)
     if 0 < machine.cpus < wanted:
-        workers = f", each with {count(machine.num_workers, 'data worker')}"
         cause = f"{count(machine.cpus, 'CPU')} for {count(machine.nproc, 'rank')}"
-        cause += workers if machine.num_workers else ""
-        cause += " (by a quota)" if machine.cpus < len(os.sched_getaffinity(0)) else ""
+        if machine.num_workers:
+            cause += f", each with {count(machine.num_workers, 'data worker')}"
+        if machine.cpus < len(os.sched_getaffinity(0)):
+            cause += " (by a quota)"
         cure = f"request {wanted} CPUs per node (SLURM: --cpus-per-gpu, per GPU), or start fewer"
         yield warning("few-cpus", cause, cure)
 
@@ -177,7 +174,6 @@ def check_cpus(machine: Machine) -> Iterator[Fault]:
 def check_master(machine: Machine) -> Iterator[Fault]:
     """The master's name leads to node rank 0, also from other nodes, and its port is free here."""
     name = machine.master_addr
-    port = machine.port
     addresses = []
     try:
         addresses = [str(address[0]) for *_, address in socket.getaddrinfo(name, None)]
@@ -203,17 +199,21 @@ def check_master(machine: Machine) -> Iterator[Fault]:
         cause = f"the master's address {addresses[0]} does not belong to this node (node rank 0)"
         cure = "set MASTER_ADDR to an address of this node; behind NAT or a service, ignore this"
         yield warning("no-such-interface", cause, cure)
+    yield from _check_port(machine)
 
+
+def _check_port(machine: Machine) -> Iterator[Fault]:
+    """This node can listen on the master's port."""
     if machine.port_error == errno.EADDRINUSE:
-        holder = find_holder(port)
+        holder = find_holder(machine.port)
         if f" --rdzv-id {machine.run_id} " in holder:
             cause = f"run {machine.run_id} is live: its node agent is running here"
             yield Fault("run-is-live", cause, "wait until it ends, or choose another RUN_ID")
-            return
-        cause = f"port {port} is taken{holder[:120]}"
-        yield Fault("port-in-use", cause, "end that process, or set MASTER_PORT to a free port")
+        else:
+            cause = f"port {machine.port} is taken{holder[:120]}"
+            yield Fault("port-in-use", cause, "end that process, or set MASTER_PORT to a free port")
     elif machine.port_error:
-        cause = f"port {port} cannot be opened ({os.strerror(machine.port_error)})"
+        cause = f"port {machine.port} cannot be opened ({os.strerror(machine.port_error)})"
         yield Fault("port-in-use", cause, "choose one above 1023 with MASTER_PORT")
 
 

@@ -33,30 +33,30 @@ class Preflight:
     seconds: float
 
 
-def judge(
+def combine(
     reports: Sequence[Report], silent: Sequence[Finding] = (), seconds: float | None = None
 ) -> Preflight:
     """Return the result for all nodes: the silent ones' faults come first, differences last.
 
-    `reports` are by node rank, without those of the silent nodes. Unless `seconds` says how long
-    the preflight took, it is as long as the slowest node's.
+    `reports` are by node rank; `silent` has the faults of the nodes that sent none. `seconds` is
+    how long the preflight took; without it, the time of the slowest node counts.
     """
     findings = [*silent]
     findings += [Finding(report.host, fault) for report in reports for fault in report.faults]
     num_checks = sum(CHECKS.values())
     if len(reports) > 1:
-        findings += differences(reports)
+        findings += find_differences(reports)
         done_by_each = [{*report.done} for report in reports[1:]]
         num_checks += COMPARED + len(set.intersection(*done_by_each))  # made by all of them
     took_s = max(report.seconds for report in reports) if seconds is None else seconds
     return Preflight(num_checks, findings, len(reports), took_s)
 
 
-def differences(reports: Sequence[Report]) -> Iterator[Finding]:
+def find_differences(reports: Sequence[Report]) -> Iterator[Finding]:
     """Yield how nodes differ from the first report's, and the faults found at the master's port.
 
-    The latter count only if node rank 0 has answered and had the port: otherwise they follow from
-    that.
+    Without node rank 0's report, or if it could not open the port, no node could reach that port:
+    then the faults found there are omitted.
     """
     first, *others = reports
     names = {fault.name for fault in first.faults}
@@ -76,10 +76,22 @@ def differences(reports: Sequence[Report]) -> Iterator[Finding]:
 
 
 def print_findings(preflight: Preflight, program: str, *, is_strict: bool, out: TextIO) -> bool:
-    """Print one line for each finding, or one for all nodes if many have the same fault.
+    """Print the findings. Returns whether any of them prevents the start.
 
-    Faults come before warnings. Returns whether any of them prevents the start; with `is_strict`,
-    warnings do too, and are printed as faults.
+    With `is_strict`, warnings prevent it too, and are printed as faults.
+    """
+    lines = _describe_findings(preflight, is_strict=is_strict)
+    for line in lines[:MOST_SHOWN]:
+        print(f"{program}: {printable(line, LONGEST)}", file=out, flush=True)
+    if more := lines[MOST_SHOWN:]:
+        print(f"{program}: {count(len(more), 'more finding')}", file=out, flush=True)
+    return any(is_strict or not finding.fault.warns for finding in preflight.findings)
+
+
+def _describe_findings(preflight: Preflight, *, is_strict: bool) -> list[str]:
+    """Return a line for each finding, or one for all nodes if many have the same fault.
+
+    Faults come before warnings.
     """
     by_weight = sorted(preflight.findings, key=lambda finding: finding.fault.warns)
     hosts: dict[Fault, dict[str, None]] = {}  # each host once, in their order
@@ -96,9 +108,4 @@ def print_findings(preflight: Preflight, program: str, *, is_strict: bool, out: 
         kind = "warning: " if fault.warns and not is_strict else ""
         who = ", ".join(fold_names(having_it)) if is_common else finding.host
         lines.append(f"{kind}{who}: {fault.cause}; {fault.cure} [{fault.name}]")
-
-    for line in lines[:MOST_SHOWN]:
-        print(f"{program}: {printable(line, LONGEST)}", file=out, flush=True)
-    if more := lines[MOST_SHOWN:]:
-        print(f"{program}: {count(len(more), 'more finding')}", file=out, flush=True)
-    return any(is_strict or not fault.warns for fault in hosts)
+    return lines

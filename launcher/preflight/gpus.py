@@ -16,14 +16,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from launcher.text import Environ
 from launcher.wire import limits
 
 DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both under WSL
-FIELDS = {  # fields of Gpu, and their names in --query-gpu
-    "model": "name",
+NUMBERS = {  # fields of Gpu, and their names in --query-gpu
     "used_mib": "memory.used",
     "total_mib": "memory.total",
     "reasons": "clocks_throttle_reasons.active",  # drivers that call it `event` also accept this
@@ -105,14 +103,14 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
     columns = "index,uuid,ecc.errors.uncorrected.volatile.total,driver_version,mig.mode.current"
     mig_mode = 4  # its place among the columns
     try:
-        rows = _query("gpu", ",".join((columns, *FIELDS.values())), until)
+        rows = _query("gpu", ",".join((columns, "name", *NUMBERS.values())), until)
     except UnknownField:  # an old nvidia-smi: ask only for what all versions know
         rows = _query("gpu", columns, until)
     if not rows:
         return
 
-    users: list[list[str]] = []
-    nvlinks: dict[str, int] = {}
+    users = list[list[str]]()
+    nvlinks = dict[str, int]()
     # Two queries at once take as long as one.
     with ThreadPoolExecutor(1) as pool, contextlib.suppress(GpuError):
         linked = pool.submit(_nvlinks, more_until) if len(rows) > 1 else None
@@ -124,10 +122,10 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
         memory_errors = _number(errors) or 0  # "[N/A]" without ECC
         if mode != "Enabled":
             processes = tuple(f"pid {pid} ({name})" for gpu, pid, name in users if gpu == uuid)
-            known: dict[str, Any] = dict(zip(FIELDS, more, strict=False))
-            known |= {field: _number(text) for field, text in known.items() if field != "model"}
             links = nvlinks.get(uuid)
-            yield Gpu(index, uuid, memory_errors, driver, processes, nvlinks=links, **known)
+            model, *numbers = more or [""]
+            known = dict(zip(NUMBERS, map(_number, numbers), strict=False))
+            yield Gpu(index, uuid, memory_errors, driver, processes, model, nvlinks=links, **known)
 
         for number, instance in enumerate(instances.get(uuid, [])):
             yield Gpu(f"{index}:{number}", instance, memory_errors, driver)

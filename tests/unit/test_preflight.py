@@ -33,7 +33,7 @@ from launcher.handshake import Acceptor, Access
 from launcher.master_port import open_port
 from launcher.preflight import between_nodes, compare
 from launcher.preflight.check_node import MARK, check_node, read_reports
-from launcher.preflight.compare import Finding, judge
+from launcher.preflight.compare import Finding, combine
 from launcher.preflight.must_match import ARGUMENTS, describe_program
 from launcher.typed_json import encode
 from launcher.wire import limits, meeting
@@ -107,7 +107,7 @@ def test_nodes_that_match_meet_and_pass(tmp_path: Path) -> None:
     nodes = [start_node(tmp_path, rank, port, *words) for rank in (2, 1, 0)]
     said = "".join(node.communicate()[0] for node in nodes).encode()
     assert [node.returncode for node in nodes] == [0, 0, 0]
-    outcome = judge(read_reports(said))
+    outcome = combine(read_reports(said))
     assert (outcome.num_checks, outcome.num_nodes) == (29, 3)
     assert all(one.fault.warns for one in outcome.findings)
     names = [one.fault.name for one in outcome.findings]
@@ -222,12 +222,12 @@ def make_report(node_rank: int, **changes: Any) -> Report:
 )
 def test_differences_between_nodes(nodes: list[dict[str, Any]], found: list[str]) -> None:
     reports = [make_report(rank, **changes) for rank, changes in enumerate(nodes)]
-    assert [one.fault.name for one in compare.differences(reports)] == found
+    assert [one.fault.name for one in compare.find_differences(reports)] == found
 
 
 def test_a_node_that_reports_nonsense_does_not_fill_the_terminal() -> None:
     faults = [Fault("small-shm", "x\x1b[2J" + "y" * 5000, "z", warns=True)] * 20_000
-    outcome = judge([make_report(0, faults=[*faults, Fault("port-in-use", "taken", "end it")])])
+    outcome = combine([make_report(0, faults=[*faults, Fault("port-in-use", "taken", "end it")])])
     out = io.StringIO()
     began = time.process_time()  # of this process: other programs may keep it waiting
     assert compare.print_findings(outcome, "p", is_strict=False, out=out)
@@ -240,7 +240,7 @@ def test_a_node_that_reports_nonsense_does_not_fill_the_terminal() -> None:
 
 def test_no_word_of_the_port_of_a_node_that_gave_no_report() -> None:
     files = {"own.py": "aa", "my.yaml": "cc"}
-    outcome = judge([make_report(1), make_report(2, met=[BLOCKED], files=files)])
+    outcome = combine([make_report(1), make_report(2, met=[BLOCKED], files=files)])
     assert [(one.host, one.fault.name) for one in outcome.findings] == [("node3", "code-mismatch")]
 
 
@@ -275,7 +275,7 @@ def serving(says: bytes, *, is_ours: bool = True) -> Iterator[int]:
 
 def visit_at(port: int, within_s: float = 5.0) -> list[Fault]:
     me, wait = NodeReport(1, 3, 1, "n1", ""), Wait(within_s)
-    return between_nodes.visit_master("127.0.0.1", port, me, SECRET, wait)[0]
+    return between_nodes.join_meeting("127.0.0.1", port, me, SECRET, wait)[0]
 
 
 def test_in_a_large_run_each_node_tries_its_neighbours() -> None:
