@@ -123,7 +123,8 @@ def explain(names: Sequence[str], log_dir: Path) -> int:
 
     sightings = [seen for file in files for seen in read(file) if seen.text not in refusals]
     cause = find_cause(sightings)
-    if refusals and (cause is None or cause.kind >= Kind.WARNING):  # a refusal says more
+    says_less = cause is None or cause.kind >= Kind.WARNING  # than a refusal
+    if refusals and says_less:
         print_refusals(refusals)
         return 0
     if cause is None:

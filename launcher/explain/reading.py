@@ -114,8 +114,8 @@ def read(file: Path) -> list[Sighting]:
     """Return the lines about a failure of the last start in a log, with what is known of each.
 
     Of lines that differ only in numbers, only the first is returned, and of all at most
-    MOST_SIGHTINGS. If a launcher reports which rank failed first, they are changed accordingly (see
-    _with_first). Raises OSError.
+    MOST_SIGHTINGS. If a launcher reports which rank failed first, the report is applied to them.
+    Raises OSError.
     """
     shapes = set[int]()  # hashes of the lines so far, without their digits
     recent = deque([b""] * TABLE, maxlen=ABOVE + 1)
@@ -144,22 +144,26 @@ def read(file: Path) -> list[Sighting]:
         seen = find_sighting(line)
         if not seen:
             continue
-
         above = b"\n".join([*recent][:-1]).decode(errors="replace")
-        mine = _lines_of_same(above, line)
-        is_source = _SOURCE.search("\n".join([*mine, strip_prefix(line)]))
-        if is_source:  # a traceback quotes the line; the program has not printed it
-            continue
-
-        fault = refine(seen.fault, mine)
-        frames = _frames(mine)
-        sightings.append(replace(seen, fault=fault, file=file, line=row, frames=frames))
-        first_seen = first_seen or _read_first(f"{above}\n{line}")
+        if known := _add_traceback(seen, above, line):
+            sightings.append(replace(known, file=file, line=row))
+            first_seen = first_seen or _read_first(f"{above}\n{line}")
         if len(sightings) == MOST_SIGHTINGS:
             break
 
     earliest = min(tables, default=first_seen)  # a table has a time; other reports have none
-    return _with_first(sightings, earliest) if earliest else sightings
+    return _apply_first(earliest, sightings) if earliest else sightings
+
+
+def _add_traceback(seen: Sighting, above: str, line: str) -> Sighting | None:
+    """Return a sighting with the frames above its line, and the fault that they refine.
+
+    None if a traceback quotes the line: then the program has not printed it.
+    """
+    mine = _lines_of_same(above, line)
+    if _SOURCE.search("\n".join([*mine, strip_prefix(line)])):
+        return None
+    return replace(seen, fault=refine(seen.fault, mine), frames=_frames(mine))
 
 
 def find_sighting(line: str) -> Sighting | None:
@@ -183,7 +187,8 @@ def find_sighting(line: str) -> Sighting | None:
     found = _RANK.search(text)
     mentioned = (found[1] or found[2]) if found else ""
     number = _rank_in(prefix, text) or mentioned
-    return Sighting(kind, fault, text.strip(), number and f"rank {number}", prefix.get("host", ""))
+    rank = f"rank {number}" if number else ""
+    return Sighting(kind, fault, text.strip(), rank, prefix.get("host", ""))
 
 
 def _rank_in(prefix: Mapping[str, str], text: str) -> str:
@@ -311,20 +316,21 @@ def _read_first(text: str) -> First | None:
     return First(first["time"] or "", rank, host, first["code"] or "")
 
 
-def _with_first(sightings: Sequence[Sighting], first: First) -> list[Sighting]:
-    """Return the sightings, changed by what a launcher reports on the process that failed first.
+def _apply_first(first: First, sightings: Sequence[Sighting]) -> list[Sighting]:
+    """Return the sightings, changed by a launcher's report on the process that failed first.
 
-    Those that name no rank, and those with only its exit code, get its rank; those that name it get
-    its host. If its code shows that it was not killed, killed ranks are a consequence.
+    - If a sighting names no rank or that rank, it gets the rank and its host.
+    - If the report has an exit code, so does a sighting of only an exit code.
+    - If that code shows that the rank was not killed, other ranks were killed as a consequence.
     """
     has_killed_others = first.code not in ("", "-9")  # torch's agent kills the other ranks then
     result = []
     for seen in sightings:
-        told = seen
+        changed = seen
         is_its_code = first.code and seen.kind == Kind.CODE
         if is_its_code or seen.rank in ("", first.rank):
-            told = replace(seen, rank=first.rank, host=seen.host or first.host)
+            changed = replace(seen, rank=first.rank, host=seen.host or first.host)
         if has_killed_others and seen.fault == "rank-killed":
-            told = replace(told, kind=Kind.CONSEQUENCE)
-        result.append(told)
+            changed = replace(changed, kind=Kind.CONSEQUENCE)
+        result.append(changed)
     return result

@@ -221,7 +221,8 @@ def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
     job = this_start(environ)
     with writing_to(folder), _one_writer(folder):
         refuse_live(folder, environ)
-        _change(folder, {**fields, "launcher": me, "job": job, **_clear_end(folder, "starting")})
+        (folder / KEPT).unlink(missing_ok=True)
+        _change(folder, {**fields, "launcher": me, "job": job, **_start("starting")})
 
 
 def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
@@ -242,14 +243,14 @@ def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
             update(folder, **_end(code))
 
 
-def _clear_end(folder: Path, state: str) -> dict[str, Any]:
-    """Remove the last output of an earlier start. Returns the fields of a run that starts now."""
-    (folder / KEPT).unlink(missing_ok=True)
+def _start(state: str) -> dict[str, Any]:
+    """Return the fields of a run that starts now, without an end."""
     unknown = {"ended": None, "exit_code": None, "fault": "", "cause": ""}
     return {"state": state, "started": time.time(), **unknown}
 
 
 def _end(code: int) -> dict[str, Any]:
+    """Return the fields of a run that ends now."""
     return {"state": "ended", "ended": time.time(), "exit_code": code}
 
 
@@ -290,6 +291,9 @@ class LiveRecord:
         if attempt:
             self.write_fields(hosts=fields["hosts"], world_size=fields["world_size"])
             return
+        if launcher:
+            fields["launcher"] = launcher
+        (folder / KEPT).unlink(missing_ok=True)
         self.write_fields(
             run_id=folder.name,
             working_directory=os.getcwd(),
@@ -298,8 +302,7 @@ class LiveRecord:
             step=-1,
             saved_step=-1,
             first_step=None,
-            **({"launcher": launcher} if launcher else {}),
-            **_clear_end(folder, "running"),
+            **_start("running"),
             **fields,
         )
 

@@ -69,6 +69,11 @@ class Run:
         return record.state if record.launcher.is_alive else KILLED
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the run has ended, or its launcher was killed; unknown on another machine."""
+        return self.record.is_over or self.state == KILLED
+
+    @property
     def since(self) -> float:
         """When the run ended, or when it started if it has not ended."""
         return self.record.ended or self.record.started or self.written
@@ -113,7 +118,7 @@ def describe(runs: Sequence[Run]) -> str:
             f"since {date(run.since)}",
             f"step {run.record.step}" if run.record.step >= 0 else "",
             printable(run.program, LONGEST_PROGRAM),
-            printable(progress(run), LONGEST),
+            printable(describe_progress(run), LONGEST),
         )
         for run in runs
     ]
@@ -124,7 +129,7 @@ def describe(runs: Sequence[Run]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in shown)
 
 
-def progress(run: Run) -> str:
+def describe_progress(run: Run) -> str:
     """Return why a run failed, otherwise its latest metrics, otherwise its last line of output.
 
     Empty if it has none of these. Metrics are numbers, without the step and the time.
@@ -152,7 +157,7 @@ def progress(run: Run) -> str:
     return ""
 
 
-def goodput(record: Record, now: float) -> str:
+def describe_goodput(record: Record, now: float) -> str:
     """Return a line with the share of the latest start's time that was spent on training.
 
     It names the time lost by starting, and by each fault that led to a restart, until the step of
@@ -230,7 +235,7 @@ def _print_details(run: Run) -> None:
     A live run has kept none: print the process ids of its ranks on this machine, if any.
     """
     if run.record.restarts:
-        print(goodput(run.record, time.time()))
+        print(describe_goodput(run.record, time.time()))
     if kept := find_kept(run.folder):
         print(kept)
     elif not run.record.is_over and (ranks := ranks_of(run.id)):
@@ -244,7 +249,7 @@ def show_stacks(run: Run) -> int:
     Raises CannotDo if the run is not live, or if the agent does not answer in time; then the
     request is removed. Raises OSError if the folder is not writable.
     """
-    if run.record.is_over or run.state == KILLED:
+    if run.has_ended:
         raise CannotDo(f"run {run.id} is not running: {run.state}; it has no stacks")
 
     shown = run.folder / SHOWN
@@ -275,7 +280,7 @@ def stop(run: Run, program: str, *, is_dry_run: bool) -> int:
     """
     launcher = run.record.launcher
     limit_s = run.record.grace + limits.STOP_COMMAND_S
-    if run.record.is_over or launcher is None or run.state == KILLED:
+    if run.has_ended or launcher is None:
         cause = ", ".join(filter(None, (run.state, printable(run.cause))))
         raise CannotDo(f"run {run.id} is not running: {cause}; there is nothing to stop")
     if not launcher.is_here:

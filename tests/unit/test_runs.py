@@ -67,7 +67,7 @@ def test_goodput(changes: dict[str, Any], line: str) -> None:
         for number, failed, lost_s in ((1, 900.0, 9.0), (1, 1020.0, 12.0), (2, 1095.0, 0.0))
     )
     record = Record(started=1000, ended=1100, first_step=1010, restarts=(earlier, first, second))
-    assert runs.goodput(replace(record, **changes), 1200.0) == line
+    assert runs.describe_goodput(replace(record, **changes), 1200.0) == line
 
 
 def ask(task: str, log_dir: Path, *run_ids: str) -> int:
@@ -230,7 +230,7 @@ def test_of_many_runs_the_newest_are_listed(
 def test_half_a_line_of_metrics_gives_way_to_a_log(state: str, shown: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
     (tmp_path / "launcher_here.log").write_text("[0] step 1\n")
-    assert runs.progress(runs.Run(tmp_path, Record(state=state))) == shown
+    assert runs.describe_progress(runs.Run(tmp_path, Record(state=state))) == shown
 
 
 def test_what_others_put_into_a_log_folder_neither_hangs_nor_reaches_the_terminal(
