@@ -68,7 +68,7 @@ def read_access(environ: Environ) -> Access:
     if secret or not environ.get("HOSTS"):
         return Access(secret.encode())
 
-    addresses: set[str] = set()
+    addresses = set[str]()
     for name in hostlist.expand(environ["HOSTS"]):
         try:
             addresses |= {str(address[0]) for *_, address in socket.getaddrinfo(name, None)}
@@ -177,7 +177,7 @@ class Acceptor:
         for key, _ in self._selector.select(min(limit_s, limits.PROOF_S)):
             if key.fileobj is self._listener:
                 self._accept()
-            elif (visitor := self._waiting.get(key.fd)) and self._read(visitor):
+            elif (visitor := self._waiting.get(key.fd)) and self._receive_from(visitor):
                 self._forget(visitor)
                 visitor.socket.setblocking(True)  # for its new owner
                 let_in.append((visitor.socket, visitor.received))
@@ -197,7 +197,10 @@ class Acceptor:
         return next(iter(self._waiting.values()))
 
     def _accept(self) -> None:
-        """Accept a connection and send it a nonce, unless its address is not allowed."""
+        """Accept a connection and send it a nonce, unless its address is not allowed.
+
+        Drops the oldest visitor if MOST_WAITING are waiting already.
+        """
         try:
             connection, (address, *_) = self._listener.accept()
         except OSError as error:  # the peer may be gone already
@@ -220,7 +223,7 @@ class Acceptor:
         with contextlib.suppress(OSError):
             connection.send(visitor.nonce)  # cannot block: the buffer is empty
 
-    def _read(self, visitor: _Visitor) -> bool:
+    def _receive_from(self, visitor: _Visitor) -> bool:
         """Read what has arrived: the proof, which is checked, then the first line.
 
         Returns whether the visitor is known and has sent a line. Drops it if it has closed the
@@ -240,11 +243,11 @@ class Acceptor:
         elif visitor.is_known:
             return b"\n" in visitor.received
         elif len(data) == missing:
-            self._check_proof(visitor)
+            self._answer_proof(visitor)
         return False
 
-    def _check_proof(self, visitor: _Visitor) -> None:
-        """Check the proof that was received, and answer it. Drops the visitor if it is wrong."""
+    def _answer_proof(self, visitor: _Visitor) -> None:
+        """Answer the proof that was received with ours. Drops the visitor if it is wrong."""
         nonces = visitor.nonce + visitor.received[:NONCE_BYTES]
         proof = visitor.received[NONCE_BYTES:]
         visitor.received = b""

@@ -22,9 +22,7 @@ _RECORDED = {  # what the record of a job contains if these variables are its ow
 def leave_outer_job(environ: OwnEnviron) -> None:
     """Remove the variables of the outer job: sbatch and salloc pass on those of their shell.
 
-    What SLURM sets only for some jobs, such as an array's tasks, is checked with the job's record,
-    for which it asks scontrol, and may wait. Raises LauncherError if SLURM_TASKS_PER_NODE cannot be
-    read.
+    May wait for scontrol. Raises LauncherError if SLURM_TASKS_PER_NODE cannot be read.
     """
     remove_variables("S(QUEUE|INFO)_", environ)  # the user's filters and formats; we give our own
     job = environ.get("SLURM_JOB_ID", "")
@@ -38,11 +36,18 @@ def leave_outer_job(environ: OwnEnviron) -> None:
         return
 
     tasks = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "1"), "SLURM_TASKS_PER_NODE")
-    if environ.get("SLURM_NTASKS") not in (None, str(sum(tasks))):  # the outer job's: they differ
+    if environ.get("SLURM_NTASKS") not in (None, str(sum(tasks))):  # the outer job's
         remove_variables("SLURM_N(TASKS|PROCS)", environ)
-    if environ.get("SLURM_CPUS_PER_TASK") == "1":  # what SLURM makes of the outer job's
+    if environ.get("SLURM_CPUS_PER_TASK") == "1":  # SLURM's change of the outer job's
         remove_variables("SLURM_CPUS_PER_TASK", environ)
+    _remove_unrecorded(job, environ)
 
+
+def _remove_unrecorded(job: str, environ: OwnEnviron) -> None:
+    """Remove variables that SLURM sets only for some jobs, unless scontrol shows that `job` is one.
+
+    Such jobs are an array's tasks, for example. Without such variables, scontrol is not asked.
+    """
     signs = dict(_RECORDED)
     if environ.get("SLURM_GPUS_ON_NODE"):  # a job without GPUs does not have it
         del signs["SLURM_GPUS_PER_NODE"]

@@ -54,10 +54,10 @@ class SilenceNews:
     def __init__(self) -> None:
         self._before_s = 0.0
 
-    def describe(self, silence_s: float, limit_s: float) -> str:
-        """Take note of a silence. Returns the line that is due; empty if none is.
+    def note_silence(self, silence_s: float, limit_s: float) -> str:
+        """Note how long the peer has been silent. Returns the line that is due; empty if none is.
 
-        `silence_s` is how long the peer has been silent; it is lost after `limit_s`.
+        The peer is lost after `limit_s` seconds.
         """
         before_s = self._before_s
         self._before_s = silence_s

@@ -43,23 +43,25 @@ class View:
         """
         text = self._held + data
         start = text.rfind(b"\n") + 1
-        whole, line = text[:start], text[start:]
-        is_mine = self._is_alone or self._screen.open_by is self
-        is_too_long = len(line) > LONGEST_HELD
-        newest = line.rfind(b"\r", 0, -1)  # of a bar's states, each of which may end with \r, too
-        is_waiting_bar = is_too_long and newest >= 0 and not self._screen.is_free_for(self)
-        is_shown = is_mine and not self.may_be_dropped(line)
+        held = self._choose_held(text[start:])
+        shown = text[:start] if held else text
 
-        if is_shown or (is_too_long and not is_waiting_bar):
-            whole = text
-            line = b""
-        elif is_waiting_bar:  # another stream's line is unfinished
-            line = line[newest:]
-
-        if whole or not self._held:
+        if shown or not self._held:
             self._since = time.monotonic()
-        self._held = line
-        self._show(whole)
+        self._held = held
+        self._show(shown)
+
+    def _choose_held(self, line: bytes) -> bytes:
+        """Return the part of an unfinished line to hold: nothing, all, or a bar's newest state."""
+        is_mine = self._is_alone or self._screen.open_by is self
+        if is_mine and not self.may_be_dropped(line):
+            return b""
+        if len(line) <= LONGEST_HELD:
+            return line
+
+        is_free = self._screen.is_free_for(self)  # no other stream's line is unfinished
+        newest = line.rfind(b"\r", 0, -1)  # each state of a progress bar may end with \r, too
+        return b"" if is_free or newest < 0 else line[newest:]
 
     def show_held(self, now: float) -> bool:
         """Show text that has been held long enough. Returns whether any is still held.
@@ -83,17 +85,18 @@ class View:
 
     def put(self, data: bytes) -> None:
         """Show data on the screen, with the prefix."""
-        self._screen.show(self._begin_lines(data) if self._prefix else data, self._source)
+        shown = self._begin_lines(data) if self._prefix else data
+        self._is_redrawn = data.endswith(b"\r")
+        self._screen.show(shown, self._source)
 
     def _begin_lines(self, data: bytes) -> bytes:
         """Return data with the prefix before each line, and before each state of a redrawn line.
 
-        After a last byte that ends a line or a state, it is added only when more data arrives.
+        After a last byte that ends a line or a state, the next call adds it.
         """
         prefix = self._prefix
         is_next_state = self._is_redrawn and not data.startswith(b"\n")
         is_new = is_next_state or self._screen.open_by is not self
-        self._is_redrawn = data.endswith(b"\r")
         data, last = data[:-1], data[-1:]
         data = _REDRAWN.sub(rb"\g<0>" + prefix, data.replace(b"\n", b"\n" + prefix))
         data = data.replace(b"\r" + prefix + b"\n", b"\r\n")

@@ -54,7 +54,7 @@ class Terminal(io.RawIOBase):
     def write(self, data: bytes) -> int:  # type: ignore[override]  # RawIOBase takes any buffer
         """Queue the launcher's own text, of any length."""
         self.end_line()
-        self._add(bytes(data))
+        self._write_or_queue(bytes(data))
         return len(data)
 
     def show(self, data: bytes, source: object) -> None:
@@ -76,12 +76,12 @@ class Terminal(io.RawIOBase):
         """Queue output. A slow reader slows the ranks down; a stuck reader loses lines."""
         if self._has_room():
             self._tell_dropped()
-            self._add(data)
+            self._write_or_queue(data)
         else:
             self._dropped += max(1, data.count(b"\n"))
 
-    def _add(self, data: bytes) -> None:
-        """Queue data for the thread; first, write what an instant terminal accepts at once."""
+    def _write_or_queue(self, data: bytes) -> None:
+        """Write what an instant terminal accepts at once, and queue the rest for the thread."""
         self._last = data[-1:]
         if self._is_instant and not self._size:  # otherwise it would overtake the queue
             data = data[self._write(data) :]
@@ -121,7 +121,7 @@ class Terminal(io.RawIOBase):
             lines = f"{count(self._dropped, 'line')} not shown"
             notice = f"... {lines}: the terminal is too slow\n".encode()
             self._dropped = 0
-            self._add(notice if self._last == b"\n" else b"\n" + notice)
+            self._write_or_queue(notice if self._last == b"\n" else b"\n" + notice)
 
     def _write(self, data: bytes) -> int:
         """Write some of the data. Returns how many bytes were written, or discarded by an error."""

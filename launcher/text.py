@@ -122,24 +122,24 @@ def fold_names(names: Sequence[str]) -> list[str]:
     if len(names) <= MANY:
         return [*names]
     folded: list[str] = []
-    for (before, after, is_numbered), group in groupby(
-        map(_split_number, names), itemgetter(0, 2, 3)
-    ):
-        numbers = [number for _, number, _, _ in group]
+    split = map(_split_number, names)
+    for (before, after, is_numbered), group in groupby(split, itemgetter(0)):
+        numbers = [number for _, number in group]
         if is_numbered and len(numbers) > 1:
             numbers = [f"[{','.join(_in_runs(numbers))}]"]
         folded += [f"{before}{number}{after}" for number in numbers]
     return folded
 
 
-def _split_number(name: str) -> tuple[str, str, str, bool]:
-    """Return what stands before the last number of a host's first label, the number, and the rest.
+def _split_number(name: str) -> tuple[tuple[str, str, bool], str]:
+    """Return what hosts in a row have in common, and the last number of a host's first label.
 
-    The last value is whether there is a number; without one, the number is "".
+    In common are the texts before and after the number, and whether there is one; otherwise it
+    is "".
     """
     head, dot, domain = name.partition(".")
     before, number, rest = re.split(r"(\d*)(?=\D*$)", head, maxsplit=1)
-    return before, number, f"{rest}{dot}{domain}", number != ""
+    return (before, f"{rest}{dot}{domain}", number != ""), number
 
 
 def _in_runs(numbers: Sequence[str]) -> list[str]:

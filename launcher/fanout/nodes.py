@@ -227,7 +227,7 @@ class Silence:
     def describe(self) -> Iterator[str]:
         """Yield a line for each node that has become silent, or is heard again, since last time."""
         for node in self.awaited:
-            if news := node.silence_news.describe(time.monotonic() - node.heard, self.limit_s):
+            if news := node.silence_news.note_silence(time.monotonic() - node.heard, self.limit_s):
                 yield f"{node.name}: {news}"
 
     def find_lost(self) -> list[Connection]:

@@ -161,7 +161,7 @@ def tell_silences(
 ) -> None:
     """Report the nodes that have become silent since the last call, and those heard again."""
     for node_rank, peer in peers.items():
-        if news := peer.news.describe(own_time.since(peer.heard), peer.silence_s):
+        if news := peer.news.note_silence(own_time.since(peer.heard), peer.silence_s):
             say(f"{hosts[node_rank]}: {news}")
 
 
