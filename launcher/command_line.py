@@ -8,8 +8,15 @@ from launcher.text import Environ
 from launcher.wire.limits import GRACE_S, SILENCE_S
 
 _FLAGS = (  # options without a value
-    *("-h", "--help", "-m", "--module", "--no-python", "--standalone", "--run-path"),
-    *("--use-env", "--virtual-local-rank"),
+    "-h",
+    "--help",
+    "-m",
+    "--module",
+    "--no-python",
+    "--standalone",
+    "--run-path",
+    "--use-env",
+    "--virtual-local-rank",
 )
 
 RANGE_CURE = "a range needs --rdzv-backend c10d; add it, or give one number"

@@ -72,7 +72,8 @@ def check_program(machine: Machine) -> Iterator[Fault]:
         yield Fault("env-missing", f"{sys.executable} cannot import torch: {missing}", cure)
     elif (path := machine.script) and not (path.is_file() or (path / "__main__.py").is_file()):
         cause = f"there is no script {str(path)!r}"
-        cause = f"{str(path)!r} is a folder without __main__.py" if path.is_dir() else cause
+        if path.is_dir():
+            cause = f"{str(path)!r} is a folder without __main__.py"
         yield Fault("env-missing", cause, "correct its path; for a module, give -m and its name")
 
 

@@ -76,22 +76,10 @@ def find_differences(reports: Sequence[Report]) -> Iterator[Finding]:
 
 
 def print_findings(preflight: Preflight, program: str, *, is_strict: bool, out: TextIO) -> bool:
-    """Print the findings. Returns whether any of them prevents the start.
+    """Print one line for each finding, or one for all nodes if many have the same fault.
 
-    With `is_strict`, warnings prevent it too, and are printed as faults.
-    """
-    lines = _describe_findings(preflight, is_strict=is_strict)
-    for line in lines[:MOST_SHOWN]:
-        print(f"{program}: {printable(line, LONGEST)}", file=out, flush=True)
-    if more := lines[MOST_SHOWN:]:
-        print(f"{program}: {count(len(more), 'more finding')}", file=out, flush=True)
-    return any(is_strict or not finding.fault.warns for finding in preflight.findings)
-
-
-def _describe_findings(preflight: Preflight, *, is_strict: bool) -> list[str]:
-    """Return a line for each finding, or one for all nodes if many have the same fault.
-
-    Faults come before warnings.
+    Faults come before warnings. Returns whether any of them prevents the start; with `is_strict`,
+    warnings do too, and are printed as faults.
     """
     by_weight = sorted(preflight.findings, key=lambda finding: finding.fault.warns)
     hosts: dict[Fault, dict[str, None]] = {}  # each host once, in their order
@@ -108,4 +96,9 @@ def _describe_findings(preflight: Preflight, *, is_strict: bool) -> list[str]:
         kind = "warning: " if fault.warns and not is_strict else ""
         who = ", ".join(fold_names(having_it)) if is_common else finding.host
         lines.append(f"{kind}{who}: {fault.cause}; {fault.cure} [{fault.name}]")
-    return lines
+
+    for line in lines[:MOST_SHOWN]:
+        print(f"{program}: {printable(line, LONGEST)}", file=out, flush=True)
+    if more := lines[MOST_SHOWN:]:
+        print(f"{program}: {count(len(more), 'more finding')}", file=out, flush=True)
+    return any(is_strict or not fault.warns for fault in hosts)

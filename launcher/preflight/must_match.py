@@ -105,7 +105,7 @@ def mismatches(me: NodeReport, node: NodeReport) -> Iterator[tuple[str, str]]:
         for name in {**mine, **theirs}:
             here = mine.get(name, "missing")
             there = theirs.get(name, "missing")
-            is_reported = "" in (here, there)
-            if here != there and not is_reported:
+            is_known = here and there  # otherwise its node has reported it
+            if is_known and here != there:
                 first, second = (f"node rank {each.node_rank} ({each.host})" for each in (me, node))
                 yield fault, f"{name} is {here!r} on {first} and {there!r} on {second}"

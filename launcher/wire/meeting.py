@@ -25,8 +25,7 @@ from launcher.wire import limits
 from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest, Refusal
 from launcher.wire.node_link import Link
 
-MOST_TRIED = 64  # members by each one
-AT_ONCE = MOST_TRIED  # members tried at the same time
+MOST_TRIED = 64  # members by each one, all at the same time
 PASSED = 1 << 16  # bytes sent to each member; they fill the largest packets of any interface
 SHOWN = 3  # nodes named in one line
 CURES = {
@@ -75,8 +74,11 @@ def gather(
             link = Link(connection, received)
             report = _receive_report(link, missing, wait.deadline)
             if report and admit(link, report) and report.node_rank in missing:
-                missing.remove(report.node_rank)
-                here[report.node_rank] = link, _member_of(report, connection)
+                node_id = report.node_rank
+                missing.remove(node_id)
+                address = address_of(connection.getpeername)
+                port = report.failover_port
+                here[node_id] = link, Member(node_id, report.host, report.nproc, address, port)
             else:
                 link.close()
     return dict(sorted(here.items()))
@@ -96,11 +98,6 @@ def _receive_report(link: Link, missing: set[int], deadline: float) -> NodeRepor
     if report.node_rank >= 0:
         return report
     return replace(report, node_rank=min(missing, default=0))  # node rank 0 is never missing
-
-
-def _member_of(report: NodeReport, connection: socket.socket) -> Member:
-    address = address_of(connection.getpeername)
-    return Member(report.node_rank, report.host, report.nproc, address, report.failover_port)
 
 
 def address_of(end: Callable[[], Any]) -> str:
@@ -166,9 +163,8 @@ def neighbours(members: Sequence[Member], node_id: int) -> Sequence[Member]:
     There are MOST_TRIED at most.
     `members` are sorted by node id; the first follows the last.
     """
-    after = [member for member in members if member.node_id > node_id]
-    before = [member for member in members if member.node_id <= node_id]
-    return [*after, *before][:MOST_TRIED]
+    # Each half keeps its order: first those after the node, then those before it.
+    return sorted(members, key=lambda member: member.node_id <= node_id)[:MOST_TRIED]
 
 
 def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator[Fault]:
@@ -179,7 +175,7 @@ def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator
     deadline = time.monotonic() + within_s
     others = [member for member in members if member.node_id != me and member.failover_port]
     failed: dict[tuple[str, str], list[str]] = {}  # by fault and reason
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(MOST_TRIED) as pool:
         found = pool.map(lambda other: _try_member(other, deadline), others)
         for other, reason in zip(others, found, strict=True):
             if reason:
