@@ -14,7 +14,7 @@ from launcher.failure import (
     signal_name,
 )
 
-# Of the C++ exception that nothing caught, or why there is none: as if no thread could start.
+# What an uncaught C++ exception says, or that C++ ended the process without an exception.
 _WHAT = re.compile(r"^(?: +what\(\): +|(?=terminate called without))(?P<text>\S.*)")
 _FATAL = "Fatal Python error"
 _MISMATCH = "collective-mismatch"

@@ -86,7 +86,7 @@ def _read_private(file: Path) -> str:
         file = file.expanduser()
         if file.stat().st_mode & 0o077:
             raise PlanError("other users can read the file in RUN_SECRET; run chmod 600 on it")
-        return file.read_text().strip() or "-"  # an empty file: too short, like any such secret
+        return file.read_text().strip() or "-"  # an empty file does not mean no secret
     except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: an unknown ~user
         why = error.strerror if isinstance(error, OSError) else "not text"
         raise PlanError(

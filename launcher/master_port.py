@@ -48,7 +48,7 @@ def open_port(port: int, address: str) -> socket.socket:
         addresses = {(family, str(where[0])) for family, *_, where in found}
 
     if len(addresses) == 1:
-        ((family, only),) = addresses
+        family, only = addresses.pop()
         try:
             if address in ("localhost", only) or not is_loopback(only):
                 return socket.create_server((only, port), family=family, backlog=4096)

@@ -121,7 +121,7 @@ def spare_descendants() -> None:
 
 def descendants(root: int) -> list[int]:
     """Return the process ids of all living descendants of `root`, except the spared."""
-    children: dict[int, list[int]] = {}
+    children = dict[int, list[int]]()
     zombies = set[int]()
     for pid in _all_pids():
         stat = read_stat(pid)
@@ -131,7 +131,7 @@ def descendants(root: int) -> list[int]:
             if stat[STATE] == b"Z":
                 zombies.add(pid)
 
-    found: list[int] = []
+    found = list[int]()
     pending = [root]
     while pending:
         below = children.get(pending.pop(), [])

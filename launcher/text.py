@@ -121,7 +121,7 @@ def fold_names(names: Sequence[str]) -> list[str]:
     """Return names; of many, consecutive ones as SLURM writes them, such as node[0001-1024]."""
     if len(names) <= MANY:
         return [*names]
-    folded: list[str] = []
+    folded = list[str]()
     split = map(_split_number, names)
     for (before, after, is_numbered), group in groupby(split, itemgetter(0)):
         numbers = [number for _, number in group]
@@ -144,7 +144,7 @@ def _split_number(name: str) -> tuple[tuple[str, str, bool], str]:
 
 def _in_runs(numbers: Sequence[str]) -> list[str]:
     """Join consecutive numbers of the same width: 1, 2, 3, 7 become 1-3, 7."""
-    runs: list[list[str]] = []
+    runs = list[list[str]]()
     following = ""
     for number in numbers:
         if number and number == following:
@@ -157,7 +157,7 @@ def _in_runs(numbers: Sequence[str]) -> list[str]:
 
 def group_ranks(texts: Mapping[int, str]) -> dict[str, list[int]]:
     """Return each text with the sorted ranks that it is about; that of the lowest rank is first."""
-    groups: dict[str, list[int]] = {}
+    groups = dict[str, list[int]]()
     for rank, text in sorted(texts.items()):
         groups.setdefault(text, []).append(rank)
     return groups

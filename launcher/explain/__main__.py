@@ -111,7 +111,7 @@ def explain(names: Sequence[str], log_dir: Path) -> int:
 
     first_end = next(filter(None, [find_end(file, strip_prefix) for file in files]), "")
     has_stopped = first_end.startswith("stopped")
-    refusals: dict[str, str] = {}
+    refusals = dict[str, str]()
     for file in files:
         refusals |= find_refusals(file, has_stopped=has_stopped)
 

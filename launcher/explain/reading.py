@@ -279,7 +279,7 @@ def split_prefix(line: str) -> tuple[dict[str, str], str]:
 
     A group that occurs twice has its last value.
     """
-    named: dict[str, str] = {}
+    named = dict[str, str]()
     while at := _PREFIX.match(line):
         named |= {name: value for name, value in at.groupdict().items() if value is not None}
         line = line[at.end() :]

@@ -67,7 +67,7 @@ def check_program(machine: Machine) -> Iterator[Fault]:
     elif tuple(map(int, torch.split(".")[:2])) < OLDEST_TORCH:
         cause = f"{sys.executable} has torch {torch}, too old for the launchers"
         yield Fault("env-missing", cause, "install {}.{} or newer".format(*OLDEST_TORCH))
-    elif missing := must_match.missing_of_torch():
+    elif missing := must_match.find_missing_of_torch():
         cure = "set PYTHON to another Python, or repair its torch"
         yield Fault("env-missing", f"{sys.executable} cannot import torch: {missing}", cure)
     elif (path := machine.script) and not (path.is_file() or (path / "__main__.py").is_file()):
@@ -80,18 +80,19 @@ def check_program(machine: Machine) -> Iterator[Fault]:
 def check_gpus(machine: Machine) -> Iterator[Fault]:
     """Each process has its own healthy, idle GPU; without visible GPUs, all run on the CPU."""
     cure = "have the GPU reset or replaced, or exclude it with CUDA_VISIBLE_DEVICES"
+    has_gpu = machine.gpus or any(map(os.path.exists, DEVICES))
     if machine.gpu_error:
         yield Fault("gpu-unhealthy", machine.gpu_error, cure)
     elif machine.nproc == 0:
         yield Fault("too-few-gpus", "there is no visible GPU", "give a number of processes")
-    elif machine.backend == "nccl" and not (machine.gpus or any(map(os.path.exists, DEVICES))):
+    elif machine.backend == "nccl" and not has_gpu:
         cause = "backend nccl needs a GPU, but there is none"
         yield Fault("too-few-gpus", cause, "set BACKEND=gloo")
 
     different = {gpu.uuid for gpu in machine.gpus}  # CUDA_VISIBLE_DEVICES may name one twice
     if 0 < len(different) < machine.nproc and machine.backend != "gloo":
         cause = f"{machine.nproc} processes, but only {count(len(different), 'visible GPU')}"
-        is_shared = machine.nproc <= len(machine.gpus)
+        is_shared = machine.nproc <= len(machine.gpus)  # as the variable asks for
         yield Fault("too-few-gpus", cause, "start fewer; see CUDA_VISIBLE_DEVICES", warns=is_shared)
 
     for gpu in machine.gpus:

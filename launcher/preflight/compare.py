@@ -82,7 +82,7 @@ def print_findings(preflight: Preflight, program: str, *, is_strict: bool, out: 
     warnings do too, and are printed as faults.
     """
     by_weight = sorted(preflight.findings, key=lambda finding: finding.fault.warns)
-    hosts: dict[Fault, dict[str, None]] = {}  # each host once, in their order
+    hosts = dict[Fault, dict[str, None]]()  # each host once, in their order
     for finding in by_weight:
         hosts.setdefault(finding.fault, {})[finding.host] = None
 

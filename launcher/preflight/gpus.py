@@ -141,7 +141,7 @@ def _number(text: str) -> int | None:
 
 def _nvlinks(until: float) -> dict[str, int]:
     """Return how many NVLinks of each GPU are active, by UUID. Raises GpuError."""
-    active: dict[str, int] = {}
+    active = dict[str, int]()
     for line in _run("nvidia-smi", ["nvlink", "--status"], until).stdout.splitlines():
         if gpu := re.search(r"\(UUID: (\S+)\)", line):
             uuid = gpu[1]
@@ -153,7 +153,7 @@ def _nvlinks(until: float) -> dict[str, int]:
 
 def _mig_instances(until: float) -> dict[str, list[str]]:
     """Return the UUIDs of the MIG instances of each GPU, by the GPU's UUID. Raises GpuError."""
-    instances: dict[str, list[str]] = {}
+    instances = dict[str, list[str]]()
     gpu = ""
     for uuid in re.findall(r"\(UUID: (\S+)\)", _run("nvidia-smi", ["-L"], until).stdout):
         if uuid.startswith("MIG-") and gpu:
@@ -230,7 +230,7 @@ def _select(gpus: Sequence[Gpu], wanted: str) -> Iterator[Gpu]:
 
 def find_slow(gpus: Sequence[Gpu]) -> Iterator[str]:
     """Yield what slows a GPU down, and how it differs from others of its model."""
-    narrow: dict[str, list[str]] = {}
+    narrow = dict[str, list[str]]()
     for gpu in gpus:
         if reasons := [name for bit, name in SLOWDOWNS.items() if (gpu.reasons or 0) & bit]:
             yield f"GPU {gpu.index} is throttled ({', '.join(reasons)})"

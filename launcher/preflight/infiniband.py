@@ -71,12 +71,13 @@ def is_chosen(device: str, names: str, number: str = "") -> bool:
     """
     # The two signs, if any, come first, in either order.
     is_exact = "=" in names[:2]
+    excludes = "^" in names[:2]
     is_named = False
     for word in names.lstrip("^=").split(","):
         name, _, port = word.partition(":")
         is_device = device == name if is_exact else device.startswith(name)
         is_named |= is_device and port in ("", number)
-    return is_named != ("^" in names[:2])
+    return is_named != excludes
 
 
 def spell(variable: str, environ: Environ) -> str:

@@ -39,7 +39,7 @@ def read_torch() -> dict[str, Any]:
     return {}
 
 
-def missing_of_torch() -> str:
+def find_missing_of_torch() -> str:
     """Return in words what an import of torch would not find, without importing it.
 
     Runs ldd, for up to 3 s. Returns "" if nothing is missing, or if ldd does not tell.

@@ -82,7 +82,7 @@ def measure(names: Sequence[str], seconds: float) -> Iterator[Measured]:
 
     for name in names:
         call, factor = COLLECTIVES[name]
-        measured: list[Measured] = []
+        measured = list[Measured]()
         for size in sizes:
             if _expected_s(measured, size) > limits.CALL_S:
                 break

@@ -34,7 +34,7 @@ def slow_ranks(
     speeds: Sequence[float], kinds: Sequence[str], least: float = SLOW_RANK
 ) -> dict[int, float]:
     """Return the ranks that are slower than others on the same kind of device, and by how much."""
-    slow: dict[int, float] = {}
+    slow = dict[int, float]()
     for kind in dict.fromkeys(kinds):
         alike = {rank: speed for rank, speed in enumerate(speeds) if kinds[rank] == kind}
         slow |= {rank: usual / speeds[rank] for rank, usual in find_slow(alike, least).items()}
@@ -103,7 +103,7 @@ def find_slow_links(
 
 def best_links(links: Links) -> dict[int, Pair]:
     """Return each node's best link: the one that is fastest in its slower direction."""
-    best: dict[int, Pair] = {}
+    best = dict[int, Pair]()
     for pair in sorted(links, key=lambda pair: slower_way(pair, links)):
         best |= dict.fromkeys(pair, pair)  # of both nodes, until a faster link follows
     return best

@@ -50,7 +50,7 @@ class Test:
         self.findings.members = [parse(Member, row) for row in rows]
 
 
-def run(options: argparse.Namespace) -> int:
+def run_test(options: argparse.Namespace) -> int:
     """Run the whole test on this rank; on rank 0, print the verdict and write the JSON file.
 
     Returns 0, also on other ranks after FAIL. Raises Leave on rank 0 after FAIL, and OSError or
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", default="", help="write all results to this file")
     options = parser.parse_args(arguments)
     try:
-        return run(options)
+        return run_test(options)
     except (OSError, ValueError) as error:  # could not join; the text names the fault
         print(f"FAIL  {error}")
         return BAD_INPUT if getattr(error, "filename", None) else 1  # of --json

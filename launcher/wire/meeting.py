@@ -66,7 +66,7 @@ def gather(
     Closes the link of a node that is not awaited, or that `admit` rejects. Raises Refused if a node
     reports that the run cannot start.
     """
-    here: dict[int, tuple[Link, Member]] = {}
+    here = dict[int, tuple[Link, Member]]()
     missing = {*awaited}
     while missing and wait.left_s > 0:
         wait.report_missing(missing)
@@ -174,7 +174,7 @@ def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator
     """
     deadline = time.monotonic() + within_s
     others = [member for member in members if member.node_id != me and member.failover_port]
-    failed: dict[tuple[str, str], list[str]] = {}  # by fault and reason
+    failed = dict[tuple[str, str], list[str]]()  # by fault and reason
     with ThreadPoolExecutor(MOST_TRIED) as pool:
         found = pool.map(lambda other: _try_member(other, deadline), others)
         for other, reason in zip(others, found, strict=True):

@@ -73,7 +73,7 @@ class Link:
 
         Waits up to `limit_s` seconds for data. The list is empty if no message is complete.
         """
-        if not self._fill(limit_s):
+        if not self._fill_buffer(limit_s):
             return None
         try:
             return [*iter(self._next_message, None)]
@@ -88,7 +88,7 @@ class Link:
         try:
             while (message := self._next_message()) is None:
                 left_s = deadline - own_time.now()
-                if left_s <= 0 or not self._fill(min(left_s, limits.BEAT_S)):
+                if left_s <= 0 or not self._fill_buffer(min(left_s, limits.BEAT_S)):
                     return None
             return message
         except MessageError:
@@ -108,7 +108,7 @@ class Link:
         self._buffer = rest  # kept for later
         return message
 
-    def _fill(self, limit_s: float) -> bool:
+    def _fill_buffer(self, limit_s: float) -> bool:
         """Read what arrives in time. Returns False if the node is gone or sends too much data."""
         if not wait_for_input([self.socket.fileno()], limit_s):
             return True
