@@ -44,17 +44,14 @@ class RunLock:
     processes do not inherit it. A file system without locks causes only a warning, and so does a
     damaged lock file, which is replaced.
 
-    `what` names the run in messages: "run NAME".
-
-    Creating it may wait for squeue (see this_job), and up to COMMIT_S seconds for a commit. Raises
-    Refused if a live process holds the lock, or if the folder belongs to another job with the same
-    id, and OSError if the folder cannot be written to.
+    `me` is what this_process() returns. Creating a lock may wait up to COMMIT_S seconds for a
+    commit. Raises Refused if a live process holds the lock, or if the folder belongs to another job
+    with the same id, and OSError if the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path, what: str) -> None:
-        self.what = what
+    def __init__(self, folder: Path, me: Mapping[str, Any]) -> None:
+        self.what = f"run {folder.name}"  # in messages
         self.path = folder / "lock"
-        me = this_process()
         new = folder / f".lock.{me['host']}.{me['process']}.{time.time_ns()}"
         self.fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         os.write(self.fd, json.dumps(me).encode())
@@ -65,15 +62,13 @@ class RunLock:
             )
 
         try:
-            while not self._take_place(new, me):
+            while not self._replace_lock_file(new, me):
                 pass  # another process was faster
         except BaseException:
             os.unlink(new)
             self.close()
             raise
-
-        locks = weakref.WeakSet([self])  # the handler must not keep this object alive
-        os.register_at_fork(after_in_child=lambda: [*map(RunLock.close, locks)])
+        _locks.add(self)
 
     def close(self) -> None:
         """Release the folder."""
@@ -81,8 +76,8 @@ class RunLock:
             os.close(self.fd)
         self.fd = -1
 
-    def _take_place(self, new: Path, me: Mapping[str, Any]) -> bool:
-        """Put the lock file `new` in place of the folder's; returns False if that has just changed.
+    def _replace_lock_file(self, new: Path, me: Mapping[str, Any]) -> bool:
+        """Put `new` in place of the folder's lock file; False if another process was faster.
 
         Deletes a link in its place. Waits up to COMMIT_S seconds for the holder's commit. Raises
         Refused if the holder is live, or commits for too long, or belongs to another job.
@@ -91,13 +86,7 @@ class RunLock:
             self.path.unlink(missing_ok=True)
         before = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            deadline = time.monotonic() + limits.COMMIT_S
-            # With this lock, the holder cannot begin a commit until `new` is in place; then it
-            # finds its own lock file deleted, and no longer commits.
-            while not _try_lock(before, _COMMIT):
-                if time.monotonic() > deadline:
-                    raise _refusal(self.what, _holder(before))
-                time.sleep(0.01)
+            self._wait_for_commit(before)
             if os.fstat(before).st_nlink == 0:  # another process has replaced it meanwhile
                 return False
 
@@ -105,11 +94,24 @@ class RunLock:
             if not holder and os.fstat(before).st_size:
                 _log.warning(f"warning: {self.path} is damaged; it is replaced")
             self._refuse_foreign(holder, me)
-            refuse_holder(before, self.what, me)
+            take_lock(before, self.what, me)
             os.replace(new, self.path)
             return True
         finally:
             os.close(before)
+
+    def _wait_for_commit(self, before: int) -> None:
+        """Lock out commits by the holder of the lock file `before`, after one in progress.
+
+        The holder cannot begin a commit until `before` is closed. If it has been replaced by then,
+        the holder finds its lock file deleted, and no longer commits. Raises Refused after COMMIT_S
+        seconds.
+        """
+        deadline = time.monotonic() + limits.COMMIT_S
+        while not _try_lock(before, _COMMIT):
+            if time.monotonic() > deadline:
+                raise _refusal(self.what, _holder(before))
+            time.sleep(0.01)
 
     def _refuse_foreign(self, holder: Mapping[str, Any], me: Mapping[str, Any]) -> None:
         """Raise Refused if the folder is named after this job's id, but belongs to another job."""
@@ -144,6 +146,23 @@ class RunLock:
             _set_lock(self.fd, fcntl.F_UNLCK, _COMMIT)
 
 
+_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _close_locks() -> None:
+    """In a forked child, close the locks of its parent."""
+    for lock in _locks:
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_locks)
+
+
+def lock_run(folder: Path) -> RunLock:
+    """Lock a run's folder for this process. May wait for squeue too (see this_process)."""
+    return RunLock(folder, this_process())
+
+
 def _set_lock(fd: int, kind: int, byte: int, how: int = _SET) -> bool:
     """Set or release (F_UNLCK) the lock on a byte; returns False if the file system has no locks.
 
@@ -167,17 +186,19 @@ def _try_lock(fd: int, byte: int) -> bool:
     return True
 
 
-def refuse_holder(fd: int, what: str, me: Mapping[str, Any]) -> None:
+def take_lock(fd: int, what: str, me: Mapping[str, Any]) -> None:
     """Take the lock on an open lock file, or raise Refused if its holder is live.
 
     If `me`, this process, is a restart of the holder, do neither.
     """
     holder = _holder(fd)
-    # The same job with a higher start count, or the same launch with a higher attempt.
-    is_restart = any(
-        me.get(origin) and me[origin] == holder.get(origin) and me[count] > holder[count]
-        for origin, count in (("job", "start"), ("launch", "attempt"))
-    )
+
+    def is_later(count: str, origin: str) -> bool:
+        """Return whether both processes have one origin, and this one has the higher count."""
+        is_same = bool(me.get(origin)) and me[origin] == holder.get(origin)
+        return is_same and me[count] > holder[count]
+
+    is_restart = is_later("start", "job") or is_later("attempt", "launch")
     if not is_restart and not _try_lock(fd, _LIVE):
         raise _refusal(what, holder)
 
@@ -214,7 +235,8 @@ def _is_foreign(holder: Mapping[str, Any], me: Mapping[str, Any]) -> bool:
     """
 
     def differs(name: str) -> bool:
-        return "" not in (holder.get(name, ""), me[name]) and holder[name] != me[name]
+        known = {holder.get(name, ""), me[name]} - {""}
+        return len(known) == 2
 
     if not holder:
         return False
@@ -280,9 +302,10 @@ def update_link(path: Path, target: str) -> None:
     A file system without links causes only a warning: they are for people who look at the folder.
     A file that is not a link, or a link to another folder, belongs to the user and is kept.
     """
-    is_ours = path.is_symlink() and path.readlink().parts[:1] not in ((), ("/",), ("..",))
-    if os.path.lexists(path) and not is_ours:
-        return
+    if os.path.lexists(path):
+        elsewhere = (), ("/",), ("..",)  # what the target of no link of ours begins with
+        if not path.is_symlink() or path.readlink().parts[:1] in elsewhere:
+            return
 
     new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..collectives import count_ranks
 from ..errors import with_fault
 from ..heartbeat import beat
-from ..lock import RunLock
+from ..lock import lock_run
 from ..torch_internals import tree_map_only
 from .files import (
     TENSORS,
@@ -74,7 +74,7 @@ class Saver:
     Keeps the newest `keep_last` checkpoints, and the one with the lowest `progress["score"]` or,
     without a score, `progress["validation_loss"]`. A process that exits waits for its save.
 
-    If enabled, creating it creates the folder, and locks it until the process exits (see RunLock,
+    If enabled, creating it creates the folder, and locks it until the process exits (see lock_run,
     which may wait). If sharded, all ranks must create it together. Raises Refused if another live
     process saves in the folder or the folder belongs to another job, CheckpointError if it is not
     writable, and ValueError for `keep_last` below 1 or an unknown format.
@@ -107,7 +107,7 @@ class Saver:
         if enabled:
             try:
                 run_folder.mkdir(parents=True, exist_ok=True)
-                self._lock = RunLock(run_folder, f"run {run_folder.name}")
+                self._lock = lock_run(run_folder)
             except OSError as error:
                 raise with_fault(
                     CheckpointError,

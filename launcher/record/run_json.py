@@ -17,11 +17,11 @@ from typing import Any
 from distributed.errors import REFUSED, Refused
 from distributed.job import job_id, this_job
 from distributed.lock import (
-    RunLock,
     is_locked,
+    lock_run,
     locked_by,
     open_lock,
-    refuse_holder,
+    take_lock,
     this_process,
 )
 from distributed.stop_signals import NOTICES
@@ -197,7 +197,7 @@ def refuse_live(folder: Path, environ: Environ) -> None:
         raise Refused("dir-unwritable", f"{folder} is a link; choose another RUN_ID")
     if job_id(environ):
         with contextlib.suppress(OSError), open_lock(folder) as lock:
-            refuse_holder(lock.fileno(), f"run {folder.name}", this_process())
+            take_lock(lock.fileno(), f"run {folder.name}", this_process())
         return
 
     record = read(folder)
@@ -281,7 +281,7 @@ class LiveRecord:
         """
         self._folder = folder
         with writing_to(folder):
-            self._lock = RunLock(folder, f"run {folder.name}")
+            self._lock = lock_run(folder)
         self.earlier = read(folder) or Record()
         self._job = self.earlier.job
         self._progress = (-1, -1)

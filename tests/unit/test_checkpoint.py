@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from distributed import checkpoint
 from distributed.checkpoint import CheckpointError, Saver, State, files, load, weights_hash
 from distributed.errors import Refused
-from distributed.lock import RunLock, is_locked
+from distributed.lock import is_locked, lock_run
 from distributed.torch import gather_bytes
 from launcher.cli.checkpoint import main
 
@@ -376,7 +376,7 @@ def test_who_takes_over_from_a_process_that_still_lives(
     tmp_path: Path, later: dict[str, str], takes_over: bool
 ) -> None:
     os.environ |= FIRST
-    first = RunLock(tmp_path, "run")
+    first = lock_run(tmp_path)
     os.environ |= later
 
     def commit() -> None:
@@ -384,7 +384,7 @@ def test_who_takes_over_from_a_process_that_still_lives(
             pass
 
     def lock() -> None:
-        RunLock(tmp_path, "run").close()
+        lock_run(tmp_path).close()
 
     succeeds, fails = (lock, commit) if takes_over else (commit, lock)
     succeeds()
@@ -417,7 +417,7 @@ def test_another_job_of_the_same_id_is_refused(
         os.environ |= {**job, "SLURM_RESTART_COUNT": str(start)}
         for run in runs:
             (tools / run).mkdir(exist_ok=True)
-            RunLock(tools / run, f"run {run}").close()
+            lock_run(tools / run).close()
 
     lock_as_job("box", 1, SUBMITTED, "12", "mine")
     whose = rf"run 12 .* with the same id \(cluster box, submitted {SUBMITTED}\); .*foreign-run"
@@ -439,7 +439,7 @@ def test_a_foreign_run_is_continued_from_its_checkpoints(
     for cluster, refusal in (("box", contextlib.nullcontext()), ("other", pytest.raises(Refused))):
         os.environ["SLURM_CLUSTER_NAME"] = cluster
         with refusal as raised:
-            RunLock(tools / "12", "run 12").close()
+            lock_run(tools / "12").close()
         for file in files:
             (tools / "12" / file).touch()
     assert raised and f"add resume={saved.format(tools)}" in str(raised.value)
@@ -447,14 +447,14 @@ def test_a_foreign_run_is_continued_from_its_checkpoints(
 
 def test_what_takes_over_waits_for_a_commit(tmp_path: Path) -> None:
     os.environ["SLURM_JOB_ID"] = "12"
-    claim = RunLock(tmp_path, "run")
+    claim = lock_run(tmp_path)
     ready, done = os.pipe()
     with claim.committing():
         pid = os.fork()
         if pid == 0:
             os.environ["SLURM_RESTART_COUNT"] = "1"
             os.write(done, b"started ")
-            RunLock(tmp_path, "run")
+            lock_run(tmp_path)
             os._exit(len(os.listdir(tmp_path / "committed")))  # 0 if it did not wait
         assert os.read(ready, 8) == b"started "
         (tmp_path / "committed").mkdir()
@@ -476,12 +476,12 @@ def test_a_file_system_without_locks(
     monkeypatch.setattr(fcntl, "fcntl", fail)
     if code == errno.EIO:
         with pytest.raises(OSError, match=os.strerror(code)):
-            RunLock(tmp_path, "run")
+            lock_run(tmp_path)
         return
-    first = RunLock(tmp_path, "run")
+    first = lock_run(tmp_path)
     with first.committing():
         assert not is_locked(tmp_path)
-    RunLock(tmp_path, "run").close()
+    lock_run(tmp_path).close()
     cure = "never start two runs with the same id"
     told = f"warning: {tmp_path}: this file system has no locks; {cure}"
     assert caplog.messages == [told, told]
@@ -492,12 +492,12 @@ def test_a_copy_of_the_folder_lets_nobody_in(tmp_path: Path) -> None:
     saver = Saver(tmp_path / "run", keep_last=1)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")  # opens and closes the lock file
     with pytest.raises(Refused, match="run-is-live"):
-        RunLock(tmp_path / "run", "run r")
+        lock_run(tmp_path / "run")
     saver._lock.close()
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path, "run r")
+    lock = lock_run(tmp_path)
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
@@ -506,7 +506,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
         os._exit(0)
     assert ours.recv(6) == b"forked"
     lock.close()
-    RunLock(tmp_path, "run r").close()
+    lock_run(tmp_path).close()
     ours.send(b"x")
     assert os.waitpid(child, 0)[1] == 0
     ours.close()

@@ -17,7 +17,7 @@ from test_checkpoint import flip_a_bit, save
 from distributed import torch as helper
 from distributed.checkpoint import CheckpointError, Saver, State, files, load
 from distributed.errors import Refused
-from distributed.lock import RunLock, is_locked, is_locked_here, locked_by, update_link
+from distributed.lock import is_locked, is_locked_here, lock_run, locked_by, update_link
 from launcher.cli.checkpoint import main
 
 
@@ -311,7 +311,7 @@ def test_a_damaged_lock_is_replaced(
     run.mkdir()
     (run / "lock").write_bytes(LOCKS[content])
     assert not is_locked(run) and not is_locked_here(run) and locked_by(run)[0] == 0
-    lock = RunLock(run, "run 12")
+    lock = lock_run(run)
     assert locked_by(run) == (os.getpid(), os.uname().nodename) and is_locked_here(run)
     told = [f"warning: {run}/lock is damaged; it is replaced"] if LOCKS[content] else []
     assert caplog.messages == told
@@ -320,15 +320,16 @@ def test_a_damaged_lock_is_replaced(
 
 @pytest.mark.parametrize("content", LOCKS)
 def test_a_damaged_lock_of_a_live_process_still_counts(tmp_path: Path, content: str) -> None:
-    live = RunLock(tmp_path, "run r")
+    live = lock_run(tmp_path)
     os.truncate(live.fd, 0)
     os.pwrite(live.fd, LOCKS[content], 0)
-    with pytest.raises(Refused, match=r"^run r is live: it holds the lock; wait until it ends"):
-        RunLock(tmp_path, "run r")
+    cause = rf"^run {tmp_path.name} is live: it holds the lock; wait until it ends"
+    with pytest.raises(Refused, match=cause):
+        lock_run(tmp_path)
     with live.committing():  # it can still save
         pass
     live.close()
-    RunLock(tmp_path, "run r").close()
+    lock_run(tmp_path).close()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
@@ -340,10 +341,10 @@ def test_what_is_no_lock_file_is_replaced(tmp_path: Path, make: Callable[[Path],
 
 
 def test_a_process_that_was_replaced_by_one_with_a_damaged_lock(tmp_path: Path) -> None:
-    first = RunLock(tmp_path, "run r")
+    first = lock_run(tmp_path)
     (tmp_path / "lock").unlink()
     (tmp_path / "lock").write_bytes(b"{")
-    told = pytest.raises(Refused, match=r"^run r was restarted on another node")
+    told = pytest.raises(Refused, match=rf"^run {tmp_path.name} was restarted on another node")
     with told, first.committing():
         pass
     first.close()

@@ -12,7 +12,7 @@ from launched import TRAIN, Work
 from test_task import work as work
 
 from distributed.checkpoint import State
-from distributed.lock import RunLock
+from distributed.lock import lock_run
 from training.evaluate import batch_size_of, find_folder
 from training.settings import Checkpoint, Settings, Train
 
@@ -56,7 +56,7 @@ def test_the_metrics_are_those_of_the_training(work: Work, words: tuple[str, ...
 
 def test_the_checkpoint_of_a_live_run_is_evaluated(work: Work) -> None:
     work.run("lives", 1, "train.max_steps=4")
-    lock = RunLock(work.folder / "checkpoints/lives", "run lives")
+    lock = lock_run(work.folder / "checkpoints/lives")
     config = ["--config", work.config, "--evaluate", "lives", "--json"]
     done = execute(work.folder, sys.executable, TRAIN, *config)
     assert read_facts(done.stdout)["step"] == 4, done.stderr

@@ -358,8 +358,8 @@ def test_two_live_runs_with_one_rdzv_id_have_two_names(
 HOLDS = """
 import sys
 from pathlib import Path
-from distributed.lock import RunLock
-lock = RunLock(Path(sys.argv[1]), "run one")
+from distributed.lock import lock_run
+lock = lock_run(Path(sys.argv[1]))
 print(flush=True)
 input()
 """

@@ -19,7 +19,7 @@ from job_tools import make_tool
 from distributed.environment import LauncherError
 from distributed.errors import REFUSED, Refused
 from distributed.job import ask_scheduler, in_slurm_step, this_job
-from distributed.lock import RunLock
+from distributed.lock import lock_run
 from launcher import start
 from launcher.cli.arguments import Call
 from launcher.plan import hosts, pbs, slurm
@@ -859,13 +859,13 @@ def test_another_job_of_the_same_id_is_refused(
     (tmp_path / run).mkdir()
     (tmp_path / run / "run.json").touch()  # in the log folder: the checkpoints are elsewhere
     note(qstat, FIRST)
-    RunLock(tmp_path / run, f"run {run}").close()
+    lock_run(tmp_path / run).close()
     note(qstat, later)
     cause = r"another job with the same id \(cluster head, submitted Thu Nov 26 08:.*"
     cause += rf"add resume=checkpoints/{run} \(or in checkpoint.dir\) \[foreign-run\]"
     refusal = pytest.raises(Refused, match=cause) if is_refused else contextlib.nullcontext()
     with refusal:
-        RunLock(tmp_path / run, f"run {run}").close()
+        lock_run(tmp_path / run).close()
 
 
 def test_a_job_that_was_started_again_takes_over_from_a_live_start(
@@ -874,9 +874,9 @@ def test_a_job_that_was_started_again_takes_over_from_a_live_start(
     be_in_job("26.head")
     note(qstat, FIRST)
     (tmp_path / "26.head").mkdir()
-    first = RunLock(tmp_path / "26.head", "run")
+    first = lock_run(tmp_path / "26.head")
     note(qstat, told("qstat-xf-requeued"))
-    second = RunLock(tmp_path / "26.head", "run")
+    second = lock_run(tmp_path / "26.head")
     with pytest.raises(Refused, match="was restarted on "), first.committing():
         pass
     second.close()

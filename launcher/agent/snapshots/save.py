@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distributed.checkpoint import files
 from distributed.checkpoint.snapshots import Buffer, Snapshot, join, named_tensors
-from distributed.lock import RunLock
+from distributed.lock import lock_run
 from launcher.agent.output.stream import say
 
 
@@ -97,7 +97,7 @@ def _commit(taken: Snapshot) -> int:
     """
     folder = Path(taken.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(folder, f"run {folder.name}")
+    lock = lock_run(folder)
     if taken.step <= max(map(files.step_of, files.steps(folder)), default=0):
         return 1
 
