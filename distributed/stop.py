@@ -40,11 +40,11 @@ class Stop:
         self.reason = ""  # why this rank asks to stop; empty if it does not
         self.is_save_agreed = False  # `agreed` found a request to save and none to stop
         self.is_end_agreed = False  # a rank has called `end`
-        self._ends = False
+        self._is_end_asked = False  # this rank has called `end`
         self._interrupts = Interrupts()
 
         now = time.monotonic()
-        self._end = now + (max_seconds or math.inf)
+        self._stop_at = now + (max_seconds or math.inf)
         self._save_seconds = save_seconds or math.inf
         self._save_at = now + self._save_seconds
         self._folder = folder
@@ -68,11 +68,11 @@ class Stop:
             raise KeyboardInterrupt
 
     def ask(self) -> None:
-        """Look for requests, and start sending this rank's to the others while the step computes.
+        """Start sending this rank's requests to the others, while the step computes.
 
-        Once in STOP_LOOK_S seconds, looks for the files `stop` and `save`, and deletes them. Also
-        requests a stop after a stop signal or `max_seconds`, a save after `save_seconds`, and the
-        run's end after `end`.
+        Requests are: a stop, after a stop signal, `max_seconds` or a file `stop`; a save, after
+        `save_seconds` or a file `save`; and the run's end, after `end`. Once in STOP_LOOK_S
+        seconds, this looks for the files, and deletes them.
 
         All ranks must call this in every step, early enough for the requests to arrive before
         `agreed` is called. A request made after this call takes effect one step later.
@@ -80,19 +80,20 @@ class Stop:
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + limits.STOP_LOOK_S
-            if self._take_request("save"):
+            if self._delete_file("save"):
                 self._save_at = now
-            if self._take_request("stop"):
+            if self._delete_file("stop"):
                 self.reason = self.reason or "the stop file"
-        if not self.reason and now >= self._end:
-            self.reason = "max_seconds"
+        if now >= self._stop_at:
+            self.reason = self.reason or "max_seconds"
 
-        self._flags.copy_(torch.tensor([bool(self.reason), now >= self._save_at, self._ends]))
+        is_save_due = now >= self._save_at
+        self._flags.copy_(torch.tensor([bool(self.reason), is_save_due, self._is_end_asked]))
         if dist.is_initialized():
             self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, self._group, async_op=True)
 
-    def _take_request(self, name: str) -> bool:
-        """Remove a file created by the user; returns whether it existed."""
+    def _delete_file(self, name: str) -> bool:
+        """Delete the user's file with this name, if there is one; returns whether there was."""
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 (self._folder / name).unlink()
@@ -115,7 +116,7 @@ class Stop:
 
     def end(self) -> None:
         """Ask for the run to end; all ranks agree on it in the next step."""
-        self._ends = True
+        self._is_end_asked = True
 
     def note_save(self) -> None:
         """Start counting the seconds until the next save."""
