@@ -165,7 +165,7 @@ class Run:
             )
         with refuse_together(environment):  # the ranks load together, or not at all
             is_restart = environment.restart_count > 0
-            saved = resume.find_checkpoint(settings.resume, self.folder, is_restart=is_restart)
+            saved = resume.load_checkpoint(settings.resume, self.folder, is_restart=is_restart)
             batch_size = resume.choose_batch_size(settings.train, environment.world_size, saved)
             position = saved.progress if saved else START
             self.unsaved = position if saved and saved.is_snapshot else {}  # it was in memory

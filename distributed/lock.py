@@ -86,7 +86,13 @@ class RunLock:
             self.path.unlink(missing_ok=True)
         before = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            self._wait_for_commit(before)
+            deadline = time.monotonic() + limits.COMMIT_S
+            # With this lock, the holder cannot begin a commit until `new` is in place; then it
+            # finds its own lock file deleted, and no longer commits.
+            while not _try_lock(before, _COMMIT):
+                if time.monotonic() > deadline:
+                    raise _refusal(self.what, _holder(before))
+                time.sleep(0.01)
             if os.fstat(before).st_nlink == 0:  # another process has replaced it meanwhile
                 return False
 
@@ -99,19 +105,6 @@ class RunLock:
             return True
         finally:
             os.close(before)
-
-    def _wait_for_commit(self, before: int) -> None:
-        """Lock out commits by the holder of the lock file `before`, after one in progress.
-
-        The holder cannot begin a commit until `before` is closed. If it has been replaced by then,
-        the holder finds its lock file deleted, and no longer commits. Raises Refused after COMMIT_S
-        seconds.
-        """
-        deadline = time.monotonic() + limits.COMMIT_S
-        while not _try_lock(before, _COMMIT):
-            if time.monotonic() > deadline:
-                raise _refusal(self.what, _holder(before))
-            time.sleep(0.01)
 
     def _refuse_foreign(self, holder: Mapping[str, Any], me: Mapping[str, Any]) -> None:
         """Raise Refused if the folder is named after this job's id, but belongs to another job."""
@@ -146,7 +139,7 @@ class RunLock:
             _set_lock(self.fd, fcntl.F_UNLCK, _COMMIT)
 
 
-_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
+_locks = weakref.WeakSet[RunLock]()
 
 
 def _close_locks() -> None:

@@ -123,7 +123,7 @@ class Stop:
         self._save_at = time.monotonic() + self._save_seconds
 
 
-_stops: weakref.WeakSet[Stop] = weakref.WeakSet()
+_stops = weakref.WeakSet[Stop]()
 
 
 def note_save() -> None:

@@ -20,16 +20,17 @@ from training.config_file import SettingsError, Tree
 from training.progress import may_be_lost
 from training.settings import OwnTaskSettings, Settings, Train
 
+SIZES = "validation", "training"  # whose samples the sizes in a checkpoint count
 _log = logging.getLogger(__name__)
 
 
-def find_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoint.State | None:
+def load_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoint.State | None:
     """Return the run's newest checkpoint or, without one, that at `resume: PATH`; None without any.
 
     `resume: never` applies to the first start of a run, not to its restarts after a failure. The
-    tensors of a sharded checkpoint are not read yet. All ranks must call this. Raises SettingsError
-    if there is a checkpoint in spite of `never`, or none at PATH, and CheckpointError if all are
-    damaged.
+    tensors of a sharded checkpoint are not read yet. Rank 0 logs damaged checkpoints, and renames
+    those of this run. All ranks must call this. Raises SettingsError if there is a checkpoint in
+    spite of `never`, or none at PATH, and CheckpointError if all are damaged.
     """
     if resume == "never" and not is_restart:
         if steps(folder):
@@ -54,24 +55,25 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
     """
     each = train.batch_size_on(world_size)
     shares = world_size * train.grad_accumulation
-    samples = train.global_batch_size or each * shares
-    is_kept = False  # the run's global batch, which is then not rounded
-    if saved and train.batch_size:
-        now = {"batch_size": train.batch_size, "grad_accumulation": train.grad_accumulation}
-        is_kept = now.items() <= saved.progress["settings"]["train"].items()
-        if is_kept:
-            samples = saved.progress["global_batch_size"]
-    elif saved:  # on as many ranks as before, it is rounded as before
-        is_kept = len(saved.ranks) != world_size
-
+    exact = _exact_batch(train, world_size, saved) if saved else None
+    samples = exact or train.global_batch_size or each * shares
     if samples % shares:
         cause = f"{samples} samples are not divisible by {shares} (ranks x grad_accumulation)"
-        if is_kept:
+        if exact:
             raise SettingsError(
                 f"resume: the run's {cause}; resume it with a different number of processes"
             )
         _log.info(f"batch      {each * shares} samples a step: {cause}")
-    return samples // shares if is_kept else each
+    return exact // shares if exact else each
+
+
+def _exact_batch(train: Train, world_size: int, saved: checkpoint.State) -> int | None:
+    """Return the global batch that a resumed run must keep; None if it may be rounded."""
+    if not train.batch_size:  # on as many ranks as before, it is rounded as before
+        return None if len(saved.ranks) == world_size else train.global_batch_size
+    now = {"batch_size": train.batch_size, "grad_accumulation": train.grad_accumulation}
+    is_unchanged = now.items() <= saved.progress["settings"]["train"].items()
+    return saved.progress["global_batch_size"] if is_unchanged else None
 
 
 def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None:
@@ -81,33 +83,34 @@ def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None
     """
     source = ", from memory" if saved.is_snapshot else ""
     _log.info(f"resumed    after step {saved.progress['step']}{source}")
-
-    now: Tree = progress["settings"]
-    told = list(changes(saved.progress.get("settings", now), now))
-    before = saved.progress["global_batch_size"]
-    samples = progress["global_batch_size"]
-    if samples != before:
-        told.append(f"batches of {samples} samples (was {before})")
-    sizes = progress["sizes"]
-    names = ("validation", "training")
-    for new, old, name in zip(sizes, saved.progress.get("sizes") or sizes, names, strict=False):
-        if new != old:
-            told.append(f"{new} {name} samples (was {old})")
+    for change in _changes(saved.progress, progress):
+        _log.warning(f"resumed    with {change}")
     if world_size != len(saved.ranks):
         count = f"{world_size} {'process' if world_size == 1 else 'processes'}"
-        told.append(f"{count} (was {len(saved.ranks)}): sums are rounded differently")
-
-    for change in told:
-        _log.warning(f"resumed    with {change}")
+        was = f"(was {len(saved.ranks)}): sums are rounded differently"
+        _log.warning(f"resumed    with {count} {was}")
 
 
-def changes(before: Tree, now: Tree, prefix: str = "") -> Iterator[str]:
+def _changes(before: Tree, now: Tree) -> Iterator[str]:
+    """Yield what differs between two progresses: settings, and the sizes of batches and data."""
+    yield from _changed_settings(before.get("settings", now["settings"]), now["settings"])
+    batches = "global_batch_size"
+    if now[batches] != before[batches]:
+        yield f"batches of {now[batches]} samples (was {before[batches]})"
+
+    earlier_sizes = before.get("sizes") or now["sizes"]  # older checkpoints have none
+    for new, old, name in zip(now["sizes"], earlier_sizes, SIZES, strict=False):
+        if new != old:
+            yield f"{new} {name} samples (was {old})"
+
+
+def _changed_settings(before: Tree, now: Tree, prefix: str = "") -> Iterator[str]:
     """Yield each setting that differs, such as `seed 2 (was 1)`, apart from `resume`."""
     for key in {**now, **before}:
         old = before.get(key)
         new = now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            yield from changes(old, new, f"{prefix}{key}.")
+            yield from _changed_settings(old, new, f"{prefix}{key}.")
         elif old != new and key != "resume":
             yield f"{prefix}{key} {json.dumps(new)} (was {json.dumps(old)})"
 
@@ -134,11 +137,11 @@ def resume_line(environment: Environment, command: str | None) -> str:
     if command is None:
         dropped = "--local-rank", "--local_rank", "resume=never"
         words = [word for word in sys.argv if not word.startswith(dropped)]
-        command = shlex.join([*_start(environment), *words])
+        command = shlex.join([*_launch_words(environment), *words])
     return command and f"resume     RUN_ID={shlex.quote(environment.run_id)} {command}"
 
 
-def _start(environment: Environment) -> list[str]:
+def _launch_words(environment: Environment) -> list[str]:
     """Return the words before the script that start as many ranks.
 
     Those of srun and python are for one command, those of torchrun for one command on each node.

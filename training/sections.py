@@ -120,8 +120,10 @@ def _check_value(kind: Any, value: Any, key: str, known: Sequence[str]) -> Any:
         return read(kind, value, f"{key}.", known)
 
     kind, *checks = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    if get_origin(kind) is list and isinstance(value, str):
+        value = [value]  # a lone name
     try:
-        value = _check_type(kind, value)
+        _check_type(kind, value)
         for check in checks:
             value = check(value)
     except ValueError as error:
@@ -129,26 +131,23 @@ def _check_value(kind: Any, value: Any, key: str, known: Sequence[str]) -> Any:
     return float(value) if kind is float else value
 
 
-def _check_type(kind: Any, value: Any) -> Any:
-    """Return a value of the annotated type; raises ValueError for any other value.
-
-    Where a list of names is expected, a lone name is turned into a list. No other value changes.
-    """
+def _check_type(kind: Any, value: Any) -> None:
+    """Raise ValueError if a value is not of the annotated type."""
     form = get_origin(kind)
     if form is Literal:
-        if value not in get_args(kind):
-            _refuse(" or ".join(map(repr, get_args(kind))), value)
-    elif form is list:
-        value = [value] if isinstance(value, str) else value
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            _refuse("a list of names", value)
-    elif form is dict:
-        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-            _refuse("a section whose keys are text", value)
-    # The exact type: to isinstance(), true is an integer. An integer may stand for a float.
-    elif kind is not Any and type(value) not in (kind, int if kind is float else kind):
-        _refuse(f"a valid {TYPES[kind]}", value)
-    return value
+        is_right = value in get_args(kind)
+        expected = " or ".join(map(repr, get_args(kind)))
+    elif form in (list, dict):
+        is_right = isinstance(value, form) and all(isinstance(one, str) for one in value)
+        expected = "a list of names" if form is list else "a section whose keys are text"
+    elif kind is Any:
+        return
+    else:
+        accepted = (float, int) if kind is float else (kind,)
+        is_right = type(value) in accepted  # to isinstance(), true is an integer
+        expected = f"a valid {TYPES[kind]}"
+    if not is_right:
+        _refuse(expected, value)
 
 
 def within(**bounds: float) -> Callable[[float], float]:

@@ -194,16 +194,7 @@ def load(
     """
     layers = _read_layers(path)
     layers[COMMAND_LINE] = _read_overrides(overrides)
-
-    tree: Tree = {}
-    sources = {"": str(path)}  # the layer that sets each key
-    for source, layer in layers.items():
-        sources |= dict.fromkeys(_paths(layer), source)
-        train = layer.get("train", {})
-        if isinstance(train, dict) and ("batch_size" in train) != ("global_batch_size" in train):
-            # Two ways to set one thing: the upper layer's choice unsets the other.
-            layer["train"] = {"batch_size": None, "global_batch_size": None, **train}
-        tree = _merge(tree, layer)
+    tree, level_of = _merge_layers(layers)
 
     kind = Settings if tree.get("task", BUILT_IN_TASK) == BUILT_IN_TASK else OwnTaskSettings
     try:
@@ -211,24 +202,40 @@ def load(
         _check_login(settings.tracking, environ or {})
     except InvalidSetting as error:
         known = error.key
-        while known not in sources:
+        while known and known not in level_of:
             known = known.rpartition(".")[0]
-        raise SettingsError(f"{sources[known]}{line_of(sources[known], known)}: {error}") from None
+        source = [*layers][level_of[known]] if known else str(path)
+        raise SettingsError(f"{source}{line_of(source, known)}: {error}") from None
 
-    limits = settings.distributed
     changed: Tree = {}
+    limits = settings.distributed
     # If a layer sets only timeout, join_timeout is raised to it: timeout used to be both.
-    order = ["", *layers]  # "": no layer sets it
-    timeout_at = order.index(sources.get("distributed.timeout", ""))
-    join_timeout_at = order.index(sources.get("distributed.join_timeout", ""))
-    if timeout_at > join_timeout_at and limits.timeout > limits.join_timeout:
+    join_timeout_level = level_of.get("distributed.join_timeout", -1)
+    is_below = join_timeout_level < level_of.get("distributed.timeout", -1)
+    if is_below and limits.join_timeout < limits.timeout:
         changed["join_timeout"] = limits.timeout
-
     # Each rank's beats read $HANG_SECONDS; only a setting on the command line overrides it.
-    typed = sources.get("distributed.hang_seconds") == COMMAND_LINE
-    if environ and environ.get("HANG_SECONDS") and not typed:
+    is_typed = level_of.get("distributed.hang_seconds") == [*layers].index(COMMAND_LINE)
+    if environ and environ.get("HANG_SECONDS") and not is_typed:
         changed["hang_seconds"] = None
     return read(kind, _merge(tree, {"distributed": changed}))
+
+
+def _merge_layers(layers: Mapping[str, Tree]) -> tuple[Tree, dict[str, int]]:
+    """Return the settings of all layers, of which the last wins, and the layer that sets each.
+
+    Layers are numbered from 0.
+    """
+    tree: Tree = {}
+    level_of: dict[str, int] = {}
+    for level, layer in enumerate(layers.values()):
+        level_of |= dict.fromkeys(_paths(layer), level)
+        train = layer.get("train", {})
+        if isinstance(train, dict) and ("batch_size" in train) != ("global_batch_size" in train):
+            # Two ways to set one thing: this layer's choice unsets the other below.
+            tree = _merge(tree, {"train": {"batch_size": None, "global_batch_size": None}})
+        tree = _merge(tree, layer)
+    return tree, level_of
 
 
 def _read_layers(path: Path) -> dict[str, Tree]:
@@ -289,14 +296,14 @@ def _read_overrides(overrides: Sequence[str]) -> Tree:
         names = key.split(".")
         if not equals or not all(names):
             raise SettingsError(f"{COMMAND_LINE}: {text!r} is not a setting; write it as seed=1")
-        layer = _parse(key, value)
+        layer = _parse_value(key, value)
         for name in reversed(names):
             layer = {name: layer}
         tree = _merge(tree, layer)
     return tree
 
 
-def _parse(key: str, text: str) -> Any:
+def _parse_value(key: str, text: str) -> Any:
     """Return text as is for a key of type str, otherwise parsed if it is a YAML scalar or list.
 
     Text that means nothing (see NOTHING) is None for any key.
