@@ -44,19 +44,19 @@ from training.batches import START, Batches, check_sizes, move
 from training.evaluate import evaluate_checkpoint
 from training.meter import Meter, Pace, Stopwatch
 from training.model import (
+    check_snapshot_memory,
     describe_model,
     dtype_of,
     fix_bucket_order,
     follow_config,
     make_model,
-    plan_snapshots,
     try_evaluation,
     validate,
 )
 from training.optimizer import Schedule, choose_optimizer, find_last_step, norm_of_weights
 from training.progress import ConsoleLog, Limits, Progress, shown_speed
 from training.settings import Settings
-from training.tasks import SCORES, load_task, loss_of, metrics_of, score
+from training.tasks import SCORES, load_task, loss_of, metrics_of, scores_of
 from training.trackers import RunFacts, Trackers
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
         run.progress.step(step)
         if is_validated:
             validated = run.validate(step)
-        scores = score(run.task, validated) if is_validated else {}
+        scores = scores_of(run.task, validated) if is_validated else {}
         if is_copied:
             run.save(step, scores, in_memory=True)
         if is_saved:
@@ -200,7 +200,7 @@ class Run:
         with refuse_together(self.environment):
             check_sizes(self.batches.sizes)
             self.model = make_model(self.task, self.settings, self.folder / "compiled")
-            plan_snapshots(self.model, self.settings, self.environment)
+            check_snapshot_memory(self.model, self.settings, self.environment)
             self.optimizer = choose_optimizer(self.task, self.model, self.settings.train)
             self.schedule = Schedule(self.optimizer, self.task, self.settings.train, last_step)
             self.saver.check_folder()  # no rank waits for the others after this

@@ -26,7 +26,7 @@ from training.asked import refuse_misspelt
 from training.batches import fill_up, move, share_of
 from training.config_file import SettingsError, Tree
 from training.settings import OwnTaskSettings, Settings, Train
-from training.tasks import Task, evaluate, metrics_of, score
+from training.tasks import Task, evaluate, metrics_of, scores_of
 
 _log = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ def make_model(task: Task, settings: Settings, cache: Path | None) -> nn.Module:
         refuse_misspelt(settings.model, settings.task)
     if settings.train.compile and cache:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute()))
-    choose_forward(model, settings.train)
+    set_up_blocks(model, settings.train)
 
     chosen = settings.distributed
-    is_off = chosen.mixed_precision.enabled and not is_mixed(settings)
-    if is_off and helper.is_main_process():
+    is_ignored = chosen.mixed_precision.enabled and not is_mixed(settings)
+    if is_ignored and helper.is_main_process():
         _log.warning("precision  float32: mixed precision needs a GPU")
 
     return helper.setup_distributed_models(
@@ -71,7 +71,7 @@ def _count_buffers(environment: Environment, *, is_sharded: bool, is_copied: boo
     return 3 if is_copied and environment.is_main else 2  # a copy is sent from the third
 
 
-def plan_snapshots(model: nn.Module, settings: Settings, environment: Environment) -> None:
+def check_snapshot_memory(model: nn.Module, settings: Settings, environment: Environment) -> None:
     """Log the memory that snapshots need on this node; raises SettingsError if they do not fit.
 
     Does nothing without snapshots, and on a rank that holds none. Logs a warning if there is no
@@ -80,7 +80,7 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
     every = settings.checkpoint.snapshot_every
     is_sharded = settings.checkpoint.format == "sharded"
     is_copied = environment.world_size > environment.local_world_size  # to another node
-    keeps_copy = is_copied and environment.node_rank == 1 and environment.local_rank == 0
+    keeps_copy = (environment.node_rank, environment.local_rank) == (1, 0)  # of rank 0's
     is_holder = environment.is_main or is_sharded or keeps_copy
     if not every or not is_holder:
         return
@@ -88,14 +88,7 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
         _log.warning("snapshots  none: this launcher has no node agent that could keep them")
         return
 
-    def size_of(tensors: Iterable[torch.Tensor]) -> int:
-        """Return the bytes of what is copied: of a sharded model, this rank's part."""
-        parts = ((one.to_local() if hasattr(one, "to_local") else one) for one in tensors)
-        return sum(one.numel() * one.itemsize for one in (parts if is_sharded else tensors))
-
-    module = helper.unwrap(model)
-    trained = [one for one in module.parameters() if one.requires_grad]
-    size = size_of(module.state_dict().values()) + 2 * size_of(trained)  # AdamW: two moments
+    size = _size_of_copy(helper.unwrap(model), is_sharded=is_sharded)
     needed = size * _count_buffers(environment, is_sharded=is_sharded, is_copied=is_copied)
     # After a restart, the snapshots already occupy that memory.
     if needed > (free := free_memory()) and environment.restart_count == 0:
@@ -105,6 +98,17 @@ def plan_snapshots(model: nn.Module, settings: Settings, environment: Environmen
         )
 
     _log.info(f"snapshots  every {every} steps, in {needed / 1e6:,.0f} MB of memory")
+
+
+def _size_of_copy(module: nn.Module, *, is_sharded: bool) -> int:
+    """Return the bytes of one snapshot of a model and AdamW: if sharded, of this rank's part."""
+
+    def size_of(tensors: Iterable[torch.Tensor]) -> int:
+        parts = ((one.to_local() if hasattr(one, "to_local") else one) for one in tensors)
+        return sum(one.numel() * one.itemsize for one in (parts if is_sharded else tensors))
+
+    trained = [one for one in module.parameters() if one.requires_grad]
+    return size_of(module.state_dict().values()) + 2 * size_of(trained)  # AdamW: two moments
 
 
 def free_memory() -> int:
@@ -135,16 +139,17 @@ def follow_config(optimizer: Optimizer, settings: Train, before: Tree) -> Iterat
             group["weight_decay"] = settings.weight_decay
 
 
-def choose_forward(model: nn.Module, settings: Train) -> None:
+def set_up_blocks(model: nn.Module, settings: Train) -> None:
     """Set up the recomputation of activations and the compilation of each block, as settings say.
 
     Replaces the `forward` of blocks: nn.Module.compile() would have no effect on torch's own
     modules. Without blocks, only the whole model is compiled.
     """
-    every = settings.activation_checkpointing
+    chosen = settings.activation_checkpointing
     blocks = [*helper.blocks(model)]
-    if every != "none":
-        for block in blocks[:: 1 if every == "full" else int(every)]:
+    if chosen != "none":
+        interval = 1 if chosen == "full" else chosen  # N: every Nth block
+        for block in blocks[::interval]:
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
 
     if settings.compile:
@@ -181,19 +186,22 @@ def mean_metrics(
 ) -> dict[str, float]:
     """Return each metric's mean over the batches that count, on all ranks. All must call this.
 
-    The result includes the task's `metrics` of the loss, but no metric without terms. Without a
-    step, it is a trial before the first one, and metrics without terms are 0.
+    Beats with the step before each batch. The result includes the task's `metrics` of the loss, but
+    no metric without terms. The trial before the first step has no step: it does not beat, and
+    metrics without terms are 0.
     """
     module = helper.unwrap(model)  # ranks can have different numbers of batches
     modes = {one: one.training for one in module.modules()}  # the task may have frozen some
     module.eval()
 
+    names: dict[str, None] = {}  # in their order
     sums: defaultdict[str, float] = defaultdict(float)  # also of the weights
     for batch, counts in batches:
         if step is not None:  # no limit applies before the first step
             helper.beat(step)
         with helper.autocast(dtype_of(settings)):
             found = evaluate(task, module, move(batch, helper.device()))
+        names |= dict.fromkeys(found)
         for name, (total, weight) in found.items():
             sums[f"{name} sum"] += counts * float(total)
             sums[f"{name} weight"] += counts * float(weight)
@@ -202,7 +210,7 @@ def mean_metrics(
 
     means = helper.sync_metrics(sums)
     values = {}
-    for name in [name.removesuffix(" sum") for name in sums if name.endswith(" sum")]:
+    for name in names:
         weight = means[f"{name} weight"]
         if weight or step is None:
             values[name] = means[f"{name} sum"] / (weight or 1)
@@ -212,7 +220,9 @@ def mean_metrics(
 def try_evaluation(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:
     """Evaluate one batch, so that mistakes in `evaluate` and `best` show before the first step."""
     if settings.train.eval_every:
-        score(task, mean_metrics(task, model, [(_make_batch(task, batch_size), True)], settings))
+        scores_of(
+            task, mean_metrics(task, model, [(_make_batch(task, batch_size), True)], settings)
+        )
 
 
 def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:

@@ -59,8 +59,8 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
         raise SettingsError(f"{to} {what}; name another folder, or delete it")
 
     size = tokenizer.vocabulary
-    fitting = [name for name, code in CODES.items() if size <= 256 ** array(code).itemsize]
-    dtype = fitting[0]  # the smallest
+    # The smallest type that has a value for each token.
+    dtype = next(name for name, code in CODES.items() if size <= 256 ** array(code).itemsize)
     to.mkdir(parents=True, exist_ok=True)
     facts = {"dtype": dtype, "vocabulary": size, "tokenizer": tokenizer.name}
     if tokenizer.file:
@@ -69,7 +69,12 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
             shutil.copy(tokenizer.file, to)
 
     for name, pieces in (("val.bin", corpus.validation), ("train.bin", corpus.train)):
-        count = _write_tokens(to / f"{name}.new", pieces, tokenizer, CODES[dtype])
+        count = 0
+        with (to / f"{name}.new").open("wb") as opened:
+            for piece in pieces:
+                for tokens in encode(piece, tokenizer):
+                    array(CODES[dtype], tokens).tofile(opened)
+                    count += len(tokens)
         print(f"{to / name}: {count:,} tokens of {sum(piece.size for piece in pieces):,} bytes")
 
     (to / FACTS).write_text(json.dumps(facts) + "\n")
@@ -78,17 +83,6 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
         (to / f"{name}.new").replace(to / name)
     for file in corpus.left_out:
         print(f"skipped {file}")
-
-
-def _write_tokens(file: Path, pieces: Sequence[Piece], tokenizer: Tokenizer, code: str) -> int:
-    """Write the tokens of documents as an array of this type code; returns how many."""
-    count = 0
-    with file.open("wb") as opened:
-        for piece in pieces:
-            for tokens in encode(piece, tokenizer):
-                array(code, tokens).tofile(opened)
-                count += len(tokens)
-    return count
 
 
 def encode(piece: Piece, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:

@@ -146,16 +146,19 @@ def _launch_words(environment: Environment) -> list[str]:
 
     Those of srun and python are for one command, those of torchrun for one command on each node.
     """
-    nodes = environment.num_nodes
-    ranks = environment.world_size
     if environment.launcher == "slurm":
-        return ["srun", f"--nodes={nodes}", f"--ntasks={ranks}", "python"]
+        return [
+            "srun",
+            f"--nodes={environment.num_nodes}",
+            f"--ntasks={environment.world_size}",
+            "python",
+        ]
     if environment.launcher != "torchrun":
         return ["python"]
     words = ["torchrun", f"--nproc-per-node={environment.local_world_size}"]
-    if nodes > 1:
+    if environment.num_nodes > 1:
         words += [
-            f"--nnodes={nodes}",
+            f"--nnodes={environment.num_nodes}",
             f"--node-rank={environment.node_rank}",
             f"--master-addr={environment.master_addr}",
         ]

@@ -29,9 +29,9 @@ class Tokenizer:
         if name == "bytes":
             self.vocabulary = 256
         elif self._kind == "tiktoken" and self._model:
-            self._library: Any = _import("tiktoken")
+            tiktoken = _import("tiktoken")
             try:
-                self._tokens: Any = self._library.get_encoding(self._model)
+                self._tokens: Any = tiktoken.get_encoding(self._model)
             except (ValueError, OSError) as error:  # OSError: it cannot be fetched
                 raise SettingsError(f"tokenizer {name}: {error}") from None
             self.vocabulary = self._tokens.n_vocab

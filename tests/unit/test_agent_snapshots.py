@@ -34,7 +34,7 @@ from launcher.outcome import NodeEnd
 from launcher.wire import limits
 from launcher.wire.messages import SnapshotData
 from training.config_file import SettingsError
-from training.model import plan_snapshots
+from training.model import check_snapshot_memory
 from training.settings import load
 
 TAKEN = ("checkpoint.snapshot_every=5", "checkpoint.every=0")
@@ -127,15 +127,15 @@ def test_a_step_that_the_loss_scaler_skips_gets_into_a_snapshot(job: Job) -> Non
 def test_what_does_not_fit_is_refused_at_the_start(job: Job) -> None:
     settings = load(ROOT / "config/local3.yaml", TAKEN)
     model = nn.Linear(10**5, 10**5, bias=False, device="meta")
-    plan_snapshots(model, settings, detect({}))  # without an agent, there are none
+    check_snapshot_memory(model, settings, detect({}))  # without an agent, there are none
     with_agent = detect({"HEARTBEAT_FILE": "the agent's"})
     with pytest.raises(
         SettingsError, match=r"^checkpoint.snapshot_every: .* 240.0 GB .* free; set"
     ):
-        plan_snapshots(model, settings, with_agent)
+        check_snapshot_memory(model, settings, with_agent)
     model.requires_grad_(False)
     with pytest.raises(SettingsError, match=r" 80.0 GB "):
-        plan_snapshots(model, settings, with_agent)
+        check_snapshot_memory(model, settings, with_agent)
     code, output = job.run("plan", 2, *TAKEN, "train.max_steps=1")
     assert code == 0 and "snapshots  every 5 steps, in 0 MB of memory\n" in output
 

@@ -18,7 +18,7 @@ from training.config_file import SettingsError
 from training.model import mean_metrics
 from training.optimizer import Schedule, choose_optimizer
 from training.settings import Settings, Train
-from training.tasks import evaluate, metrics_of, score
+from training.tasks import evaluate, metrics_of, scores_of
 
 pytestmark = pytest.mark.slow
 
@@ -332,9 +332,9 @@ def test_an_evaluation_is_tried_before_the_first_step(work: Work) -> None:
 def test_a_best_that_no_validation_returns_is_told() -> None:
     task: Any = types.SimpleNamespace(best="acuracy", best_is_highest=True)
     with pytest.warns(UserWarning, match="best is 'acuracy', but evaluate returns loss, accuracy;"):
-        assert score(task, {"loss": 1.0, "accuracy": 0.5}) == {}
-    assert score(task, {}) == {}  # there was no validation
+        assert scores_of(task, {"loss": 1.0, "accuracy": 0.5}) == {}
+    assert scores_of(task, {}) == {}  # there was no validation
     task.best = "accuracy"
-    assert score(task, {"accuracy": 0.5}) == {"validation_loss": None, "score": -0.5}
+    assert scores_of(task, {"accuracy": 0.5}) == {"validation_loss": None, "score": -0.5}
     for odd in (math.nan, math.inf):  # cannot be compared, or would always be the best
-        assert score(task, {"accuracy": odd}) == {"validation_loss": None, "score": math.inf}
+        assert scores_of(task, {"accuracy": odd}) == {"validation_loss": None, "score": math.inf}

@@ -34,7 +34,7 @@ from training.classes import load_class
 from training.progress import shown
 from training.settings import BUILT_IN_TASK, Settings
 
-SCORES = ("validation_loss", "score")  # the validation results that a checkpoint keeps
+SCORES = ("validation_loss", "score")  # the keys that scores_of() returns
 
 
 class Task(Protocol):
@@ -115,11 +115,10 @@ class Task(Protocol):
         return [("validation", metrics_as_text(metrics))]
 
 
-def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]:
+def scores_of(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]:
     """Return the scores that a checkpoint keeps, so that the best can be found: lower is better.
 
-    {} if the validation did not return the metric `task.best`; then it warns, unless it returned
-    nothing.
+    Without the metric `task.best`, returns {}, and warns if there are other metrics.
     """
     best = validated.get(task.best)
     if validated and best is None:
@@ -133,7 +132,7 @@ def score(task: Task, validated: Mapping[str, float]) -> dict[str, float | None]
         return {}
     lower = -best if task.best_is_highest else best
     ranked = lower if math.isfinite(lower) else math.inf  # never the best
-    return dict(zip(SCORES, (validated.get("loss"), ranked), strict=True))
+    return {"validation_loss": validated.get("loss"), "score": ranked}
 
 
 def metrics_as_text(metrics: Mapping[str, float]) -> str:

@@ -152,21 +152,21 @@ def find_corpus(path: str | None) -> Corpus:
             raise SettingsError(f"data.path: {found} has a train.bin but no val.bin; add it")
         files = (found / "train.bin", found / "val.bin")
         sides = [[Piece(file, 0, file.stat().st_size)] for file in files]
-        return _tokens(found, found / FACTS, *sides)
+        return _read_facts(found, found / FACTS, *sides)
 
     if found and found.is_file():
         size = found.stat().st_size
         start = size - size // SHARE // 8 * 8  # at a token boundary, whatever the size of a token
         sides = [[Piece(found, 0, start)], [Piece(found, start, size - start)]]
         if found.suffix == ".bin":
-            return _tokens(found, found.with_name(FACTS), *sides)
+            return _read_facts(found, found.with_name(FACTS), *sides)
         return Corpus(sides[0], sides[1], name=str(found))
 
-    return _text(found)
+    return _find_text(found)
 
 
-def _tokens(name: Path, facts: Path, train: list[Piece], validation: list[Piece]) -> Corpus:
-    """Return a corpus of tokens, with what the file `facts` says of them, if it exists.
+def _read_facts(name: Path, facts: Path, train: list[Piece], validation: list[Piece]) -> Corpus:
+    """Return a corpus of these tokens, with what the file `facts` says of them, if it exists.
 
     Raises SettingsError if the file is damaged, or has an unknown dtype.
     """
@@ -211,7 +211,7 @@ def text_files(
     return sorted(found)
 
 
-def _text(folder: Path | None) -> Corpus:
+def _find_text(folder: Path | None) -> Corpus:
     """Return a folder's text files or, without a folder, those of the standard library.
 
     A NUL byte in the first 4 KB means that a file is not text. `left_out` lists such files, and
@@ -225,7 +225,7 @@ def _text(folder: Path | None) -> Corpus:
         left_out.append(f"{Path(error.filename).name} ({error.strerror})")
 
     for digest, path in text_files(folder, leave_out):
-        side = validation if digest[-1] < 256 // SHARE else train
+        side = validation if digest[-1] < 256 // SHARE else train  # one file in SHARE, on average
         try:
             with path.open("rb") as opened:
                 if b"\0" in opened.read(4096):
@@ -240,7 +240,9 @@ def _text(folder: Path | None) -> Corpus:
             f"data.path: {folder} holds fewer than two text files; "
             "add files, or give one file, which is split by position"
         )
-    for empty, other in ((train, validation), (validation, train)):
-        if not empty:  # with few files, all can be on one side
-            empty.append(other.pop(0))
+    # With few files, all can be on one side.
+    if not train:
+        train.append(validation.pop(0))
+    if not validation:
+        validation.append(train.pop(0))
     return Corpus(train, validation, str(folder or "the standard library"), left_out=left_out)
