@@ -21,10 +21,10 @@ from pathlib import Path
 if getattr(sys.flags, "safe_path", False):  # PYTHONSAFEPATH omits this folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from training.arguments import refuse, refuse_alone, refuse_together, start
+from training.arguments import read_command_line, refuse, refuse_alone, refuse_together
 
 if __name__ == "__main__":
-    arguments, settings = start(__doc__)  # launch-kit: answers --check
+    arguments, settings = read_command_line(__doc__)  # launch-kit: answers --check
 
 # Importing torch takes over a second, so --check and an invalid config are dealt with before that.
 import argparse
@@ -99,7 +99,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
             loss = run.mean_loss(step)  # raises if not finite: no checkpoint holds such weights
         if is_logged:
             run.record(step, loss, rate)
-        run.progress.step(step)
+        run.progress.show_step(step)
         if is_validated:
             validated = run.validate(step)
         scores = scores_of(run.task, validated) if is_validated else {}
@@ -120,7 +120,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
 
 def join(arguments: argparse.Namespace, settings: Settings) -> helper.Environment:
     """Join the other ranks or exit with 2; set up logging: by default, only rank 0 logs."""
-    torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]  # start() sets it
+    torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]  # see --log-level
     try:
         environment = helper.init_distributed(
             backend=settings.distributed.backend,

@@ -81,16 +81,16 @@ def refuse_together(environment: Environment) -> Iterator[None]:
         fault, cause = _split_fault(error)
         mistake = [fault, cause if environment.is_main else f"rank {environment.rank}: {cause}"]
 
-    if first := next(filter(None, gather_json(mistake)), None):
+    if mistakes := [one for one in gather_json(mistake) if one]:
         if environment.is_main:
-            _complain(*first)
+            _complain(*mistakes[0])
         barrier()  # once one rank has exited, the launcher ends the others
         if not environment.is_main:
             with contextlib.suppress(RuntimeError):
                 barrier()  # rank 0 exits first, which ends this wait
         # gloo's threads can abort an interpreter that is shutting down
         atexit.register(finish, BAD_INPUT)
-        raise Leave(BAD_INPUT, *first)
+        raise Leave(BAD_INPUT, *mistakes[0])
 
 
 @contextlib.contextmanager
@@ -113,13 +113,13 @@ def refuse_alone(environment: Environment) -> Iterator[None]:
         raise Leave(BAD_INPUT, fault, cause) from None
 
 
-def start(description: str) -> tuple[argparse.Namespace, Settings]:
+def read_command_line(description: str) -> tuple[argparse.Namespace, Settings]:
     """Read the arguments and the config. With --check, or if they are invalid, exit here.
 
     Also adds the folders of the user's own task to sys.path, sets the variables of a debug log, and
     makes stdout and stderr escape characters that their encoding lacks.
     """
-    arguments = _parse(description)
+    arguments = _parse_arguments(description)
     for stream in (sys.stdout, sys.stderr):  # the locale may lack characters of sampled text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -130,7 +130,7 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
     try:
         settings = load(config, arguments.overrides, os.environ)
         if arguments.check:
-            _check_only(arguments, settings)
+            _check_and_exit(arguments, settings)
     except (SettingsError, LauncherError) as error:
         refuse(error)
 
@@ -140,7 +140,7 @@ def start(description: str) -> tuple[argparse.Namespace, Settings]:
     return arguments, settings
 
 
-def _check_only(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
+def _check_and_exit(arguments: argparse.Namespace, settings: Settings) -> NoReturn:
     """Check everything else that can be checked before the start, print the result, and exit.
 
     Raises SettingsError or LauncherError for a mistake.
@@ -184,7 +184,7 @@ def _facts_for_launchers(settings: Settings) -> dict[str, object]:
     }
 
 
-def _parse(description: str) -> argparse.Namespace:
+def _parse_arguments(description: str) -> argparse.Namespace:
     """Return the arguments; for mistakes, --help and --version, exit.
 
     A config can be given as DIR and NAME, too. --distributed-backend becomes an override.

@@ -92,11 +92,12 @@ class Meter:
         steps = helper.gather_json(first)
 
         if rank == steps.index(min(steps)):
-            cause = f"the loss at step {first} is {value} on rank {rank}"
             if first > step:
                 cause = f"a weight is not finite after step {step}"
-            elif samples := describe(step - first):
-                cause += f", for {samples}"
+            else:
+                cause = f"the loss at step {first} is {value} on rank {rank}"
+                if samples := describe(step - first):
+                    cause += f", for {samples}"
             cause += "; try a lower train.learning_rate, and check the data of that step"
             raise with_fault(FloatingPointError, "loss-not-finite", cause)
 
@@ -228,7 +229,7 @@ class Pace:
             mfu                 the share of the GPUs' peak performance (Chowdhery et al. 2022);
                                 only if the peak and `flops`, the operations per term, are known
             peak_memory_gb      in 10^9 bytes
-            slowest             see `compare`; only with several ranks, after the warm-up
+            slowest             see `compare_and_warn`; only with several ranks, after the warm-up
 
         All ranks must call this.
         """
@@ -240,11 +241,11 @@ class Pace:
             found["mfu"] = sum(speeds) * flops / (self._peak * len(ranks))
         found["peak_memory_gb"] = max(memory) / 1e9
         if len(self._read_steps) >= WARM_UP and len(ranks) > 1:
-            found["slowest"] = self.compare(self._read_steps[-1], step, computing)
+            found["slowest"] = self.compare_and_warn(self._read_steps[-1], step, computing)
         self._read_steps.append(step)
         return found
 
-    def compare(self, start: int, step: int, seconds: Sequence[float]) -> float:
+    def compare_and_warn(self, start: int, step: int, seconds: Sequence[float]) -> float:
         """Add the seconds that each rank computed in these steps; warn once of each slow rank.
 
         Returns the slowest rank's time divided by the median rank's: a median over the readings of

@@ -88,7 +88,14 @@ def check_snapshot_memory(model: nn.Module, settings: Settings, environment: Env
         _log.warning("snapshots  none: this launcher has no node agent that could keep them")
         return
 
-    size = _size_of_copy(helper.unwrap(model), is_sharded=is_sharded)
+    def size_of(tensors: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of what is copied: of a sharded model, this rank's part."""
+        parts = ((one.to_local() if hasattr(one, "to_local") else one) for one in tensors)
+        return sum(one.numel() * one.itemsize for one in (parts if is_sharded else tensors))
+
+    module = helper.unwrap(model)
+    trained = [one for one in module.parameters() if one.requires_grad]
+    size = size_of(module.state_dict().values()) + 2 * size_of(trained)  # AdamW: two moments
     needed = size * _count_buffers(environment, is_sharded=is_sharded, is_copied=is_copied)
     # After a restart, the snapshots already occupy that memory.
     if needed > (free := free_memory()) and environment.restart_count == 0:
@@ -98,17 +105,6 @@ def check_snapshot_memory(model: nn.Module, settings: Settings, environment: Env
         )
 
     _log.info(f"snapshots  every {every} steps, in {needed / 1e6:,.0f} MB of memory")
-
-
-def _size_of_copy(module: nn.Module, *, is_sharded: bool) -> int:
-    """Return the bytes of one snapshot of a model and AdamW: if sharded, of this rank's part."""
-
-    def size_of(tensors: Iterable[torch.Tensor]) -> int:
-        parts = ((one.to_local() if hasattr(one, "to_local") else one) for one in tensors)
-        return sum(one.numel() * one.itemsize for one in (parts if is_sharded else tensors))
-
-    trained = [one for one in module.parameters() if one.requires_grad]
-    return size_of(module.state_dict().values()) + 2 * size_of(trained)  # AdamW: two moments
 
 
 def free_memory() -> int:

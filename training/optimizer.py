@@ -68,7 +68,7 @@ def find_last_step(settings: Train, batches_per_epoch: int | None) -> int | None
                 "lower train.grad_accumulation"
             )
 
-    return min(limits, default=None)
+    return min(limits) if limits else None
 
 
 class Schedule:

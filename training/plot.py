@@ -56,7 +56,17 @@ def draw(
     Omits panels without data. `size` is in units of 100 dots. Raises ModuleNotFoundError without
     matplotlib.
     """
-    figure = _new_figure(size)
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs about fonts
+    backend = os.environ.pop("MPLBACKEND", None)  # a notebook's may not be installed here
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure  # pyplot is slower to import and has global state
+    finally:
+        if backend:
+            os.environ["MPLBACKEND"] = backend
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
     found = {name: _curves(read_metrics(folder / METRICS)) for name, folder in runs.items()}
     used = [panel for panel in panels if any(_shown(each, panel) for each in found.values())]
     used = used or [panels[0]]  # an empty one
@@ -83,22 +93,6 @@ def draw(
     temporary.unlink(missing_ok=True)  # others may have made a link there
     figure.savefig(temporary, format="png", dpi=100)
     temporary.replace(to)
-
-
-def _new_figure(size: tuple[float, float]) -> Any:
-    """Return an empty figure of matplotlib, which is imported without the user's MPLBACKEND."""
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs about fonts
-    backend = os.environ.pop("MPLBACKEND", "")  # a notebook's may not be installed here
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure  # pyplot is slower to import and has global state
-    finally:
-        if backend:
-            os.environ["MPLBACKEND"] = backend
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:

@@ -91,7 +91,7 @@ class Limits:
             limits.append((self.last_step - step) * elapsed / (step - self.first_step))
         if self.max_seconds:
             limits.append(max(0.0, self.max_seconds - elapsed))
-        return min(limits, default=None)
+        return min(limits) if limits else None
 
 
 class Progress:
@@ -143,11 +143,11 @@ class Progress:
             self._draw_at = 0.0
             self.draw()
 
-    def step(self, step: int) -> None:
+    def show_step(self, step: int) -> None:
         """Show a finished step, if enough time has passed since the last one shown.
 
         That is BAR_EVERY_S or, without a bar, LINE_EVERY_S seconds. The run's last step is always
-        shown. This records nothing: `record` does, and its newest values are shown with the step.
+        shown. The newest values given to `record` are shown with the step.
         """
         now = time.monotonic()
         is_due = now - self._shown >= (BAR_EVERY_S if self._bar else LINE_EVERY_S)
@@ -168,7 +168,7 @@ class Progress:
                 self._bar.refresh()
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Append values to metrics.jsonl, pass them to the trackers, and have `step` show them.
+        """Append values to metrics.jsonl, pass them to the trackers, and let `show_step` show them.
 
         With a loss, they must include the speed. Warns once of a validation that is not finite. The
         first call draws loss.png.

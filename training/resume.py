@@ -20,7 +20,6 @@ from training.config_file import SettingsError, Tree
 from training.progress import may_be_lost
 from training.settings import OwnTaskSettings, Settings, Train
 
-SIZES = "validation", "training"  # whose samples the sizes in a checkpoint count
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +54,14 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
     """
     each = train.batch_size_on(world_size)
     shares = world_size * train.grad_accumulation
-    exact = _exact_batch(train, world_size, saved) if saved else None
+    exact: int | None = None  # the global batch that the run must keep; any other is rounded
+    if saved and train.batch_size:
+        now = {"batch_size": train.batch_size, "grad_accumulation": train.grad_accumulation}
+        if now.items() <= saved.progress["settings"]["train"].items():
+            exact = saved.progress["global_batch_size"]
+    elif saved and len(saved.ranks) != world_size:  # on as many ranks, it is rounded as before
+        exact = train.global_batch_size
+
     samples = exact or train.global_batch_size or each * shares
     if samples % shares:
         cause = f"{samples} samples are not divisible by {shares} (ranks x grad_accumulation)"
@@ -67,15 +73,6 @@ def choose_batch_size(train: Train, world_size: int, saved: checkpoint.State | N
     return exact // shares if exact else each
 
 
-def _exact_batch(train: Train, world_size: int, saved: checkpoint.State) -> int | None:
-    """Return the global batch that a resumed run must keep; None if it may be rounded."""
-    if not train.batch_size:  # on as many ranks as before, it is rounded as before
-        return None if len(saved.ranks) == world_size else train.global_batch_size
-    now = {"batch_size": train.batch_size, "grad_accumulation": train.grad_accumulation}
-    is_unchanged = now.items() <= saved.progress["settings"]["train"].items()
-    return saved.progress["global_batch_size"] if is_unchanged else None
-
-
 def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None:
     """Log the step that the run resumes after, and a warning for each change since then.
 
@@ -83,25 +80,24 @@ def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None
     """
     source = ", from memory" if saved.is_snapshot else ""
     _log.info(f"resumed    after step {saved.progress['step']}{source}")
-    for change in _changes(saved.progress, progress):
-        _log.warning(f"resumed    with {change}")
+
+    now: Tree = progress["settings"]
+    told = [*_changed_settings(saved.progress.get("settings", now), now)]
+    before = saved.progress["global_batch_size"]
+    samples = progress["global_batch_size"]
+    if samples != before:
+        told.append(f"batches of {samples} samples (was {before})")
+    sizes = progress["sizes"]
+    old_sizes = saved.progress.get("sizes") or sizes  # older checkpoints have none
+    for new, old, name in zip(sizes, old_sizes, ("validation", "training"), strict=False):
+        if new != old:
+            told.append(f"{new} {name} samples (was {old})")
     if world_size != len(saved.ranks):
         count = f"{world_size} {'process' if world_size == 1 else 'processes'}"
-        was = f"(was {len(saved.ranks)}): sums are rounded differently"
-        _log.warning(f"resumed    with {count} {was}")
+        told.append(f"{count} (was {len(saved.ranks)}): sums are rounded differently")
 
-
-def _changes(before: Tree, now: Tree) -> Iterator[str]:
-    """Yield what differs between two progresses: settings, and the sizes of batches and data."""
-    yield from _changed_settings(before.get("settings", now["settings"]), now["settings"])
-    batches = "global_batch_size"
-    if now[batches] != before[batches]:
-        yield f"batches of {now[batches]} samples (was {before[batches]})"
-
-    earlier_sizes = before.get("sizes") or now["sizes"]  # older checkpoints have none
-    for new, old, name in zip(now["sizes"], earlier_sizes, SIZES, strict=False):
-        if new != old:
-            yield f"{new} {name} samples (was {old})"
+    for change in told:
+        _log.warning(f"resumed    with {change}")
 
 
 def _changed_settings(before: Tree, now: Tree, prefix: str = "") -> Iterator[str]:

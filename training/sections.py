@@ -71,7 +71,7 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(inner) for name, inner in dict.items(value)}
     if isinstance(value, list | tuple | set):
         return [_plain(inner) for inner in value]
-    is_plain = value is None or isinstance(value, bool | int | float | str)
+    is_plain = isinstance(value, bool | int | float | str | None)
     return value if is_plain else str(value)  # such as a date
 
 
@@ -89,9 +89,10 @@ def read(kind: type[S], tree: object, prefix: str = "", known: Sequence[str] = (
         raise InvalidSetting(prefix[:-1], f"should be a section of settings, not {_shown(tree)}")
 
     types = {field.name: field.type for field in fields(kind)}
-    given = [name for name in types if name in tree]
     values = {
-        name: _check_value(types[name], tree[name], f"{prefix}{name}", known) for name in given
+        name: _check_value(annotation, tree[name], f"{prefix}{name}", known)
+        for name, annotation in types.items()
+        if name in tree
     }
 
     for name in tree:
@@ -106,7 +107,7 @@ def read(kind: type[S], tree: object, prefix: str = "", known: Sequence[str] = (
         section = kind(**values)
     except ValueError as error:  # settings that contradict each other
         raise InvalidSetting(prefix[:-1], str(error)) from None
-    object.__setattr__(section, "given", frozenset(given))  # sections are frozen
+    object.__setattr__(section, "given", frozenset(values))  # sections are frozen
     return section
 
 

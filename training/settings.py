@@ -215,7 +215,7 @@ def load(
     if is_below and limits.join_timeout < limits.timeout:
         changed["join_timeout"] = limits.timeout
     # Each rank's beats read $HANG_SECONDS; only a setting on the command line overrides it.
-    is_typed = level_of.get("distributed.hang_seconds") == [*layers].index(COMMAND_LINE)
+    is_typed = level_of.get("distributed.hang_seconds") == len(layers) - 1  # the command line
     if environ and environ.get("HANG_SECONDS") and not is_typed:
         changed["hang_seconds"] = None
     return read(kind, _merge(tree, {"distributed": changed}))

@@ -1140,7 +1140,7 @@ nothing_queued() {
 import time
 import train
 from distributed.torch import finish
-from training.arguments import start
+from training.arguments import read_command_line
 
 class Run(train.Run):
     def take_step(self, step):
@@ -1148,7 +1148,7 @@ class Run(train.Run):
         super().take_step(step)
 
 train.Run = Run
-finish(train.train(*start(__doc__)))
+finish(train.train(*read_command_line(__doc__)))
 END
   TRAIN_SCRIPT=paced.py RUN_ID=linked SBATCH_SIGNAL=B:USR1@35 on login scripts/submit_with_config.sh config=config/local3.yaml \
     num_gpus_train=2 time=1 chain=9 "${SMALL[@]}" train.max_steps=$steps &>chain.out

@@ -9,7 +9,7 @@ import time
 
 import train
 from distributed import torch as helper
-from training.arguments import start
+from training.arguments import read_command_line
 
 DIES_AT = 33
 take_step = train.Run.take_step
@@ -26,6 +26,6 @@ def take_noted_step(run: train.Run, step: int) -> None:
 
 
 if __name__ == "__main__":
-    arguments, settings = start(__doc__)
+    arguments, settings = read_command_line(__doc__)
     train.Run.take_step = take_noted_step  # type: ignore[assignment, method-assign]
     helper.finish(train.train(arguments, settings))

@@ -240,7 +240,7 @@ make_repository() {
   run --separate-stderr scripts/launch.sh --dry-run train.py
   [[ $status == 0 && $output == *" train.py" ]]
   mkdir training
-  echo 'from training.arguments import refuse, refuse_together, start' >>train.py
+  echo 'from training.arguments import read_command_line, refuse, refuse_together' >>train.py
   echo 'from distributed.errors import Refused' >training/arguments.py
   run --separate-stderr scripts/run_ddp.sh -n 2 --dry-run
   [[ $status == 0 && ! -e was_run ]]

@@ -165,7 +165,7 @@ def test_progress_is_on_stdout_and_warnings_are_on_stderr(
     tmp_path: Path, to_console: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = make(tmp_path)
-    shown.step(1)
+    shown.show_step(1)
     logging.getLogger("x").warning("be careful")
     shown.close()
     out, err = capsys.readouterr()
@@ -181,7 +181,7 @@ def test_lines_stand_above_the_bar_if_stdout_is_the_terminal_too(
     monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setenv("TERM", "xterm")
     shown = make(tmp_path)
-    shown.step(1)
+    shown.show_step(1)
     logging.getLogger("x").warning("be careful")
     logging.getLogger("x").info("resumed")
     shown.close()
@@ -206,7 +206,7 @@ def test_another_rank_shows_and_writes_nothing(
 ) -> None:
     caplog.set_level(logging.INFO)
     silent = make(tmp_path / "run", enabled=False)
-    silent.step(1)
+    silent.show_step(1)
     silent.record(1, values(1.0))
     silent.draw()
     silent.close()
@@ -222,7 +222,7 @@ def test_a_line_comes_by_time_not_by_step(
     shown.record(1, values(2.0))
     for step in range(1, 11):
         clock[0] += 1.0
-        shown.step(step)
+        shown.show_step(step)
         more = {"data_wait": 0.021, "slowest": 1.04, "peak_memory_gb": 0.44}
         shown.record(step, {**values(2.0), **more})
     assert caplog.messages == [
@@ -237,7 +237,7 @@ def test_the_last_step_is_shown_whatever_the_time(
     caplog.set_level(logging.INFO)
     shown = make(tmp_path, last_step=3)
     for step in (1, 2, 3):
-        shown.step(step)
+        shown.show_step(step)
     assert [line.split()[1] for line in caplog.messages] == ["1/3", "3/3"]
 
 
@@ -556,7 +556,7 @@ def test_which_rank_is_named_as_slow(
 ) -> None:
     pace = alone([f"node{number}" for number in range(1, 5)])
     for number, seconds in enumerate(readings):
-        found = pace.compare(10 * number, 10 * number + 10, seconds)
+        found = pace.compare_and_warn(10 * number, 10 * number + 10, seconds)
     assert found == pytest.approx(ratio, abs=0.01)
     assert len(caplog.messages) == bool(told)  # each rank is named once
     assert all(line.startswith(f"warning: {told}") for line in caplog.messages)

@@ -165,9 +165,10 @@ class LanguageModelTask(Task):
         if corpus.is_text:
             count = len(windows) * windows.context  # tokens that are predicted
             predicted = torch.frombuffer(windows.read(1, count), dtype=torch.uint8)
-            yardsticks = f"order-0 entropy {entropy(predicted):.3f}"
-            yardsticks += f", zlib -9 {zlib_rate(predicted):.3f}"
-            measure = f"{metrics['bits_per_byte']:.3f} bits per byte ({yardsticks})"
+            measure = (
+                f"{metrics['bits_per_byte']:.3f} bits per byte (order-0 entropy "
+                f"{entropy(predicted):.3f}, zlib -9 {zlib_rate(predicted):.3f})"
+            )
 
         found = [("validation", measure)]
         if corpus.tokenizer:
