@@ -22,22 +22,22 @@ class Tokenizer:
         or a file is missing or invalid, or the name is unknown.
         """
         self.name = name
-        self._kind, _, self._model = name.partition(":")
+        self._kind, _, model = name.partition(":")
         self.end: int | None = None  # the token between two documents
         self.file: Path | None = None  # the file that it was read from
 
         if name == "bytes":
             self.vocabulary = 256
-        elif self._kind == "tiktoken" and self._model:
+        elif self._kind == "tiktoken" and model:
             tiktoken = _import("tiktoken")
             try:
-                self._tokens: Any = tiktoken.get_encoding(self._model)
+                self._tokens: Any = tiktoken.get_encoding(model)
             except (ValueError, OSError) as error:  # OSError: it cannot be fetched
                 raise SettingsError(f"tokenizer {name}: {error}") from None
             self.vocabulary = self._tokens.n_vocab
             self.end = self._tokens.eot_token
-        elif self._kind == "tokenizers" and self._model:
-            self.file = folder / self._model
+        elif self._kind == "tokenizers" and model:
+            self.file = folder / model
             if not self.file.is_file():
                 raise SettingsError(f"tokenizer {name}: there is no file {self.file}")
             try:

@@ -44,15 +44,15 @@ class Neighbours:
         on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks
         by_rank = gather_json(on_node)
         world = len(by_rank)
-        self._are_there = len({*by_rank}) == 1 and on_node < world
-        if self._are_there:
+        self._are_reachable = len({*by_rank}) == 1 and on_node < world
+        if self._are_reachable:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
             self._next = (dist.get_rank() + on_node) % world
             self._last = (dist.get_rank() - on_node) % world
 
     def meet(self) -> None:
         """Wait until the previous exchange is over on all ranks; after 25 s, exchange no more."""
-        if self._are_there:
+        if self._are_reachable:
             with self._may_be_lost():
                 dist.barrier(self._group)
 
@@ -62,7 +62,7 @@ class Neighbours:
         Takes long, because it pauses between pieces: training goes first. Stops early if the
         program exits. After an error, it logs a warning, and later calls do nothing.
         """
-        if self._are_there:
+        if self._are_reachable:
             with self._may_be_lost():
                 theirs = to_overwrite(copies, mine.header().step)
                 for _ in _transfer(self._group, mine, self._next, theirs, self._last):
@@ -77,7 +77,7 @@ class Neighbours:
         try:
             yield
         except Exception as error:
-            self._are_there = False
+            self._are_reachable = False
             if threading.main_thread().is_alive():
                 _log.warning("snapshots are no longer copied to the next node: %s", error)
 
@@ -94,35 +94,34 @@ def agree_on_step(
     mine = [[[one.step, one.rank, one.holders] for one in some] for some in (own, copies)]
     rows = gather_json(mine)
     ranks = len(rows)
+
     # One holder: rank 0 has all of it. A sharded one of another number of ranks does not count.
     held = [{step: n for step, _, n in parts if n in (1, ranks)} for parts, _ in rows]
+    keeper_of: dict[tuple[int, int], int] = {}  # of a copy, by its step and the rank of the part
+    for keeper, (_, copied) in enumerate(rows):
+        keeper_of |= {(step, rank): keeper for step, rank, n in copied if n == ranks}
 
-    holder_of = {  # of a copy, by its step and the rank whose part it is
-        (step, rank): holder
-        for holder, (_, parts) in enumerate(rows)
-        for step, rank, holders in parts
-        if holders == ranks
-    }
-    anywhere = [{**steps} for steps in held]  # what each rank has, or can get from a copy
-    for step, rank in holder_of:
-        anywhere[rank].setdefault(step, ranks)
+    available = [{**steps} for steps in held]  # what each rank has, or can get from a copy
+    for step, rank in keeper_of:
+        available[rank].setdefault(step, ranks)
+    newest = max([-1, *whole_steps(available)])
 
-    newest = max(whole_steps(anywhere), default=-1)
     lacking = [rank for rank, steps in enumerate(held) if newest not in steps]
-    return newest, [(n, holder_of[newest, n]) for n in lacking if (newest, n) in holder_of]
+    return newest, [(n, keeper_of[newest, n]) for n in lacking if (newest, n) in keeper_of]
 
 
 def deliver_copies(lacking: Sequence[tuple[int, int]], copy: Memory | None, own: Memory) -> None:
     """Send copies of lost parts to the ranks that need them. All ranks must call this.
 
-    `lacking` pairs each of these ranks with the rank whose `copy` holds the lost part.
+    `lacking` pairs each of these ranks with the rank whose `copy` holds the lost part. `own` is the
+    buffer that receives this rank's part.
     """
     group = gloo_group()
     for rank, holder in lacking:
         if dist.get_rank() == holder:
-            list(_transfer(group, mine=copy, to=rank))
+            list(_transfer(group, mine=copy, to=rank))  # sends all pieces
         elif dist.get_rank() == rank:
-            list(_transfer(group, theirs=own, source=holder))
+            list(_transfer(group, theirs=own, source=holder))  # receives all pieces
     dist.barrier(group)  # a rank that left now would cut off ranks that are connecting
     dist.destroy_process_group(group)
 

@@ -32,7 +32,7 @@ from .files import (
     steps,
 )
 from .saver import State, wait_for_saves
-from .snapshots import Snapshot, newest_snapshot
+from .snapshots import Snapshot, recover_snapshot
 
 _log = logging.getLogger(__name__)
 
@@ -51,9 +51,10 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
     """
     folder = Path(folder)
     wait_for_saves()
-    snapshot = newest_snapshot(folder)
-    found = _find_newest(folder, snapshot) if own_rank() == 0 else _Found(folder, {})
+    snapshot = recover_snapshot(folder)
+    found = _read_newer(folder, snapshot) if own_rank() == 0 else _Found(folder, {})
 
+    # Rank 0 sends what it has found, but not the parts: each rank reads these itself.
     names = [name for name, data in found.content.items() if data]
     damage, place, names, is_snapshot = broadcast(
         [found.damage, str(found.folder), names, found.is_snapshot]
@@ -69,6 +70,7 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
     if not content:
         return None
 
+    # Rank 0 has parsed a checkpoint already.
     state = replace(found.state or _parse_state(Path(place), content), is_snapshot=is_snapshot)
     if is_snapshot and snapshot is not None and snapshot.holders > 1:
         state = replace(state, fetch=snapshot.fetch)
@@ -85,18 +87,21 @@ class _Found(NamedTuple):
     is_snapshot: bool = False
 
 
-def _find_newest(folder: Path, snapshot: Snapshot | None) -> _Found:
-    """Return the newest intact checkpoint, or the snapshot if that is of a later step."""
+def _read_newer(folder: Path, snapshot: Snapshot | None) -> _Found:
+    """Return the newest intact checkpoint, or the snapshot if that is of a later step.
+
+    If it reads checkpoints, it repairs the folder, as _read_and_repair does.
+    """
     if snapshot is None:
-        return _read_newest(folder)
+        return _read_and_repair(folder)
     if any(step_of(one) >= snapshot.step for one in steps(folder)):  # otherwise, read nothing
-        found = _read_newest(folder)
+        found = _read_and_repair(folder)
         if found.content and step_of(found.folder) >= snapshot.step:
             return found
-    return _Found(folder, snapshot.content(), is_snapshot=True)
+    return _Found(folder, snapshot.as_files(), is_snapshot=True)
 
 
-def _read_newest(folder: Path) -> _Found:
+def _read_and_repair(folder: Path) -> _Found:
     """Return the newest intact checkpoint or, if none is intact, the damage.
 
     Logs a warning for each damaged one. If this process holds the run's lock, it renames those that
@@ -130,9 +135,9 @@ def _parse_state(folder: Path, content: dict[str, bytes]) -> State:
     with as_checkpoint_error(f"{folder}: unreadable"):
         state = State(**{**found, "ranks": Ranks(found["ranks"])})
     if INDEX in content:
-        from .sharded import reader
+        from .sharded import make_reader
 
-        return replace(state, fetch=reader(folder, content[INDEX]))
+        return replace(state, fetch=make_reader(folder, content[INDEX]))
     return state
 
 

@@ -18,7 +18,7 @@ from ..heartbeat import beat
 from ..models import is_sharded, unwrap
 from ..stop import note_save
 from . import files, loader
-from .saver import Saver, State, check_types
+from .saver import Saver, State, check_loadable
 
 _SHARED = nn.Module, Optimizer  # all ranks have one state, or a part of it each
 _savers = dict[Path, Saver]()
@@ -65,7 +65,7 @@ def save(
     shared = {n: _state_of(one) for n, one in objects.items() if isinstance(one, _SHARED)}
     own = {name: one.state_dict() for name, one in objects.items() if name not in shared}
     mine = {"rng": loader.rng_state(), "objects": own, "progress": progress}
-    check_types({name: [one] for name, one in {**own, **progress}.items()})
+    check_loadable({name: [one] for name, one in {**own, **progress}.items()})
     # For tools and people; JSON turns keys into text and tuples into lists, for example.
     in_json = json.loads(json.dumps(progress, default=repr, skipkeys=True))
 

@@ -35,7 +35,7 @@ from .files import (
     unpack,
     write_files,
 )
-from .snapshots import Snapshots, copy_all, kinds_of, named_tensors
+from .snapshots import Snapshots, copy_all, kinds_of, named_tensors, with_leaves
 
 _log = logging.getLogger(__name__)
 _savers = weakref.WeakSet["Saver"]()  # of this process
@@ -134,12 +134,11 @@ class Saver:
             return
 
         trees = state.trees()
-        tensors = self._check_state(state)
+        tensors = self._loadable_tensors(state)
         self.wait()  # for the memory of the copies, too
         if self._parts is None:
             copies = self._copy(tensors)
-            ours = iter(copies)
-            trees = tree_map_only(Tensor, lambda _: next(ours), trees)
+            trees = with_leaves(trees, copies)
         else:
             trees, chosen = self._parts.choose(trees)
             copies = self._copy(chosen)
@@ -160,7 +159,7 @@ class Saver:
         if not self.enabled and self._parts is None:
             return
 
-        self._check_state(state)
+        self._loadable_tensors(state)
         holders = count_ranks() if self._parts else 1
         about = {
             "folder": str(self.folder.absolute()),
@@ -170,9 +169,10 @@ class Saver:
         }
         self.snapshots.take_snapshot(step, holders, state.trees(), about)
 
-    def _check_state(self, state: State) -> list[Tensor]:
-        """Return the tensors. Raises CheckpointError if the state could not be loaded again."""
-        tensors = dict(named_tensors(trees := state.trees()))
+    def _loadable_tensors(self, state: State) -> list[Tensor]:
+        """Return a state's tensors; raises CheckpointError if it could not be loaded again."""
+        trees = state.trees()
+        tensors = dict(named_tensors(trees))
         # Checking takes time: do it the first time, and if the number of tensors has changed.
         if len(tensors) != self._checked:
             for name, tensor in tensors.items():
@@ -180,7 +180,7 @@ class Saver:
                     raise CheckpointError(f"{name} {cause}")
             packed = getattr(state.ranks, "data", state.ranks)
             contents = tree_map_only(Tensor, lambda _: 0, trees)
-            check_types({**contents, "ranks": packed[0]} if packed else contents)
+            check_loadable({**contents, "ranks": packed[0]} if packed else contents)
         self._checked = len(tensors)
         return [*tensors.values()]
 
@@ -262,7 +262,7 @@ def why_not_loadable(tensor: Tensor, must_be_dense: bool) -> str:
     return ""
 
 
-def check_types(contents: Mapping[str, Any]) -> None:
+def check_loadable(contents: Mapping[str, Any]) -> None:
     """Raise CheckpointError, with the name of what could be saved, but not loaded again.
 
     Contents that are bytes are packed already.

@@ -164,7 +164,7 @@ class _Planner(DefaultSavePlanner):
         return self.copies[index]
 
 
-def reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
+def make_reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
     """Return a function that reads meta tensors onto the CPU, and this rank's part of each DTensor.
 
     It returns new trees, and raises CheckpointError if the parts cannot be read. So does this if

@@ -22,7 +22,7 @@ from ..collectives import gather_bytes, to_bytes
 from ..heartbeat import beat, find_record
 from ..torch_internals import copy_each, tree_map_only
 from .exchange import Neighbours, agree_on_step, deliver_copies
-from .files import numbers, pack, unpack
+from .files import pack, plain, unpack
 from .memory import BEGIN, FILES, Header, Memory, to_overwrite
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
@@ -44,7 +44,7 @@ class Snapshot:
     progress: dict[str, Any]
     ranks: list[Any]  # each rank's own state, as gathered
 
-    def content(self) -> dict[str, bytes]:
+    def as_files(self) -> dict[str, bytes]:
         """Return the files of a checkpoint; they hold the tensors if rank 0 has all of them."""
         trees = self.fetch(self.trees) if self.holders == 1 else self.trees
         files = {f"{name}.pt": pack(tree) for name, tree in trees.items()}
@@ -54,12 +54,10 @@ class Snapshot:
 
     def fetch(self, trees: dict[str, Any]) -> dict[str, Any]:
         """Fill trees of meta tensors and DTensors with their content. All holders call this."""
-        names = iter([name for name, _ in named_tensors(trees)])
-        return tree_map_only(  # type: ignore[no-any-return]
-            Tensor, lambda one: self._content(next(names), one), trees
-        )
+        found = [self._read_tensor(name, one) for name, one in named_tensors(trees)]
+        return with_leaves(trees, found)  # type: ignore[no-any-return]
 
-    def _content(self, name: str, wanted: Tensor) -> Tensor:
+    def _read_tensor(self, name: str, wanted: Tensor) -> Tensor:
         """Return a tensor's content, like `wanted`: of a DTensor, this rank's part of it.
 
         If the tensor was sharded but `wanted` is not, all ranks gather the parts.
@@ -184,16 +182,12 @@ class Snapshots:
             places = tensors[name].placements  # type: ignore[attr-defined]
             if any(place.is_shard() and not place.is_shard(0) for place in places):
                 raise ValueError(f"{name} is not sharded by rows; do not take snapshots of it")
-        marks = (f"{_MARK}{number}" for number in range(len(tensors)))
-
-        def stand_in(leaf: Any) -> Any:
-            return next(marks) if isinstance(leaf, Tensor) else leaf.item()
-
+        marks = [f"{_MARK}{number}" for number in range(len(tensors))]
         parts = [one.to_local() if hasattr(one, "to_local") else one for one in tensors.values()]
         rest = {
             **about,
             "progress": json.dumps(about["progress"]),
-            "trees": tree_map_only((Tensor, *numbers()), stand_in, trees),
+            "trees": with_leaves(plain(trees), marks),
             "shapes": [tensor.shape for tensor in tensors.values()],
             "places": kinds_of(parts),
             "shared": shared,
@@ -227,12 +221,12 @@ class Snapshots:
                 beat()
 
 
-def newest_snapshot(folder: Path) -> Snapshot | None:
+def recover_snapshot(folder: Path) -> Snapshot | None:
     """Return this rank's part of a run's newest complete snapshot, or None without one.
 
-    A part that was lost with its node comes from the node that holds a copy. Later snapshots, which
-    are incomplete, are emptied. If rank 0 holds everything, the other ranks get None. All ranks
-    must call this.
+    A part that was lost with its node comes from the node that holds a copy. The buffers of later
+    snapshots, which are incomplete, are emptied. If rank 0 holds everything, the other ranks get
+    None. All ranks must call this.
     """
     if FILES not in os.environ:  # on no rank: there is no node agent
         return None
@@ -297,6 +291,12 @@ def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(tree, dict | list | tuple):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from named_tensors(value, f"{name}.{key}" if name else str(key))
+
+
+def with_leaves(trees: Any, leaves: Sequence[Any]) -> Any:
+    """Return trees with these leaves in place of their tensors, in the order of named_tensors."""
+    rest = iter(leaves)
+    return tree_map_only(Tensor, lambda _: next(rest), trees)
 
 
 def kinds_of(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:

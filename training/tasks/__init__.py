@@ -121,15 +121,15 @@ def scores_of(task: Task, validated: Mapping[str, float]) -> dict[str, float | N
     Without the metric `task.best`, returns {}, and warns if there are other metrics.
     """
     best = validated.get(task.best)
-    if validated and best is None:
-        warnings.warn(
-            f"task.best is {task.best!r}, but evaluate returns {', '.join(validated)}; "
-            "no checkpoint is kept as the best",
-            stacklevel=1,
-        )
-
     if best is None:
+        if validated:
+            warnings.warn(
+                f"task.best is {task.best!r}, but evaluate returns {', '.join(validated)}; "
+                "no checkpoint is kept as the best",
+                stacklevel=1,
+            )
         return {}
+
     lower = -best if task.best_is_highest else best
     ranked = lower if math.isfinite(lower) else math.inf  # never the best
     return {"validation_loss": validated.get("loss"), "score": ranked}
