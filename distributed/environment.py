@@ -105,8 +105,9 @@ def torchrun(v: Variables) -> Environment:
     v.cure = "start the ranks with torchrun, or set every variable that it sets"
     local_name = "--local-rank" if v["--local-rank"] else "LOCAL_RANK"
     if v["LOCAL_RANK"] not in ("", v[local_name]):
-        cause = f"LOCAL_RANK={v['LOCAL_RANK']} but --local-rank is {v[local_name]}"
-        raise LauncherError(f"{cause}; give only one")
+        raise LauncherError(
+            f"LOCAL_RANK={v['LOCAL_RANK']} but --local-rank is {v[local_name]}; give only one"
+        )
 
     # If LOCAL_WORLD_SIZE is not set, as in a start by hand, all ranks must be on this machine.
     size_name = "LOCAL_WORLD_SIZE" if v["LOCAL_WORLD_SIZE"] else "WORLD_SIZE"
@@ -191,12 +192,12 @@ def slurm(v: Variables) -> Environment:
     num_nodes = v.number("SLURM_STEP_NUM_NODES", len(tasks), len(tasks), why)
     node_rank = v.rank("SLURM_NODEID", num_nodes, "SLURM_STEP_NUM_NODES")
     local_rank = v.rank("SLURM_LOCALID", tasks[node_rank], "tasks on this node")
-    ranks = rank, local_rank, world_size, tasks[node_rank], node_rank, num_nodes
 
     if v["SLURM_DISTRIBUTION"].startswith("arbitrary") and not v["MASTER_ADDR"]:
         cause = "srun --distribution=arbitrary can put rank 0 on any node"
         raise LauncherError(f"{cause}; omit it, or set MASTER_ADDR to that node")
     step = f"{job_id(v)}.{v['SLURM_STEP_ID']}"
+    ranks = rank, local_rank, world_size, tasks[node_rank], node_rank, num_nodes
     return Environment("slurm", *ranks, *v.master(first_host, step))
 
 
@@ -322,8 +323,8 @@ def check_run_id(run_id: str) -> str:
         rule = "use at most 128 letters, digits, _, . and -, and do not begin with . or -"
         raise LauncherError(f"RUN_ID is {run_id!r:.150}; {rule}", fault="config-invalid")
     if _TAKEN_RUN_ID.fullmatch(run_id):
-        cause = f"RUN_ID is {run_id!r}, a name that is reserved in the log folder"
-        raise LauncherError(f"{cause}; choose another", fault="config-invalid")
+        text = f"RUN_ID is {run_id!r}, a name that is reserved in the log folder; choose another"
+        raise LauncherError(text, fault="config-invalid")
     return run_id
 
 

@@ -33,8 +33,11 @@ def shard(
     """
     is_cpu = device.type == "cpu"
     if is_cpu and not hasattr(fsdp2.FSDPModule, "set_force_sum_reduction_for_comms"):
-        cause = f"with torch {torch.__version__}, strategy fsdp needs GPUs"
-        raise LauncherError(f"{cause}; install torch 2.8 or newer, or use ddp", "env-missing")
+        raise LauncherError(
+            f"with torch {torch.__version__}, strategy fsdp needs GPUs; "
+            "install torch 2.8 or newer, or use ddp",
+            "env-missing",
+        )
     if how.cpu_offload and dist.get_backend() == "nccl":
         raise LauncherError(
             "fsdp.cpu_offload needs collectives on the CPU, which NCCL does not have; "
@@ -81,5 +84,6 @@ def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
     check_strategy("fsdp", ranks, in_group)
     if in_group == ranks:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    shape = ranks // in_group, in_group
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device.type, (ranks // in_group, in_group), mesh_dim_names=("replicate", "shard")
+    )

@@ -82,11 +82,12 @@ class Heart:
             return
 
         silence_s = now - last.time
+        # The agent would have ended the run after so long a silence, so the job was suspended. The
+        # default limit does not end a run whose steps are counted.
+        was_suspended = silence_s > last.limit_s and not self.is_counted
         if self._first_step < 0:
             self._first_step = -1 if step is None else step
-        # After a longer silence, the agent would have ended the run, so the job was suspended. The
-        # default limit does not end a run whose steps are counted.
-        elif self.is_counted or silence_s <= last.limit_s:
+        elif not was_suspended:
             self._longest_s = max(self._longest_s, silence_s)
 
         if step is None:
@@ -97,16 +98,17 @@ class Heart:
         else:
             marks = 0
 
-        record = Beat(
-            step=step,
-            marks=marks,
-            saved=saved,
-            time=now,
-            limit_s=self._limit_s or self._usual_limit(step or last.step),
-            limit_by=self._limit_by,
-            is_counted=self.is_counted,
+        self._write(
+            Beat(
+                step=step,
+                marks=marks,
+                saved=saved,
+                time=now,
+                limit_s=self._limit_s or self._usual_limit(step or last.step),
+                limit_by=self._limit_by,
+                is_counted=self.is_counted,
+            )
         )
-        self._write(record)
 
     def _usual_limit(self, step: int) -> float:
         """Return the limit in seconds at a step, if neither the user nor the script has set one."""

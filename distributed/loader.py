@@ -134,8 +134,10 @@ def get_dataloader_for_distributed(
             "make its __iter__ skip other ranks' samples, and pass it to DataLoader"
         )
     if given := sorted({"sampler", "batch_sampler"} & options.keys()):
-        cause = f"{given[0]}= is not divided among the ranks"
-        raise ValueError(f"{cause}; give DataLoader one that yields only this rank's samples")
+        raise ValueError(
+            f"{given[0]}= is not divided among the ranks; "
+            "give DataLoader one that yields only this rank's samples"
+        )
     check_numbers(
         "this run's is",
         ("world_size", world_size, count_ranks()),

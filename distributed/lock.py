@@ -185,13 +185,11 @@ def take_lock(fd: int, what: str, me: Mapping[str, Any]) -> None:
     If `me`, this process, is a restart of the holder, do neither.
     """
     holder = _holder(fd)
-
-    def is_later(count: str, origin: str) -> bool:
-        """Return whether both processes have one origin, and this one has the higher count."""
-        is_same = bool(me.get(origin)) and me[origin] == holder.get(origin)
-        return is_same and me[count] > holder[count]
-
-    is_restart = is_later("start", "job") or is_later("attempt", "launch")
+    is_restart = False
+    # The same job with a higher start count, or the same launch with a higher attempt.
+    for origin, count in (("job", "start"), ("launch", "attempt")):
+        if me.get(origin) and me[origin] == holder.get(origin):
+            is_restart |= me[count] > holder[count]
     if not is_restart and not _try_lock(fd, _LIVE):
         raise _refusal(what, holder)
 
@@ -199,8 +197,9 @@ def take_lock(fd: int, what: str, me: Mapping[str, Any]) -> None:
 def _refusal(what: str, holder: Mapping[str, Any]) -> Refused:
     job = f"job {holder['run_id']}, " if "run_id" in holder else ""
     who = f"{job}process {holder['process']} on {holder['host']}" if holder else "it holds the lock"
-    cure = "wait until it ends, or choose another RUN_ID"
-    return Refused("run-is-live", f"{what} is live: {who}; {cure}")
+    return Refused(
+        "run-is-live", f"{what} is live: {who}; wait until it ends, or choose another RUN_ID"
+    )
 
 
 def this_process() -> dict[str, Any]:
@@ -211,13 +210,12 @@ def this_process() -> dict[str, Any]:
     others can read the lock file: a line that begins with the token is a message to the launcher.
     """
     token = os.environ.get("LAUNCH_TOKEN", "").partition(".")[0]  # a node's number follows
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     return {
         "process": os.getpid(),
         "host": socket.gethostname(),
         **this_job(os.environ),
         "launch": token and hashlib.sha256(token.encode()).hexdigest(),
-        "attempt": attempt,
+        "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
     }
 
 
@@ -295,10 +293,10 @@ def update_link(path: Path, target: str) -> None:
     A file system without links causes only a warning: they are for people who look at the folder.
     A file that is not a link, or a link to another folder, belongs to the user and is kept.
     """
-    if os.path.lexists(path):
-        elsewhere = (), ("/",), ("..",)  # what the target of no link of ours begins with
-        if not path.is_symlink() or path.readlink().parts[:1] in elsewhere:
-            return
+    # Ours lead to a name in their own folder.
+    is_ours = path.is_symlink() and path.readlink().parts[:1] not in ((), ("/",), ("..",))
+    if os.path.lexists(path) and not is_ours:
+        return
 
     new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:

@@ -138,11 +138,14 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
     """
     is_server = env.is_main and not env.agent_store
     at = f"{env.master_addr}:{env.master_port}"
-    cause = f"rank {env.rank} on {socket.gethostname()} could not connect to {at}"
-    cure = "check that rank 0 starts there, and that this host can reach it"
-    missing = with_fault(TimeoutError, "node-missing", f"{cause} within {timeout_s:g} s; {cure}")
+    unreachable = with_fault(
+        TimeoutError,
+        "node-missing",
+        f"rank {env.rank} on {socket.gethostname()} could not connect to {at} within "
+        f"{timeout_s:g} s; check that rank 0 starts there, and that this host can reach it",
+    )
     if not is_server and not _is_served(env.master_addr, env.master_port, timeout_s):
-        raise missing
+        raise unreachable
 
     try:
         return TCPStore(
@@ -156,11 +159,11 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
         )
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):  # not a DistNetworkError before torch 2.5
-            cause = f"cannot listen on {at}; give each process its own RANK, or change MASTER_PORT"
-            raise with_fault(OSError, "port-in-use", cause) from None
+            text = f"cannot listen on {at}; give each process its own RANK, or change MASTER_PORT"
+            raise with_fault(OSError, "port-in-use", text) from None
         if not isinstance(error, dist.DistNetworkError):
             raise
-        raise missing from None
+        raise unreachable from None
 
 
 def _is_served(address: str, port: int, timeout_s: float) -> bool:
@@ -187,9 +190,9 @@ def _check_in(
     me = f"{host} (rank {env.rank}, {device}, process {os.getpid()})"
     claims = {f"rank {env.rank} is used": ("duplicate-node-rank", "give each node its own rank")}
     if owns_gpu:
-        uuid = torch.cuda.get_device_properties(device).uuid
+        gpu = torch.cuda.get_device_properties(device)
         cure = "start no more ranks than GPUs, or use the gloo backend"
-        claims[f"GPU-{uuid} is used"] = ("duplicate-gpu", cure)
+        claims[f"GPU-{gpu.uuid} is used"] = ("duplicate-gpu", cure)
 
     for key, (fault, cure) in claims.items():
         other = store.compare_set(key, "", me).decode()  # returns the first claim

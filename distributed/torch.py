@@ -177,8 +177,9 @@ def _to_number(name: str, value: Any) -> float:
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
-        cause = f"sync_metrics: {name} is {value!r:.60}"
-        raise TypeError(f"{cause}; pass a number, or a tensor with one element") from None
+        raise TypeError(
+            f"sync_metrics: {name} is {value!r:.60}; pass a number, or a tensor with one element"
+        ) from None
 
 
 def cleanup_distributed() -> None:
