@@ -187,7 +187,7 @@ def slurm(v: Variables) -> Environment:
         raise LauncherError(f"{cause}; unset WORLD_SIZE, or ask srun for that many tasks")
 
     rank = v.rank("SLURM_PROCID", world_size, "SLURM_STEP_NUM_TASKS")
-    first_host, tasks = _in_order_of_tasks(v)
+    first_host, tasks = _read_hosts_and_tasks(v)
     why = f" (SLURM_STEP_TASKS_PER_NODE={v['SLURM_STEP_TASKS_PER_NODE']})"
     num_nodes = v.number("SLURM_STEP_NUM_NODES", len(tasks), len(tasks), why)
     node_rank = v.rank("SLURM_NODEID", num_nodes, "SLURM_STEP_NUM_NODES")
@@ -201,7 +201,7 @@ def slurm(v: Variables) -> Environment:
     return Environment("slurm", *ranks, *v.master(first_host, step))
 
 
-def _in_order_of_tasks(v: Variables) -> tuple[str, list[int]]:
+def _read_hosts_and_tasks(v: Variables) -> tuple[str, list[int]]:
     """Return the step's first host, and the number of tasks on each host.
 
     SLURM sorts hosts by name, but starts the tasks of a heterogeneous job group by group.

@@ -79,14 +79,14 @@ class Batches:
             load = functools.partial(_read_all, task, own, settings.seed)
         else:
             loader = _make_loader(task, batch_size, settings)
-            load = functools.partial(_read_epoch, loader, batch_size)
+            load = functools.partial(_begin_epoch, loader, batch_size)
             self._sampler = loader.sampler
             self.sizes.append(len(task.train))  # type: ignore[arg-type]
             self.per_epoch = len(loader)
             if self.per_epoch == 0:
                 raise SettingsError(f"data: too small for one batch of {batch_size} per rank")
 
-        self._rest = _epochs(load, self._epoch, self._batch)
+        self._rest = _read_epochs(load, self._epoch, self._batch)
 
     def __next__(self) -> Any:
         with self.naming_samples(-1):
@@ -172,13 +172,13 @@ def _ignore_signals(_worker: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def _read_epoch(loader: Any, batch_size: int, *, epoch: int, skip: int) -> Iterable[Any]:
+def _begin_epoch(loader: Any, batch_size: int, *, epoch: int, skip: int) -> Iterable[Any]:
     """Return the loader, set to an epoch without its first `skip` batches."""
     loader.sampler.set_epoch(epoch, done=skip * batch_size)
     return loader  # type: ignore[no-any-return]
 
 
-def _epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterator[_Placed]:
+def _read_epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterator[_Placed]:
     """Yield the batches of `load(epoch=, skip=)` endlessly, each with the position after it.
 
     Begins after the first `done` batches of an epoch. Raises SettingsError if an epoch has none.

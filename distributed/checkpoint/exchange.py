@@ -133,10 +133,11 @@ def _transfer(
     theirs: Memory | None = None,
     source: int = -1,
 ) -> Iterator[None]:
-    """Send the buffer `mine` to a rank, and receive `theirs` from another; yields after each piece.
+    """Send the buffer `mine` to the rank `to`, and receive `theirs` from `source`, piece by piece.
 
-    Without one of the buffers, it only sends or only receives. The size comes first; the header
-    comes last, and completes the received buffer, which counts as empty until then.
+    Yields after each piece, so that the caller can pause. Without one of the buffers, it only sends
+    or only receives. The size comes first. The header comes last: until then, the received buffer
+    counts as empty.
     """
 
     def swap(out: Tensor, into: Tensor) -> None:

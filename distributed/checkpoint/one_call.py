@@ -62,6 +62,7 @@ def save(
     if not isinstance(progress.get("score", 0), int | float):
         raise TypeError(f"the score is {progress['score']!r}; pass a number")
 
+    # Of a model or an optimizer, one state is saved; of any other object, that of each rank.
     shared = {n: _state_of(one) for n, one in objects.items() if isinstance(one, _SHARED)}
     own = {name: one.state_dict() for name, one in objects.items() if name not in shared}
     mine = {"rng": loader.rng_state(), "objects": own, "progress": progress}
@@ -70,7 +71,8 @@ def save(
     in_json = json.loads(json.dumps(progress, default=repr, skipkeys=True))
 
     saver = folder if isinstance(folder, Saver) else _saver_of(Path(folder), keep_last, model)
-    _savers[saver.folder] = saver
+    _savers[saver.folder] = saver  # complete() waits for it
+
     trees = _state_of(model), {**_state_of(optimizer), "objects": shared}
     if is_sharded(model) and saver.format == "full":
         from . import reshard
@@ -132,14 +134,17 @@ def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
 
     Restores the random state too. Rank 0 logs a warning for each object that is not loaded.
     """
+    # What was saved of each rank: a rank that did not exist then gets rank 0's objects.
     rank = own_rank()
-    is_new = rank >= len(state.ranks)  # the run has more ranks than when it saved
+    is_new = rank >= len(state.ranks)
     mine = state.ranks[0 if is_new else rank] if state.ranks else {}
     progress = {**mine.get("progress", state.progress)}
     # Earlier versions of train.py saved its objects beside the random state.
     own = {**mine.get("objects", {name: mine[name] for name in mine.keys() - {"rng"}})}
     if "scaler" in progress:  # as saved by earlier versions
         own["scaler"] = progress.pop("scaler")
+
+    # What was saved once for all ranks.
     optimizer = {**state.optimizer}
     shared = optimizer.pop("objects", {})
     saved = {"model": state.model, "optimizer": optimizer, **shared}
@@ -150,6 +155,7 @@ def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
             where = "only in the checkpoint" if name in names else "not in the checkpoint"
             _log.warning(f"load: {name} is {where}, so it is not loaded")
 
+    # Read only what this rank needs of the tensors.
     scatter = is_sharded(targets["model"])
     parts = {n: _part_of(one, targets[n], scatter) for n, one in saved.items() if n in targets}
     weights = parts.pop("model")

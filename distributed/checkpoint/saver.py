@@ -140,7 +140,7 @@ class Saver:
             copies = self._copy(tensors)
             trees = with_leaves(trees, copies)
         else:
-            trees, chosen = self._parts.choose(trees)
+            trees, chosen = self._parts.plan_and_choose(trees)
             copies = self._copy(chosen)
 
         self._thread = threading.Thread(

@@ -68,11 +68,11 @@ class Parts:
         self._packed: list[bytes] = []  # where each rank put its tensors last time
         self._results: list[Any] = []  # the same, unpacked
 
-    def choose(self, trees: Trees) -> tuple[Trees, list[Tensor]]:
+    def plan_and_choose(self, trees: Trees) -> tuple[Trees, list[Tensor]]:
         """Return the trees without their tensors' content, and the tensors that this rank writes.
 
-        A tensor that several ranks hold is written by only one of them. Who writes what is planned
-        again if a name, a shape or a type has changed on any rank.
+        A tensor that several ranks hold is written by only one of them. The ranks plan again who
+        writes what if a name, a shape or a type has changed on any rank.
         """
         tensors = dict(named_tensors(trees))
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
@@ -167,8 +167,8 @@ class _Planner(DefaultSavePlanner):
 def make_reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
     """Return a function that reads meta tensors onto the CPU, and this rank's part of each DTensor.
 
-    It returns new trees, and raises CheckpointError if the parts cannot be read. So does this if
-    this node cannot see the folder, or if the index cannot be read.
+    The returned function returns new trees, and raises CheckpointError if it cannot read the parts.
+    make_reader() raises it if this node does not see the folder, or if the index cannot be read.
     """
     check_shared(folder)
     with as_checkpoint_error(f"{folder}/{INDEX}: unreadable"):

@@ -213,7 +213,7 @@ def _send_a_false_plan(rank: int, folder: Path) -> None:
     parts = sharded.Parts()
     if rank == 0:
         with pytest.raises(pickle.UnpicklingError):
-            parts.choose({"model": {"weight": torch.ones(4)}})
+            parts.plan_and_choose({"model": {"weight": torch.ones(4)}})
     else:
         gather_bytes(b"new", parts._group)
         gather_bytes(files.pack(Intruder(str(folder / "opened"))), parts._group)
