@@ -219,10 +219,13 @@ def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Words, *, 
 
     jobs = Submission(typed.program, is_dry_run=typed.is_dry_run)
     after = own["dependency"]
+    why_unstarted = f": its dependency is {after}" if after else ""
     if own["prepare"]:
         preparation = ["--nodes=1", f"--gpus-per-node={own['num_gpus'] or 0}", *start_after(after)]
         preparation += ["--output=logs/slurm-%j.out", own["prepare"], own["config"]]
-        after = f"afterok:{jobs.submit([*common, *preparation])}"
+        prepared = jobs.submit([*common, *preparation])
+        after = f"afterok:{prepared}"
+        why_unstarted = f": job {prepared} failed; see logs/slurm-{prepared}.out"
 
     if (number := int(own["chain"] or 1)) > 1:
         common += ["--no-requeue", f"--job-name={chain}"]  # the next job continues instead
@@ -235,7 +238,7 @@ def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Words, *, 
     job_id = jobs.submit([*common, *words, *job], waits=typed.wait)
     if jobs.sbatch is None or not typed.wait:
         return 0
-    return follow(typed.program, job_id, jobs.sbatch, after)
+    return follow(typed.program, job_id, jobs.sbatch, why_unstarted)
 
 
 def start_after(after: str) -> list[str]:
@@ -309,11 +312,11 @@ class Submission:
         raise SystemExit(REFUSED)
 
 
-def follow(program: str, job_id: str, sbatch: subprocess.Popen[str], after: str) -> int:
+def follow(program: str, job_id: str, sbatch: subprocess.Popen[str], why_unstarted: str) -> int:
     """Show the job's log until `sbatch --wait` ends. Returns the job's exit code.
 
-    If there is no log then, warns that the job did not start, and returns 1 instead of 0: its
-    dependency `after` may have failed, such as the job that prepares the training.
+    If there is no log then, warns that the job did not start, and returns 1 instead of 0:
+    `why_unstarted` has the likely reason, which may be empty.
     """
     log = f"logs/slurm-{job_id}.out"
     command = ["tail", f"--pid={sbatch.pid}", "--follow=name", "--retry", "--lines=+1", log]
@@ -323,7 +326,5 @@ def follow(program: str, job_id: str, sbatch: subprocess.Popen[str], after: str)
 
     if Path(log).exists():
         return code
-    preparation = after.removeprefix("afterok:")
-    why = f": job {preparation} failed; see logs/slurm-{preparation}.out" if preparation else ""
-    warn(f"{program}: job {job_id} did not start{why}")
+    warn(f"{program}: job {job_id} did not start{why_unstarted}")
     return code or 1

@@ -531,6 +531,30 @@ def test_a_chain_that_is_half_submitted_names_its_jobs(
     assert last == f"x.sh: sbatch {cause}; queued before it: 41; to cancel, run scancel 41"
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"dependency": "afterany:7"}, "its dependency is afterany:7"),
+        ({"dependency": "afterok:7"}, "its dependency is afterok:7"),
+        ({"prepare": "p.sh"}, "job 41 failed; see logs/slurm-41.out"),
+        ({"dependency": "afterok:7", "prepare": "p.sh"}, "job 41 failed; see logs/slurm-41.out"),
+    ],
+)
+def test_why_a_job_did_not_start(
+    changes: dict[str, str], why: str, tools: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    os.chdir(tools)
+    make_tool(
+        tools / "sbatch", f"[[ $1 == --test-only ]] && exit; echo >>calls; echo 4{NUMBER_OF_CALLS}"
+    )
+    own = own_of(config="c.yaml", **changes)
+    typed = Typed("submit", program="x.sh", wait=True)
+    assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"], chain="") == 1
+    told = f"x.sh: job {42 if 'prepare' in changes else 41} did not start"
+    assert capfd.readouterr().err.splitlines()[-1] == (f"{told}: {why}" if why else told)
+
+
 def test_a_banner_of_sbatch_is_no_cause(tools: Path) -> None:
     make_tool(
         tools / "sbatch", f"{BANNER}; echo 'allocation failure: no node' >&2; {BANNER}; exit 1"
