@@ -330,12 +330,11 @@ def ask_squeue(*options: str) -> str | None:
 
 
 def has_ended(job: str) -> bool:
-    """Ask SLURM whether a job of this user has ended or is ending; False if squeue does not answer.
+    """Ask SLURM whether a job has ended or is ending; False if it does not answer.
 
-    If squeue does not list the job, its record decides: a site's squeue may answer from a cache
-    that does not have the job yet. Without a record, it has ended.
+    It is asked for the job's record: a site's squeue may answer from a cache that does not have the
+    job yet. Some minutes after the end, SLURM deletes the record, and rejects the id.
     """
-    jobs = ask_squeue(f"--user={os.getuid()}", "--format=%A %T")
-    if jobs is None or re.search(rf"^{job} (?!COMPLETING)", jobs, re.MULTILINE):
-        return False
-    return ask_scontrol("job", job).get("JobState") not in ("RUNNING", "SUSPENDED", "CONFIGURING")
+    told = ask_scheduler("sh", "-c", f"scontrol show -o job {job} 2>&1; true") or ""
+    live = r" JobState=(RUNNING|SUSPENDED|CONFIGURING|RESIZING|SIGNALING|STOPPED)"
+    return not re.search(live, told) and bool(re.search(" JobState=|Invalid job id", told))

@@ -963,20 +963,25 @@ def test_a_damaged_variable_of_the_job_is_one_line(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("jobs", "state", "has_ended"),
-    [  # what squeue lists, and the state in the job's record
-        ("7 RUNNING", "", False),
-        ("70 RUNNING", "COMPLETED", True),
-        ("7 COMPLETING", "CANCELLED", True),
-        ("", "RUNNING", False),  # squeue answers from a cache
-        ("", "", True),
+    ("shown", "has_ended"),
+    [
+        ("JobId=7 JobState=RUNNING", False),
+        ("JobId=7 JobState=CONFIGURING", False),
+        ("JobId=7 JobState=COMPLETING", True),
+        ("JobId=7 JobState=CANCELLED", True),
+        (r"JobId=6 JobState=COMPLETED\nJobId=7 JobState=RUNNING", False),  # tasks of the array 7
+        ("slurm_load_jobs error: Invalid job id specified", True),  # SLURM has deleted its record
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", False),
+        ("", False),
     ],
 )
-def test_a_job_has_ended_if_squeue_and_its_record_say_so(
-    jobs: str, state: str, has_ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_job_has_ended_if_slurm_says_so(
+    shown: str, has_ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_tool(tmp_path / "squeue", f'echo "{jobs}"')
-    make_tool(tmp_path / "scontrol", f'echo "JobId=7 JobState={state}"')
+    fails = "error" in shown
+    made = f"printf '%b\\n' '{shown}' >&{1 + fails}; exit {fails:d}"
+    make_tool(tmp_path / "scontrol", f'[[ $* == "show -o job 7" ]] || exit 2; {made}')
+    make_tool(tmp_path / "squeue", "")  # answers from a cache that does not have the job
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert slurm.has_ended("7") == has_ended
 
