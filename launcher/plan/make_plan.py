@@ -105,7 +105,8 @@ def _choose_container(typed: Typed, fanout: str, named: list[Path | str]) -> Con
     """
     directory = ROOT if typed.module else typed.here
     paths = [typed.here, ROOT, *named, *config_texts(Path(typed.config or "-"))]
-    in_job = fanout in ("srun", "job_command", "check")  # now, or once the job starts
+    # Now, or once the job starts; a node file is that of PBS.
+    in_job = fanout in ("srun", "job_command", "check") and not typed.nodefile
     return read_container(typed.environ, typed.here, directory, paths, in_job=in_job)
 
 

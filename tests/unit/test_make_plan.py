@@ -374,6 +374,17 @@ def test_modules_and_programs_that_are_here_are_not_refused(folder: Path) -> Non
     assert plan_of(**lacking, hosts="n1").words == ["-m", "of.the.image"]
 
 
+def test_pyxis_is_only_for_slurm_also_in_a_dry_run_of_a_batch_script(folder: Path) -> None:
+    (folder / "image.sqsh").touch()
+    image = {"CONTAINER": "image.sqsh"}
+    in_slurm: dict[str, Any] = {"batch_script": "scripts/slurm/slurm_train.sh", **DRY}
+    in_pbs: dict[str, Any] = {"batch_script": "scripts/pbs/pbs_train.sh", **DRY, "nodefile": True}
+    assert str(plan_of(image, **in_slurm).container).endswith("image.sqsh (pyxis)")
+    assert str(plan_of(image, **in_pbs).container).endswith("image.sqsh (enroot)")
+    with pytest.raises(PlanError, match="which only pyxis can load, and only in a SLURM job"):
+        plan_of({"CONTAINER": "nvcr.io/x"}, **in_pbs)
+
+
 def test_a_checkpoint_that_is_not_there_is_refused_before_the_start(folder: Path) -> None:
     asked: dict[str, Any] = {"setting": ("resume=nope/step-1",)}
     with pytest.raises(PlanError, match="resume: there is no 'nope/step-1'; correct the path"):
