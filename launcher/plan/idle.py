@@ -17,9 +17,10 @@ def find_idle(plan: Plan) -> str:
         return ""
 
     if in_slurm_step(environ):  # in a shell of the step
-        size = environ["SLURM_STEP_NUM_NODES"]
+        nodes = int(environ["SLURM_STEP_NUM_NODES"])
         cure = "give each node a task: srun --overlap [partial-launch]"
-        return f"this run uses 1 of the step's {size} nodes; {cure}" if size != "1" else ""
+        text = f"this run uses {plan.num_agents} of the step's {nodes} nodes; {cure}"
+        return text if plan.num_agents < nodes else ""
 
     nodes, gpus = _job_size(environ)
     cure = "run_ddp.sh uses all of them [partial-launch]"

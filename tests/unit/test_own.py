@@ -233,6 +233,10 @@ def test_the_shell_of_a_step_with_several_nodes(tmp_path: Path, shell: str) -> N
     plan = job_plan(tmp_path, num_nodes=1, environ=step)
     assert find_idle(plan).startswith("this run uses 1 of the step's 2 nodes; give each")
     assert find_idle(replace(plan, environ={**step, "SLURM_STEP_NUM_NODES": "1"})) == ""
+    over_ssh = replace(plan, num_nodes=2)  # as --hosts names them
+    assert find_idle(over_ssh) == find_idle(replace(plan, num_spares=1)) == ""
+    of_four = replace(over_ssh, environ={**step, "SLURM_STEP_NUM_NODES": "4"})
+    assert find_idle(of_four).startswith("this run uses 2 of the step's 4 nodes; ")
 
 
 def test_a_pbs_job(tmp_path: Path) -> None:
