@@ -23,14 +23,14 @@ def free_run_id(
     With `of_job`, a name is taken if another launch has used it in this start of the job: a later
     start resumes that run. Otherwise, only live runs keep their names, because torch's guides all
     use "100". Except in a dry run, this process reserves the name on this machine, so that a launch
-    at the same time gets the next one; it also reserves the taken names that it tries. May ask the
-    scheduler. Raises OSError if a record cannot be read.
+    at the same time gets the next one. May ask the scheduler. Raises OSError if a record cannot be
+    read.
     """
     is_free = _is_new_in_job if of_job else _is_not_live
     for number in itertools.count():
         run_id = f"{name}.{number}" if number else name
-        is_reserved = is_dry_run or _reserve(log_dir / run_id, job_start(environ))
-        if is_reserved and is_free(log_dir / run_id, environ):
+        is_new = is_free(log_dir / run_id, environ)  # checked first: a reservation is not undone
+        if is_new and (is_dry_run or _reserve(log_dir / run_id, job_start(environ))):
             break
     return run_id
 

@@ -547,6 +547,16 @@ def test_launches_at_the_same_time_have_names_of_their_own(tmp_path: Path, of_jo
     assert [choose(again), choose(again)] == ["7", "7.1"]
 
 
+def test_a_launch_reserves_only_the_name_that_it_gets(tmp_path: Path) -> None:
+    def choose() -> str:
+        return free_run_id(tmp_path, "100", {}, of_job=False, is_dry_run=False)
+
+    note_start(tmp_path / "100", {})
+    assert choose() == "100.1"
+    note_end(tmp_path / "100", 0)
+    assert choose() == "100"
+
+
 def test_a_copy_of_the_terminal_outlives_every_signal_that_stops_the_run(tmp_path: Path) -> None:
     """A scheduler signals all processes of a job; messages about the save are still kept."""
     file = tmp_path / "copy"
