@@ -54,14 +54,13 @@ class RunLock:
         self.path = folder / "lock"
         new = folder / f".lock.{me['host']}.{me['process']}.{time.time_ns()}"
         self.fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        os.write(self.fd, json.dumps(me).encode())
-        if not _set_lock(self.fd, fcntl.F_WRLCK, _LIVE):
-            _log.warning(
-                f"warning: {folder}: this file system has no locks; "
-                "never start two runs with the same id"
-            )
-
         try:
+            os.write(self.fd, json.dumps(me).encode())
+            if not _set_lock(self.fd, fcntl.F_WRLCK, _LIVE):
+                _log.warning(
+                    f"warning: {folder}: this file system has no locks; "
+                    "never start two runs with the same id"
+                )
             while not self._replace_lock_file(new, me):
                 pass  # another process was faster
         except BaseException:

@@ -488,6 +488,21 @@ def test_a_file_system_without_locks(
     first.close()
 
 
+@pytest.mark.parametrize(("module", "name"), [(os, "write"), (fcntl, "fcntl")])
+def test_a_lock_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, name, fail)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="No space left"):
+        RunLock(tmp_path, "run")
+    assert os.listdir("/proc/self/fd") == before
+    assert names(tmp_path) == []
+
+
 def test_a_copy_of_the_folder_lets_nobody_in(tmp_path: Path) -> None:
     saver = Saver(tmp_path / "run", keep_last=1)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")  # opens and closes the lock file
