@@ -15,7 +15,7 @@ from dataclasses import replace
 from launcher.handshake import read_access
 from launcher.master_port import open_master_port
 from launcher.preflight import between_nodes, cgroup, infiniband, must_match
-from launcher.preflight.checks import CHECKS, Machine, warning
+from launcher.preflight.checks import CHECKS, Machine, check_gpus, warning
 from launcher.preflight.gpus import GpuError, visible_gpus
 from launcher.text import Environ, short_host_name
 from launcher.typed_json import parse
@@ -43,8 +43,9 @@ def check_node(request: Request, environ: Environ) -> Report:
         faults = list[Fault]()
         if request.has_checks:
             faults = [*_check(machine)]
-        elif machine.gpu_error and machine.nproc == 0:  # the plan needs the number of ranks
-            faults = [Fault("gpu-unhealthy", machine.gpu_error, "give the number of processes")]
+        elif machine.nproc == 0:  # no number of ranks is known
+            cure = "give the number of processes"
+            faults = [replace(fault, cure=cure) for fault in check_gpus(machine)]
         files = must_match.hash_files(request.words, request.directory) if is_compared else {}
 
     if is_compared and machine.script:

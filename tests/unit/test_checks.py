@@ -400,6 +400,14 @@ def test_without_checks_the_number_of_processes_is_not_guessed(
     assert cures or report.nproc == 8
 
 
+def test_without_checks_ranks_that_need_a_gpu_do_not_start_on_the_cpu() -> None:
+    """As with `--nproc-per-node gpu`; by default, one rank starts."""
+    needs_gpu = check_node(a_request(has_checks=False, nproc=None, cpu_nproc=0), {})
+    assert [fault.name for fault in needs_gpu.faults] == ["too-few-gpus"]
+    usual = check_node(a_request(has_checks=False, nproc=None, cpu_nproc=1), {})
+    assert (usual.nproc, usual.faults) == (1, [])
+
+
 @pytest.mark.parametrize(
     ("visible", "left"),
     [("2,0", ["2", "0"]), ("GPU-bb", ["1"]), ("", []), ("-1", []), ("0,7,1", ["0"])],
