@@ -155,8 +155,8 @@ def sync_metrics(
 
     A value is a number, or a tensor with one element. Every rank passes the same names and gets the
     same numbers; up to 59 names need one all-reduce. `weight` is the weight of this rank's values,
-    such as its number of samples; 0 ignores them. If all weights are 0, the means are NaN. Without
-    a process group, the result is the values, whatever their weight.
+    such as its number of samples; 0 ignores them. If all weights are 0, the means are NaN. All this
+    also holds for a single process without a process group.
 
     Raises TypeError for a value that is no number, ValueError for a world size other than the
     process group's and, on every rank, for names that differ.
@@ -164,7 +164,7 @@ def sync_metrics(
     check_numbers("this run's is", ("world_size", world_size, collectives.count_ranks()))
     own = {name: _to_number(name, value) for name, value in values.items()}
     if not dist.is_initialized():
-        return own
+        return own if weight else dict.fromkeys(own, math.nan)
 
     names = sorted(own)
     parts = [own[name] * weight if weight else 0.0 for name in names]

@@ -316,6 +316,7 @@ def test_alone_everything_works_without_a_group() -> None:
     assert not torch.distributed.is_initialized()
     helper.barrier()
     assert helper.sync_metrics({"loss": 2.5}, weight=9) == {"loss": 2.5}
+    assert math.isnan(helper.sync_metrics({"loss": 2.5}, weight=0)["loss"])  # as in a group
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a loss like that of a loop
         loss = torch.ones((), requires_grad=True) * 2
