@@ -35,7 +35,8 @@ def finish(code: int = 0) -> NoReturn:
     without waiting for them. Only torch is not torn down, which would take 0.6 s.
 
     In an exit handler, or in a thread other than the main one, it ends the process itself; in such
-    a thread, without waiting for the script's threads.
+    a thread, without waiting for the script's threads. From Python 3.12 on, an exit handler can
+    start no thread: after 30 s, it then prints the stacks instead of the line, and exits with 1.
     """
     atexit.unregister(finish)  # finish may itself be an exit handler
     for prepare in before_finish:
