@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.environment import printable
@@ -36,14 +36,14 @@ class Query:
     hosts: Sequence[str]  # by node rank
     show: Callable[[str], None]
     folder: Path | None  # of the run, if it has one
-    _look: Deadline = field(default_factory=Deadline)  # when to check for the files, on node rank 0
-    _start: Deadline = field(default_factory=Deadline)
-    _end: Deadline = field(default_factory=Deadline)  # when to stop waiting for other nodes
-    _told: dict[int, NodeStacks] = field(default_factory=dict)  # the answers, by node rank
     _silent: RankState | None = None  # the silent rank that the request is about
     _known: Sequence[int] = ()  # the progress at the last reported silence
 
     def __post_init__(self) -> None:
+        self._start = Deadline()  # when to send a request
+        self._end = Deadline()  # when to stop waiting for other nodes
+        self._told: dict[int, NodeStacks] = {}  # the answers, by node rank
+        self._look = Deadline()  # when to check for the files, on node rank 0
         if self.folder and self.ranks.node_rank == 0:
             self._look.set_within(limits.ASKED_LOOK_S)
 
@@ -66,33 +66,34 @@ class Query:
     def receive(
         self, node: int, message: StackRequest | NodeStacks, peers: Mapping[int, Link]
     ) -> None:
-        """Keep an answer, or answer a request, which blocks while the ranks here write it.
+        """Keep another node's answer, or answer its request; to node rank 0, schedule one to all.
 
-        On node rank 0, a request from another node makes it ask all nodes.
+        Blocks while the ranks here write the answer.
         """
         if isinstance(message, NodeStacks):
             self._add_answer(node, message, peers)
         elif self.ranks.node_rank == 0:
             self.ask()
         else:
-            for peer in peers.values():  # only node rank 0
-                peer.send(self._collect_here())
+            peers[node].send(self._collect_here())
 
     def on_time(self, peers: Mapping[int, Link]) -> int | None:
-        """Do what is due: look for the files, send a request, or end one.
+        """Do what is due: act on the files and delete them, send a request, or end one.
 
-        Deletes the files that it finds: ASKED starts a request; one of NOTICED raises its signal in
-        this process. Node rank 0 sends a request to all nodes, and blocks while the ranks here
-        answer it; another node sends it to node rank 0. Returns the rank that holds up the run if
-        the run must end because of it, otherwise None.
+        ASKED starts a request; NOTICED raise their signals in this process. Node rank 0 sends a
+        request to all nodes, and blocks while the ranks here answer it; another node sends it to
+        node rank 0. Returns the rank that holds up the run if the run must end because of it,
+        otherwise None.
         """
-        if self._look.expire():
+        if self._look.expire() and self.folder:
             self._look.set_within(limits.ASKED_LOOK_S)
-            assert self.folder is not None
-            for signum, name in {0: ASKED, **NOTICED}.items():
-                with contextlib.suppress(OSError):  # no file means no request
+            with contextlib.suppress(OSError):  # no file means no request
+                (self.folder / ASKED).unlink()
+                self.ask()
+            for signum, name in NOTICED.items():
+                with contextlib.suppress(OSError):
                     (self.folder / name).unlink()
-                    signal.raise_signal(signum) if signum else self.ask()
+                    signal.raise_signal(signum)
 
         if self._start.expire() and not self._told:  # otherwise a request is in progress
             for peer in peers.values():
@@ -116,44 +117,42 @@ class Query:
             self._end.set_within(0.0)
 
     def _conclude(self, peers: Collection[int]) -> int | None:
-        """End the request: show the answers and return None, or return the rank that is stuck.
+        """End the request. Returns the rank that is stuck if the run must end because of it.
 
-        It returns a rank only if the run must end because of it; then nothing is shown, because the
-        failure will have the stacks. What is shown is also appended to SHOWN. `peers` are the other
-        nodes.
+        Otherwise, shows the answers, also appends them to SHOWN, and returns None. If the run ends,
+        its failure has the stacks. `peers` are the other nodes.
         """
-        everyone = [rank for node in self._told.values() for rank in node.ranks]
-        places = {each.rank: each.frames for each in everyone}
-        calls = {each.rank: each.calls for each in everyone if each.calls}
-        unheard = [self.hosts[node] for node in peers if node not in self._told]
+        told = [rank for node in self._told.values() for rank in node.ranks]
+        unheard = [f"{self.hosts[node]}: no answer" for node in peers if node not in self._told]
         silent = self._silent
         self._silent = None
         self._told.clear()
 
+        places = {each.rank: each.frames for each in told}
         head = "where the ranks are, innermost call first:"
         if silent is not None:
-            odd = stuck.find_odd(silent, places)
+            awaited = stuck.find_awaited(silent, places)
             if silent.ends_run:
-                return silent.rank if odd is None else odd
-            step = silent.progress[0]
-            when = "since the ranks started"
-            if step >= 0:
-                when = f"more than 10 times the longest gap between steps, after step {step}"
-            who = "all ranks are at the same point" if odd is None else f"rank {odd} is behind"
-            # The parent is the supervisor, which forwards the signal.
-            again = f"kill -QUIT {os.getppid()} repeats this; HANG_SECONDS=N ends a hung run"
-            head = f"no step for {silent.silence_s:.0f} s, {when}: {who}; {again}; {head}"
+                return silent.rank if awaited is None else awaited
+            head = f"{_describe_silence(silent, awaited)}; {head}"
 
-        lines = [
-            head,
-            *name_groups(stuck.group_stacks(places)),
-            *(f"{host}: no answer" for host in unheard),
-        ]
-        lines += find_mismatches(calls)
+        calls = {each.rank: each.calls for each in told if each.calls}
+        lines = [head, *name_groups(stuck.group_stacks(places)), *unheard, *find_mismatches(calls)]
         text = "\n  ".join(printable(line, LONGEST) for line in lines)
         self.show(text)
-
         if self.folder:
             with contextlib.suppress(OSError), open_own(self.folder / SHOWN, "a") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         return None
+
+
+def _describe_silence(silent: RankState, awaited: int | None) -> str:
+    """Return how long the ranks have made no step, and which rank the others wait for."""
+    step = silent.progress[0]
+    when = "since the ranks started"
+    if step >= 0:
+        when = f"more than 10 times the longest gap between steps, after step {step}"
+    who = "all ranks are at the same point" if awaited is None else f"rank {awaited} is behind"
+    # The parent is the supervisor, which forwards the signal.
+    again = f"kill -QUIT {os.getppid()} repeats this; HANG_SECONDS=N ends a hung run"
+    return f"no step for {silent.silence_s:.0f} s, {when}: {who}; {again}"

@@ -20,7 +20,7 @@ from distributed import heartbeat
 from distributed.heartbeat import Beat, Heart, beat
 from launcher.agent.diagnosis import collectives, stuck
 from launcher.agent.diagnosis.collectives import find_mismatches
-from launcher.agent.diagnosis.stuck import STOPPED, find_odd, find_straggler
+from launcher.agent.diagnosis.stuck import STOPPED, find_awaited, find_straggler
 from launcher.agent.node_ranks import Heartbeats, NodeRanks
 from launcher.agent.query import Query
 from launcher.agent.rank.optimizer_steps import CountedHeart, StepCounter
@@ -237,7 +237,7 @@ def test_the_rank_that_the_others_wait_for(
     """Of the ranks furthest behind, it is the one that is not where the others wait."""
     straggler = straggler_of(*nodes)
     assert straggler is not None
-    assert find_odd(straggler, dict(enumerate(stacks))) == odd
+    assert find_awaited(straggler, dict(enumerate(stacks))) == odd
 
 
 def test_a_stack_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,15 +77,18 @@ def read_stack(file: Path) -> list[str]:
     The stack has the user's own frames, after the innermost call if that is in a library. If there
     are no such frames, as at Python's exit, it has Python's own, and one frame of another thread.
     """
-    other, main_thread = ["", *read_threads(file)][-2:]
+    *others, main_thread = read_threads(file)
     frames = main_thread.splitlines()[1:]
     called = _IN_LIBRARY.match(frames[0]) if frames else None
     inner = [f"{called['file']}:{called['line']} in {called['name']}"] if called else []
     shown = [*inner, *user_frames("\n".join(reversed(frames)))]
 
+    if shown:
+        return shown
+
     own = [f"{name}:{line} in {function}" for name, line, function in _PLACE.findall(main_thread)]
-    others = user_frames("\n".join(reversed(other.splitlines())))
-    return shown or [*own[:2], *(f"another thread: {frame}" for frame in others[:1])]
+    elsewhere = user_frames("\n".join(reversed(others[-1].splitlines()))) if others else []
+    return [*own[:2], *(f"another thread: {frame}" for frame in elsewhere[:1])]
 
 
 def group_stacks(stacks: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
@@ -95,7 +98,7 @@ def group_stacks(stacks: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
     )
 
 
-def find_odd(straggler: RankState, stacks: Mapping[int, Sequence[str]]) -> int | None:
+def find_awaited(straggler: RankState, stacks: Mapping[int, Sequence[str]]) -> int | None:
     """Return the rank that the others wait for; None if neither progress nor stacks show it.
 
     Of the ranks as far behind as the straggler, it is the stopped one, otherwise one that is not
@@ -112,5 +115,6 @@ def find_odd(straggler: RankState, stacks: Mapping[int, Sequence[str]]) -> int |
         is_waiting = "".join(frames[:1]).startswith(_WAITING)
         return is_waiting, times[frames]
 
-    oddest = min(last, key=how_common, default=None)
-    return oddest if len({*map(how_common, last)}) > 1 else None
+    if len({*map(how_common, last)}) < 2:  # no stack differs, or there is none
+        return None
+    return min(last, key=how_common)
