@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from operator import itemgetter
 
@@ -91,7 +91,6 @@ class NodeEnd:
     saved_step: int = -1  # of the newest checkpoint that one of its ranks reported; -1: none
     parts: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of snapshots: ranks by step
     copies: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the same, from another node
-    _: KW_ONLY
     host: str = ""
     node_rank: int = 0
 

@@ -188,7 +188,6 @@ class NodeAgent:
             earlier=self.signals,
             facts=Facts(host=host, node_rank=own.node_rank),
             grace_s=args.grace_s,
-            verdict_s=limits.for_nodes(limits.VERDICT_S, len(own.hosts)),
             is_last=self.is_last,
             query=Query(here, own.hosts, self.outputs.say, self.folder and self.folder.path),
             snapshots=self.snapshots,

@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,6 @@ from launcher.agent.query import Query
 from launcher.agent.savers import Savers
 from launcher.agent.snapshots.memory import Snapshots
 from launcher.failure import Failure
-from launcher.outcome import NodeEnd
 from launcher.own_time import Deadline
 from launcher.processes import KILLED
 from launcher.wire import limits
@@ -42,7 +41,6 @@ from launcher.wire.messages import (
     Verdict,
 )
 from launcher.wire.node_link import Link, Pulse
-from launcher.wire.states import RankState
 
 
 @dataclass
@@ -56,7 +54,6 @@ class Attempt:
     earlier: Sequence[int]  # stop signals that were received before
     facts: Facts
     grace_s: float  # for the ranks to save, after a request to stop
-    verdict_s: float  # node rank 0's wait for other nodes after a failure; theirs is twice that
     is_last: bool  # no restart follows a failure
     query: Query
     snapshots: Snapshots
@@ -66,38 +63,39 @@ class Attempt:
         self.is_first_node = self.ranks.node_rank == 0  # whose agent decides for all
         self.interrupts = Interrupts()
         self.selector = selectors.DefaultSelector()
-        self.stragglers: dict[int, RankState] = {}  # of the other nodes, on node rank 0
         self.term = Deadline()  # when to send SIGTERM to the ranks here
         self.kill = Deadline()  # when to send SIGKILL to all descendants
-        self.rest_s = 0.0  # pause before the next iteration, if output arrives in small pieces
+        self.is_trickle = False  # output arrives in small pieces: pause before the next iteration
         self.partial = Deadline()  # when to show unfinished lines
         self.over = Deadline()  # when to stop waiting for the other nodes
         self.notice = Notice(self.ranks, self.facts, self.query.show)
         self.savers = Savers(self.ranks, self.grace_s, self.query.show)
 
-    # --- the event loop -------------------------------------------------------------------------
-
     def watch(self, outputs: Outputs) -> Verdict:
-        """Handle events until this node's part is over; end leftovers. Returns the verdict."""
+        """Handle events until this node's part is over. Returns the verdict.
+
+        Then also ends this agent's descendants, shows their last output, and closes the streams.
+        """
         wake, waker = socket.socketpair()
         waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno())
         self._listen_to(wake, lambda: wake.recv(4096))
         self._listen_to_all()
         processes.outlive_parent()  # the loop notices the supervisor's death, and ends the ranks
-        beat, pulse = Deadline(), Pulse(lambda: [*self.peers.values(), *self.spares()])
-        beat.set_within(0.0)
 
-        while not self._is_over():
+        pulse = Pulse(lambda: [*self.peers.values(), *self.spares()])
+        beat = Deadline()
+        beat.set_within(0.0)
+        while not self._wait_is_over():
             before_read = time.monotonic()  # for show_held()
             due = beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at
             next_at = min(*due, self.query.next_at, self.snapshots.outgoing.next_at)
             for key, _ in self.selector.select(max(0.0, next_at - own_time.now())):
-                key.data()
-            if self.rest_s:
-                time.sleep(self.rest_s)
-            is_ending = self.facts.is_ending
-            if self.partial.expire() and self.ranks.show_held(before_read, is_ending=is_ending):
+                key.data()  # the handler
+            if self.is_trickle:
+                time.sleep(limits.TRICKLE_S)
+
+            if self.partial.expire() and self.ranks.show_held(before_read, self.facts.is_ending):
                 self.partial.set_within(limits.PARTIAL_LOOK_S)
             for each in self.ranks.reap():
                 self._on_death(each)
@@ -109,13 +107,13 @@ class Attempt:
 
         pulse.end()
         signal.set_wakeup_fd(-1)
-        wake.close()
-        waker.close()
-        self.selector.close()
+        for opened in wake, waker, self.selector:
+            opened.close()
+
         saved_step = self.ranks.heartbeats.saved()
         left = processes.end_descendants(term_s=limits.RANK_TERM_S)
         verdict = self.facts.reach_verdict(saved_step, len(left))
-        for each in self.ranks.all:
+        for each in self.ranks.all:  # tracebacks of consequences go only to the log
             follows = self.facts.is_consequence(verdict.outcome.failure, each.rank)
             for stream in each.streams:
                 stream.end(is_consequence=follows)
@@ -130,12 +128,13 @@ class Attempt:
         if QUERY not in stop_signals():  # --signals-to-handle can make it one
             signal.signal(QUERY, lambda *_: self.query.ask())
         for earlier in self.earlier:
-            self._stop(earlier, None)
+            self._request_stop(earlier)
         self._listen_to(self.supervisor, _end_with_supervisor)
         for node, peer in self.peers.items():
             self._listen_to(peer.socket, partial(self._on_peer, node, peer))
-        for stream in self.ranks.streams():
-            self._listen_to(stream.fd, partial(self._on_output, stream))
+        for each in self.ranks.all:
+            for stream in each.streams:
+                self._listen_to(stream.fd, partial(self._on_output, stream))
 
     def _listen_to(self, source: Any, handle: Callable[[], object]) -> None:
         self.selector.register(source, selectors.EVENT_READ, handle)
@@ -165,32 +164,33 @@ class Attempt:
     def _kill_ranks(self) -> None:
         """Send SIGKILL to all descendants, except ranks that save after another one's failure."""
         self.facts.stopped.update(each.rank for each in self.ranks.living())
-        if working := self.savers.find_working():
+        if working := self.savers.grant_grace():
             processes.kill_others([each.pid for each in working])
             self.kill.set_within(self.grace_s - limits.RANK_TERM_S)  # GRACE after SIGTERM
         else:
             processes.end_descendants()
 
-    def _is_over(self) -> bool:
-        """Whether every rank here has exited, and the other nodes have reported or are late."""
+    def _wait_is_over(self) -> bool:
+        """Once all ranks here have exited, limit the wait for other nodes; return if it is over."""
         if self.ranks.living():
             return False
         has_all = self.is_first_node and self.peers.keys() <= self.facts.nodes.keys()
         if has_all or not self.peers or self.facts.verdict:
             return True
         if self.facts.is_ending:  # otherwise, ranks of the other nodes may still be working
-            others_s = self.grace_s if self.facts.signals_sent else self.savers.others_s
-            limit_s = self.verdict_s if self.is_last or self.facts.signals else limits.RANKS_END_S
-            self.over.set_within(limit_s * (1 if self.is_first_node else 2) + others_s)
+            save_s = self.grace_s if self.facts.signals_sent else self.savers.others_s
+            verdict_s = limits.for_nodes(limits.VERDICT_S, len(self.query.hosts))
+            limit_s = verdict_s if self.is_last or self.facts.signals else limits.RANKS_END_S
+            times = 1 if self.is_first_node else 2  # node rank 0 waits as well
+            self.over.set_within(times * limit_s + save_s)
         return self.over.expire()
 
-    # --- this node's ranks ----------------------------------------------------------------------
-
+    # --- this node's ranks, and stop requests ---------------------------------------------------
     def _on_output(self, stream: Stream) -> None:
         self.partial.set_within(limits.PARTIAL_LOOK_S)
         if not stream.pump():
             self.selector.unregister(stream.fd)
-        self.rest_s = limits.TRICKLE_S if stream.is_trickle else 0.0
+        self.is_trickle = stream.is_trickle
 
     def _on_death(self, each: Rank) -> None:
         """Record a rank's exit, and act on an error; report to node rank 0 after the last exit."""
@@ -198,11 +198,12 @@ class Attempt:
         if code != 0 and each.rank not in self.facts.stopped:  # otherwise, this agent ended it
             self._on_error(each)
         if not self.is_first_node and not self.ranks.living():
-            saved_step = self.ranks.heartbeats.saved()
-            self.send_all(self.facts.end_of_node(saved_step, *self.snapshots.parts()))
+            end = self.facts.describe_end(self.ranks.heartbeats.saved())
+            parts, copies = self.snapshots.parts()
+            self.send_all(replace(end, parts=parts, copies=copies))
 
     def _on_error(self, each: Rank) -> None:
-        """End the ranks, because one has failed or hangs. If it stopped on request, in GRACE."""
+        """End the ranks, because one has failed or hangs; in GRACE, if it stopped on request."""
         end = self.ranks.describe_end(each)
         if self.facts.is_requested_stop(end, has_saved=self.ranks.heartbeats.saved() >= 0):
             self.kill.set_within(self.grace_s)  # the others must stop as well
@@ -229,8 +230,6 @@ class Attempt:
         if not self.is_first_node and first.node_rank == self.ranks.node_rank:
             self.send_all(first)
 
-    # --- stop requests --------------------------------------------------------------------------
-
     def _on_signal(self, signum: int, _frame: object) -> None:
         """Forward a stop signal, so that the ranks can save; a second Ctrl-C kills them."""
         if signum == signal.SIGINT and self.interrupts.is_second():
@@ -238,10 +237,10 @@ class Attempt:
             self.savers.refuse_all()
             self.kill.set_within(0.0)
         else:
-            self._stop(signum, None)
+            self._request_stop(signum)
 
-    def _stop(self, signum: int, source: Link | None) -> None:
-        """Ask the ranks here and all other nodes to stop, except `source`, which asked for it."""
+    def _request_stop(self, signum: int, source: Link | None = None) -> None:
+        """Send a stop signal to the ranks here, and to all nodes except `source`, its sender."""
         is_notice = signum in notices()
         if signum in self.facts.signals and not is_notice:  # other nodes forward it too
             return
@@ -260,8 +259,7 @@ class Attempt:
         received = peer.receive()
         if received is None:
             self._drop_peer(node)
-            return
-        for message in received:
+        for message in received or ():
             _handle_message(self, node, peer, message)
 
     def send_all(self, message: object, *, but: Link | None = None) -> None:
@@ -283,7 +281,7 @@ class Attempt:
         self.on_beat(self.peers)
         self.notice.deliver()
         if not (self.facts.is_ending or self.facts.signals):  # otherwise, ranks may be saving
-            for each in self.ranks.find_hanging(self.grace_s):
+            for each in self.ranks.time_exits(self.grace_s):
                 self._on_error(each)
         here = self.ranks.straggler()
         pulse.send_beat(NodeBeat(here))
@@ -292,7 +290,7 @@ class Attempt:
                 self._drop_peer(node)
         if self.is_first_node and not self.facts.failures:
             running = self.peers.keys() - self.facts.nodes.keys()  # nodes whose ranks live
-            there = [self.stragglers.get(node) for node in running]  # None if not yet known
+            there = [self.facts.stragglers.get(node) for node in running]  # None if not yet known
             suspect = find_straggler(there if here is None else [here, *there])
             if suspect and suspect.is_stuck:
                 self.query.ask_about(suspect)
@@ -305,7 +303,7 @@ def _end_with_supervisor() -> None:
 
 def _end_stuck(attempt: Attempt, suspect: int) -> None:
     """Kill the ranks here, because `suspect` holds up the run. First collect their stacks."""
-    if failure := attempt.ranks.describe_stuck(suspect):
+    if failure := attempt.ranks.examine_stuck(suspect):
         attempt._fail(failure)
         attempt.savers.refuse_all()
         attempt.kill.set_within(0.0)  # a resumed rank must not save
@@ -317,7 +315,7 @@ def _handle_message(attempt: Attempt, node: int, peer: Link, message: object) ->
         case EndRanks() | Verdict() if attempt.is_first_node:
             pass  # node rank 0 only sends these
         case StopRequest() if message.signum in stop_signals():
-            attempt._stop(message.signum, peer)
+            attempt._request_stop(message.signum, peer)
         case Failure():
             attempt._fail(message)
         case StackRequest() | NodeStacks():
@@ -333,15 +331,4 @@ def _handle_message(attempt: Attempt, node: int, peer: Link, message: object) ->
             if attempt.is_first_node:
                 attempt.send_all(message, but=peer)
         case _:
-            _record_report(attempt, node, message)
-
-
-def _record_report(attempt: Attempt, node: int, message: object) -> None:
-    """Record what another node's agent reports."""
-    match message:
-        case NodeBeat() if message.straggler:
-            attempt.stragglers[node] = message.straggler
-        case NodeEnd():
-            attempt.facts.nodes[node] = message
-        case Verdict():
-            attempt.facts.verdict = message
+            attempt.facts.record_report(node, message)

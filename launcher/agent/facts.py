@@ -4,14 +4,14 @@ The attempt (attempt.py) records the facts and acts on them; nothing here reads 
 the state of a process.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distributed.errors import STOPPED
 from distributed.stop_signals import notices, stop_signals
 from launcher.failure import Failure
 from launcher.outcome import NodeEnd, end_attempt
-from launcher.wire.messages import Verdict
+from launcher.wire.messages import NodeBeat, Verdict
+from launcher.wire.states import RankState
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Facts:
     codes: dict[int, int] = field(default_factory=dict)  # exit codes here, by rank
     stopped: set[int] = field(default_factory=set)  # ranks here that the agent had to stop
     failures: list[Failure] = field(default_factory=list)  # here, or reported by other nodes
+    stragglers: dict[int, RankState] = field(default_factory=dict)  # of other nodes
     nodes: dict[int, NodeEnd] = field(default_factory=dict)  # how other nodes ended
     verdict: Verdict | None = None  # from node rank 0, on the other nodes
 
@@ -42,6 +43,16 @@ class Facts:
     def is_ending(self) -> bool:
         """True once this agent has reason to end the attempt."""
         return bool(self.failures or self.stopped)
+
+    def record_report(self, node: int, message: object) -> None:
+        """Record what another node's agent reports: a heartbeat, its end, or the verdict."""
+        match message:
+            case NodeBeat() if message.straggler:
+                self.stragglers[node] = message.straggler
+            case NodeEnd():
+                self.nodes[node] = message
+            case Verdict():
+                self.verdict = message
 
     def has_failed(self, rank: int) -> bool:
         """Whether a rank's failure is already recorded."""
@@ -63,11 +74,11 @@ class Facts:
             return False
         return all(each.is_consequence for each in self.failures if each.rank == rank)
 
-    def end_of_node(self, saved_step: int, *snapshots: Mapping[str, Sequence[int]]) -> NodeEnd:
+    def describe_end(self, saved_step: int) -> NodeEnd:
         """Return what this node reports to node rank 0 when all its ranks have exited.
 
-        `saved_step` is the step of the newest checkpoint that a rank here has reported, or -1;
-        `snapshots` are NodeEnd.parts and NodeEnd.copies.
+        `saved_step` is the step of the newest checkpoint that a rank here has reported, or -1. The
+        caller adds the snapshots.
         """
         codes = [code for _, code in sorted(self.codes.items())]
         first_rank = min(self.codes, default=0)
@@ -76,7 +87,6 @@ class Facts:
             first_rank,
             codes,
             saved_step,
-            *snapshots,
             host=self.host,
             node_rank=self.node_rank,
         )
@@ -84,11 +94,11 @@ class Facts:
     def reach_verdict(self, saved_step: int, left: int) -> Verdict:
         """Return how the attempt ended: node rank 0's verdict, or one based on what is known here.
 
-        `saved_step` is as for end_of_node(); `left` is the number of processes here that could not
+        `saved_step` is as for describe_end(); `left` is the number of processes here that could not
         be ended.
         """
         told = self.verdict
         if told is None:
-            nodes = [self.end_of_node(saved_step), *self.nodes.values()]
+            nodes = [self.describe_end(saved_step), *self.nodes.values()]
             told = Verdict(end_attempt(self.failures, nodes, self.signals_sent))
         return replace(told, outcome=replace(told.outcome, left=left))

@@ -61,6 +61,11 @@ class Progress(Beat):
         return self.step, self.marks
 
     @property
+    def silence_s(self) -> float:
+        """The seconds since the rank's latest beat or its start; 0 if it is not watched."""
+        return own_time.since(self.time) if self.time else 0.0
+
+    @property
     def ends_run(self) -> bool:
         """Whether silence ends the run.
 
@@ -103,11 +108,6 @@ class Heartbeats:
         """Return a rank's state in launcher/agent/rank/ending.py; 0 while its script runs."""
         return ending.read(self._fd, self._ranks)[local_rank]
 
-    def silence_s(self, local_rank: int) -> float:
-        """Return the seconds since a rank's latest beat or its start; 0 if it is not watched."""
-        beat = self.read(local_rank)
-        return own_time.since(beat.time) if beat.time else 0.0
-
     def step(self) -> int:
         """Return the highest step that any rank has reached since clear(); -1 if none has."""
         return max(self.read(local_rank).step for local_rank in range(self._ranks))
@@ -147,10 +147,10 @@ class NodeRanks:
         processes.send([each.pid for each in self.living()], signum)
 
     def reap(self) -> Iterator[Rank]:
-        """Yield the ranks that have exited since the last call, with all their output read.
+        """Reap exited processes, also orphans that the agent adopted. Yields the ranks of these.
 
-        Until the last one is yielded, some ranks are still among living(). The agent adopts the
-        orphans of its ranks, so this reaps those too.
+        A rank is yielded once its output is read; after exit code 0, its traceback is shown. Until
+        the last one is yielded, some are still among living().
         """
         statuses = dict(processes.reap())
         for each in self.living():
@@ -159,14 +159,11 @@ class NodeRanks:
             each.code = processes.exit_code(statuses[each.pid])
             for stream in each.streams:
                 stream.drain()
-                if each.code == 0 and stream.view is not None:  # it has caught the exception
+                if each.code == 0 and stream.view is not None:  # the script caught the exception
                     stream.view.show_traceback()
             yield each
 
-    def streams(self) -> list[Stream]:
-        return [stream for each in self.all for stream in each.streams]
-
-    def show_held(self, now: float, *, is_ending: bool) -> bool:
+    def show_held(self, now: float, is_ending: bool) -> bool:
         """Show output that has been held back long enough. Returns whether any is still held back.
 
         `now` is a time before the streams were last read. If a rank is still running long after it
@@ -188,7 +185,7 @@ class NodeRanks:
     def _state(self, each: Rank) -> RankState:
         """Return what a living rank is doing now; it is stuck if it is silent beyond its limit."""
         beat = self.heartbeats.read(each.local_rank)
-        silence_s = self.heartbeats.silence_s(each.local_rank)
+        silence_s = beat.silence_s
         return RankState(
             rank=each.rank,
             progress=beat.progress,
@@ -206,7 +203,8 @@ class NodeRanks:
         unknown = self._unknown_failure(each)
 
         raised = failure.read_error(each.error_file)
-        if raised is None and err.traceback_line > 0 and each.code == 1:  # 1: as Python exits
+        is_uncaught = err.traceback_line > 0 and each.code == 1  # 1: as Python exits
+        if raised is None and is_uncaught:
             raised = failure.read_traceback(err.last_text, unknown.time)
         raised = raised or read_crash(err.recent_lines, each.code or 0, unknown.time)
 
@@ -218,14 +216,14 @@ class NodeRanks:
             last_text=err.last_text,
         )
 
-    def find_hanging(self, save_s: float) -> list[Rank]:
-        """Return the ranks whose script has ended with an error, but that do not exit.
+    def time_exits(self, save_s: float) -> list[Rank]:
+        """Time the exits of ranks whose script has ended with an error. Returns the late ones.
 
-        They have RAISED_S to do so, or `save_s` seconds, if that is longer, while they may be
+        They have RAISED_S to exit, or `save_s` seconds, if that is longer, while they may be
         saving. One that waits for its checkpoint sends heartbeats. The time counts from the first
-        call that finds a script ended; it is kept in Rank.ended_at.
+        call that finds a script ended, which sets Rank.ended_at.
         """
-        hanging = []
+        late = []
         for each in self.living():
             state = self.heartbeats.ending(each.local_rank)
             if not state:  # its script is running
@@ -234,20 +232,20 @@ class NodeRanks:
                 each.ended_at = own_time.now()
 
             time_s = own_time.now() - each.ended_at
-            has_beaten = self.heartbeats.silence_s(each.local_rank) < time_s  # since it ended
+            has_beaten = self.heartbeats.read(each.local_rank).silence_s < time_s  # since it ended
             limit_s = limits.RAISED_S
             if state == ending.MAY_SAVE or has_beaten:
                 limit_s = max(save_s, limit_s)
             if time_s >= limit_s:
-                hanging.append(each)
-        return hanging
+                late.append(each)
+        return late
 
-    def describe_stuck(self, suspect: int) -> Failure | None:
-        """Return the failure of a run that `suspect` holds up, with the stacks of all ranks here.
+    def examine_stuck(self, suspect: int) -> Failure | None:
+        """Have the ranks here write their stacks. Returns the failure of a run stuck by `suspect`.
 
         If the suspect is on another node, the failure is that of the first rank here, and counts as
-        a consequence. Returns None if no rank is alive. Resumes stopped ranks, and blocks while the
-        ranks write their stacks and collectives.
+        a consequence. Returns None if no rank is alive. Resumes stopped ranks, and blocks while all
+        write their stacks and collectives.
         """
         living = self.living()
         if not living:
@@ -255,7 +253,7 @@ class NodeRanks:
 
         named = next((each for each in living if each.rank == suspect), living[0])
         beat = self.heartbeats.read(named.local_rank)
-        cause = f"no progress reported for {self.heartbeats.silence_s(named.local_rank):.0f} s"
+        cause = f"no progress reported for {beat.silence_s:.0f} s"
         if beat.step < 0:
             cause += ", before its first step"
         if processes.is_stopped(named.pid):
@@ -264,16 +262,14 @@ class NodeRanks:
 
         unknown = self._unknown_failure(named)  # before collect_stacks() resumes a stopped rank
         stacks = self.collect_stacks(are_ending=True)
+        remarks = collectives.find_mismatches(self.collect_calls())
         return replace(
             unknown,
             fault="rank-stuck",
             cause=cause,
             code=KILLED,
             frames=stacks[named.rank],
-            stacks={
-                **stuck.group_stacks(stacks),
-                **dict.fromkeys(collectives.find_mismatches(self.collect_calls()), ()),
-            },
+            stacks={**stuck.group_stacks(stacks), **dict.fromkeys(remarks, ())},
             is_consequence=named.rank != suspect,
             log=failure.short_path(str(named.stack_file)),
         )
@@ -281,27 +277,24 @@ class NodeRanks:
     def collect_stacks(self, *, are_ending: bool = False) -> dict[int, list[str]]:
         """Have the living ranks write their stacks. Returns each rank's stack, or its exit.
 
-        Blocks for up to STACKS_WRITE_S. With `are_ending`, stopped ranks are resumed, because they
-        cannot write while stopped, and the call may take twice as long. A rank that the signal
-        would kill gets an empty stack: one that imports torch itself, without any heartbeats.
+        Blocks for up to STACKS_WRITE_S. Stopped ranks cannot write; with `are_ending`, they are
+        resumed, and the call may take twice as long. The stack is empty for a rank that does not
+        handle the signal, such as one that imports torch itself and sends no heartbeats.
         """
         living = self.living()
         stopped = [each for each in living if processes.is_stopped(each.pid)]
-        writing = [
-            each for each in living if processes.has_signal(each.pid, "SigCgt", STACK_SIGNAL)
-        ]
-        if not are_ending:
-            writing = [each for each in writing if each not in stopped]
+        able = [each for each in living if processes.has_signal(each.pid, "SigCgt", STACK_SIGNAL)]
+        running = [each for each in able if each not in stopped]
+        resumed = [each for each in able if each in stopped and are_ending]
+        writing = [*running, *resumed]
 
-        running = {each.stack_file: stuck.size_of(each.stack_file) for each in writing}
-        waiting = {
-            each.stack_file: running.pop(each.stack_file) for each in writing if each in stopped
-        }
+        sizes = stack_sizes(running)
+        resumed_sizes = stack_sizes(resumed)
         processes.send_to_main_threads([each.pid for each in writing], STACK_SIGNAL)
-        stuck.wait_for_stacks(running, limits.STACKS_WRITE_S)
-        if waiting:
+        stuck.wait_for_stacks(sizes, limits.STACKS_WRITE_S)
+        if resumed:
             processes.send([each.pid for each in stopped], signal.SIGCONT)
-            stuck.wait_for_stacks(waiting, limits.STACKS_WRITE_S)
+            stuck.wait_for_stacks(resumed_sizes, limits.STACKS_WRITE_S)
 
         stacks = {}
         for each in self.all:
@@ -342,3 +335,8 @@ class NodeRanks:
             step=beat.step,
             saved_step=beat.saved,
         )
+
+
+def stack_sizes(ranks: Sequence[Rank]) -> dict[Path, int]:
+    """Return the present sizes of the files to which ranks write their stacks."""
+    return {each.stack_file: stuck.size_of(each.stack_file) for each in ranks}

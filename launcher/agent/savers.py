@@ -21,7 +21,7 @@ from distributed.heartbeat import STACK_SIGNAL
 from distributed.stop_signals import handled_signals
 from launcher import processes
 from launcher.agent.diagnosis import stuck
-from launcher.agent.node_ranks import NodeRanks, Rank
+from launcher.agent.node_ranks import NodeRanks, Rank, stack_sizes
 from launcher.text import name_ranks
 from launcher.wire import limits
 
@@ -36,7 +36,7 @@ class Savers:
     others_s: float = 0.0  # for ranks of other nodes to save
     _all: Sequence[Rank] = ()
     _before: dict[int, str] = field(default_factory=dict)  # by rank: its stack before SIGTERM
-    _is_judged: bool = False  # find_working() was called, or no rank may save
+    _is_judged: bool = False  # grant_grace() was called, or no rank may save
 
     def record_handlers(self) -> bool:
         """Record which ranks handle SIGTERM, just before it is sent. Returns whether any does.
@@ -46,21 +46,21 @@ class Savers:
         """
         if self.grace_s > limits.RANK_TERM_S:
             self._all = [each for each in self.ranks.living() if _may_save(each.pid)]
-            self._before = self._stacks()
+            self._before = self._collect_stacks()
         return bool(self._all)
 
-    def find_working(self) -> list[Rank]:
-        """Return the ranks that handle SIGTERM now, and report them. Only the first call finds any.
+    def grant_grace(self) -> list[Rank]:
+        """Grant GRACE to the ranks whose SIGTERM handlers are running, and report that to the user.
 
-        After refuse_all(), not even that one does. Blocks until the ranks have written their
-        stacks, for up to SAVERS_LOOK_S.
+        Returns these ranks; none in a second call, or after refuse_all(). Blocks until the ranks
+        have written their stacks, for up to SAVERS_LOOK_S.
         """
         was_judged = self._is_judged
         self._is_judged = True
         if was_judged or not self._all:
             return []
 
-        now = self._stacks()
+        now = self._collect_stacks()
         # Where a rank has not moved since before SIGTERM, its handler does not run.
         same = [rank for rank, stack in now.items() if stack and stack == self._before.get(rank)]
         working = [each for each in self._all if each.code is None and each.rank not in same]
@@ -75,13 +75,13 @@ class Savers:
         """Let no rank save: the run is stuck, or a second Ctrl-C has come."""
         self._is_judged = True
 
-    def _stacks(self) -> dict[int, str]:
+    def _collect_stacks(self) -> dict[int, str]:
         """Have the ranks that can write their stacks do so. Returns the main threads', by rank.
 
-        A rank that has not written in SAVERS_LOOK_S, on a busy machine, is left out.
+        A rank that has not written within SAVERS_LOOK_S, on a busy machine, is left out.
         """
         asked = [each for each in self._all if each.code is None and _writes_stacks(each.pid)]
-        sizes = {each.stack_file: stuck.size_of(each.stack_file) for each in asked}
+        sizes = stack_sizes(asked)
         processes.send_to_main_threads([each.pid for each in asked], STACK_SIGNAL)
         stuck.wait_for_stacks(sizes, limits.SAVERS_LOOK_S)
 

@@ -382,7 +382,6 @@ def test_a_node_whose_ranks_exit_together_reports_its_end_once(
         earlier=(),
         facts=Facts(host="here", node_rank=1),
         grace_s=30.0,
-        verdict_s=30.0,
         is_last=False,
         query=Mock(),
         snapshots=Mock(parts=lambda: ({}, {})),

@@ -226,4 +226,4 @@ def test_a_rank_that_has_no_cpu_to_write_its_stack_may_be_saving(
         process.stdin.flush()
         assert process.stdout.readline() == b"saving\n"
         monkeypatch.setattr(limits, "SAVERS_LOOK_S", 0.1)
-        assert [each.rank for each in savers.find_working()] == [0]
+        assert [each.rank for each in savers.grant_grace()] == [0]

@@ -66,10 +66,10 @@ def test_every_measure_of_silence_forgives_once(clock: Clock, tmp_path: Path) ->
     beats, wait, kill = Beating(tmp_path).reach(1), Wait(300.0), Deadline()
     kill.set_within(30.0)
     clock[0] += 3600
-    assert not peer.is_silent and beats.silence_s(0) == 0
+    assert not peer.is_silent and beats.read(0).silence_s == 0
     assert wait.left_s == 295 and not kill.expire()
     pass_by(clock, limits.SILENCE_S + limits.BEAT_S)
-    assert peer.is_silent and beats.silence_s(0) == limits.SILENCE_S + limits.BEAT_S
+    assert peer.is_silent and beats.read(0).silence_s == limits.SILENCE_S + limits.BEAT_S
     pass_by(clock, 30)
     assert kill.expire()
     peer.close()

@@ -367,7 +367,7 @@ def beats(tmp_path: Path) -> Iterator[Heartbeats]:
 
 
 def test_a_beat_writes_this_ranks_record_alone(beats: Heartbeats) -> None:
-    assert beats.read(1) == NEVER and beats.silence_s(1) == 0
+    assert beats.read(1) == NEVER and beats.read(1).silence_s == 0
     before = time.monotonic()
     beat(3)
     assert beats.read(0) == NEVER
@@ -443,7 +443,7 @@ def test_the_silence_before_the_first_step_counts_from_the_start(
     assert (record.step, record.time) == (-1, clock[0])
     assert (record.limit_s, record.ends_run) == (float(hang_seconds or 600), bool(hang_seconds))
     assert not beats.are_counted()
-    assert beats.silence_s(0) == 0  # a program whose steps are not counted is not watched
+    assert beats.read(0).silence_s == 0  # a program whose steps are not counted is not watched
 
 
 @pytest.mark.long
