@@ -267,7 +267,8 @@ class NodeAgent:
         self, first: Failure, held_step: int, lost: Sequence[str], replaced: Sequence[str]
     ) -> None:
         """Record and report why the ranks restart and, if nodes were replaced, on which nodes."""
-        line = self.restarts.add(first, held_step, self.own.attempt, lost=lost, replaced=replaced)
+        number = self.own.attempt
+        line = self.restarts.record_restart(first, held_step, number, lost=lost, replaced=replaced)
         self.outputs.say(f"{line}; now on port {self.own.port}")
         if replaced:
             self._tell_membership()
@@ -334,7 +335,8 @@ def run_periodic_tasks(agent: NodeAgent, peers: Mapping[int, Link]) -> None:
     if team:
         team.check_spares(agent.on_lost_spare)
     agent.network.poll_nccl_log(say)
-    agent.restarts.record_progress(say)
+    agent.restarts.record_progress()
+    agent.restarts.stop_if_taken_over(say)
     if agent.own.node_rank in (0, 1) or shows_no_rank(agent):  # not every node of a large run
         tell_silences(peers, agent.own.hosts, say)
     if shows_no_rank(agent):

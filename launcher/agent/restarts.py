@@ -73,7 +73,7 @@ class Restarts:
             return f"not restarting: restart {last.number} made no progress"
         return ""
 
-    def add(
+    def record_restart(
         self,
         first: Failure,
         held_step: int,
@@ -84,25 +84,24 @@ class Restarts:
     ) -> str:
         """Record that the run is restarting for the `number`th time. Returns the cost in one line.
 
-        If the steps that the last restart lost are still not repeated, the time that it cost ends
-        here. `held_step` is the step of the newest snapshot in memory, or -1 if there is none.
+        From now on, the time lost counts towards this restart, no longer towards the last one.
+        `held_step` is the step of the newest snapshot in memory, or -1 if there is none.
         """
-        saved_step, step = self.beats.reached()
-        # The failure of a node's agent (rank -1) has no step, so the step of the ranks here counts.
-        # Without a save, it stays unknown what is lost: the script may not save at all.
-        is_known = first.rank < 0 <= max(saved_step, held_step)
-
-        # Time lost from now on counts towards the new restart.
-        if self.all and not (last := self.all[-1]).lost_s:
+        if last := self._unrepeated:
             self.all[-1] = replace(last, lost_s=first.time - last.failed)
 
+        saved_step, step = self.beats.reached()
+        kept_step = max(saved_step, held_step)
+        # The failure of a node's agent (rank -1) has no step, so the step of the ranks here counts.
+        # Without a save, it stays unknown what is lost: the script may not save at all.
+        is_agents = first.rank < 0
         restart = Restart(
             number=number,
             fault=first.fault,
             cause=first.cause,
             who=first.who,
-            step=step if is_known else first.step,
-            saved_step=max(saved_step, held_step),
+            step=step if is_agents and kept_step >= 0 else first.step,
+            saved_step=kept_step,
             is_from_memory=held_step > saved_step,
             failed=first.time,
             is_counted=self.beats.are_counted(),
@@ -114,23 +113,27 @@ class Restarts:
         self.write()
         return restart.describe(self.most)
 
-    def record_progress(self, say: Callable[[str], None]) -> None:
-        """Record progress, the time of the first step, and the time lost once steps are repeated.
+    @property
+    def _unrepeated(self) -> Restart | None:
+        """The last restart, until the ranks have repeated the steps that it lost."""
+        return self.all[-1] if self.all and not self.all[-1].lost_s else None
 
-        If the scheduler has started this job again, print that, and send this process SIGTERM:
-        the new start takes over the run.
-        """
+    def stop_if_taken_over(self, say: Callable[[str], None]) -> None:
+        """If the scheduler has started this job again, say so, and send this process SIGTERM."""
+        if self.record and self.record.is_taken_over():
+            say("the scheduler has started this job again; stopping this start")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def record_progress(self) -> None:
+        """Record progress, the time of the first step, and the time lost by a restart."""
         step = self.beats.step()
         if self.record:
             self.record.note_progress(*self.beats.reached())
-            if self.record.is_taken_over():
-                say("the scheduler has started this job again; stopping this start")
-                os.kill(os.getpid(), signal.SIGTERM)
-
         if step >= 0 and not self.has_begun:
             self.has_begun = True
             self.write(first_step=time.time())
-        if self.all and not (last := self.all[-1]).lost_s and step >= max(0, last.step):
+        last = self._unrepeated
+        if last and step >= max(0, last.step):
             self.all[-1] = replace(last, lost_s=time.time() - last.failed)
             self.write()
 

@@ -81,7 +81,7 @@ def test_the_same_step_twice_with_the_same_cause_ends_the_run(
 ) -> None:
     restarts = Restarts(9, Heartbeats(1))
     failure = replace(FAILURE, fault=fault, step=57 if step >= 0 else -1)
-    restarts.add(failure, -1, 1, lost=(), replaced=())
+    restarts.record_restart(failure, -1, 1, lost=(), replaced=())
     told = restarts.why_stop(replace(failure, step=step), -1)
     loop = f"not restarting: step {step} failed twice with the same cause"
     assert told == (loop if is_loop else "")
@@ -95,7 +95,7 @@ def test_a_restart_that_gained_nothing_is_the_last(
     rank = Beating(tmp_path, is_counted=is_counted)
     restarts = Restarts(9, rank.reach(57))
     assert restarts.why_stop(FAILURE, -1) == ""
-    restarts.add(FAILURE, -1, 1, lost=(), replaced=())
+    restarts.record_restart(FAILURE, -1, 1, lost=(), replaced=())
     restarts.begin_attempt()
     rank.start()
     rank.reach(57)
@@ -127,13 +127,13 @@ def test_kills_from_outside_count_only_against_max_restarts(tmp_path: Path) -> N
     for number in range(1, 6):
         restarts.begin_attempt()
         assert restarts.why_stop(killed, -1) == ""
-        restarts.add(killed, -1, number, lost=(), replaced=())
+        restarts.record_restart(killed, -1, number, lost=(), replaced=())
 
 
 def test_a_newer_snapshot_is_a_gain(tmp_path: Path) -> None:
     beats = Beating(tmp_path).reach(57, saved=50)
     restarts, other = Restarts(9, beats), replace(FAILURE, cause="another")
-    restarts.add(FAILURE, 55, 1, lost=(), replaced=())
+    restarts.record_restart(FAILURE, 55, 1, lost=(), replaced=())
     restarts.begin_attempt()
     assert restarts.why_stop(other, 57) == ""
     told = restarts.why_stop(other, 55)
@@ -153,11 +153,11 @@ def test_a_restart_says_who_took_over_and_what_node_rank_0_knows(tmp_path: Path)
     beats = Beating(tmp_path).reach(57, saved=50)
     gone = replace(FAILURE, fault="agent-killed", cause="its node agent is gone", rank=-1, step=-1)
     restarts = Restarts(3, beats)
-    told = restarts.add(gone, -1, 2, lost=["node2"], replaced=["node5 replaces node2"])
+    told = restarts.record_restart(gone, -1, 2, lost=["node2"], replaced=["node5 replaces node2"])
     text = "restart 2 of 3 after node agent 1 (node2): its node agent is gone"
     assert told == f"{text}; node5 replaces node2; from step 50, 7 steps lost"
     assert restarts.all[0].lost == ("node2",)
-    other = Restarts(3, Heartbeats(1)).add(
+    other = Restarts(3, Heartbeats(1)).record_restart(
         gone, -1, 1, lost=["node2"], replaced=()
     )  # on a new node rank 0
     assert other == text.replace("2 of 3", "1 of 3")
@@ -166,19 +166,19 @@ def test_a_restart_says_who_took_over_and_what_node_rank_0_knows(tmp_path: Path)
 def test_a_loss_lasts_until_the_step_is_done_again(tmp_path: Path) -> None:
     rank = Beating(tmp_path)
     restarts = Restarts(3, rank.beats)
-    restarts.record_progress(pytest.fail)
+    restarts.record_progress()
     assert not restarts.has_begun
     rank.reach(0)
-    restarts.record_progress(pytest.fail)
+    restarts.record_progress()
     assert restarts.has_begun
     rank.reach(57, saved=50)
-    restarts.add(replace(FAILURE, time=time.time() - 20), -1, 1, lost=(), replaced=())
+    restarts.record_restart(replace(FAILURE, time=time.time() - 20), -1, 1, lost=(), replaced=())
     rank.beats.clear()
     rank.reach(56)
-    restarts.record_progress(pytest.fail)
+    restarts.record_progress()
     assert not restarts.all[0].lost_s
     rank.reach(57)
-    restarts.record_progress(pytest.fail)
+    restarts.record_progress()
     assert restarts.all[0].lost_s == pytest.approx(20, abs=1)
 
 
