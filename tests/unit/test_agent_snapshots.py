@@ -169,7 +169,7 @@ def pieces(outgoing: Outgoing, parts: Iterator[SnapshotData | None]) -> Iterator
 def test_a_copy_is_the_newest_byte_for_byte(
     buffers: list[Buffer], outgoing: Outgoing, size: int
 ) -> None:
-    incoming, parts = Incoming(), outgoing.parts()
+    incoming, parts = Incoming(), outgoing.pieces()
     assert [*pieces(outgoing, parts)] == []
     for step in (5, 10, 15):
         fill(source := buffers[step // 5 % 2], step, size)
@@ -181,7 +181,7 @@ def test_a_copy_is_the_newest_byte_for_byte(
 
 
 def test_a_copy_on_its_way_leaves_the_one_before(buffers: list[Buffer], outgoing: Outgoing) -> None:
-    incoming, parts = Incoming(), outgoing.parts()
+    incoming, parts = Incoming(), outgoing.pieces()
     for step in (5, 10):
         fill(buffers[step // 5 % 2], step, 3 * PIECE)
         for piece in [*pieces(outgoing, parts)][: None if step == 5 else -1]:
@@ -192,7 +192,7 @@ def test_a_copy_on_its_way_leaves_the_one_before(buffers: list[Buffer], outgoing
 def test_what_its_rank_overwrites_is_sent_as_it_was(
     buffers: list[Buffer], outgoing: Outgoing
 ) -> None:
-    incoming, parts = Incoming(), pieces(outgoing, outgoing.parts())
+    incoming, parts = Incoming(), pieces(outgoing, outgoing.pieces())
     fill(buffers[0], 5, 3 * PIECE)
     incoming.store_piece(next(parts))
     fill(buffers[0], 10, 3 * PIECE)
@@ -205,7 +205,7 @@ def test_what_its_rank_overwrites_is_sent_as_it_was(
 def test_what_its_rank_overwrites_while_it_is_copied_is_not_sent(
     buffers: list[Buffer], outgoing: Outgoing
 ) -> None:
-    parts = outgoing.parts()
+    parts = outgoing.pieces()
     fill(buffers[0], 5, 10**7)
     assert next(parts) is None  # the first half is copied
     fill(buffers[0], 10, 10**7)

@@ -64,15 +64,16 @@ class Snapshots:
         """
         own, copies = self.parts()
         nodes = [NodeEnd(parts=own, copies=copies), *others]
-        headers = (buffer.header() for buffer in (*self._own, *self._copies))
+        headers = [buffer.header() for buffer in (*self._own, *self._copies)]
         holders = {one.step: one.holders for one in headers if _is_shared(one.holders, self._own)}
 
         for step in sorted(holders, reverse=True):
             held = {rank for node in nodes for rank in node.parts.get(str(step), ())}
             copied = {rank for node in nodes for rank in node.copies.get(str(step), ())}
             ranks = {*range(holders[step])}
-            if step > max(0, saved_step) and ranks <= held | copied:  # step 0 is the start
-                folder = f"step-{step}.tmp-{os.urandom(8).hex()}"
+            is_newer = step > max(0, saved_step)  # step 0 is the start
+            if is_newer and ranks <= held | copied:
+                folder = f"step-{step}.tmp-{os.urandom(8).hex()}"  # for this save alone
                 return Parts(step, folder, sorted(ranks - held))
         return None
 
@@ -85,9 +86,7 @@ class Snapshots:
         deadline = own_time.now() + limit_s
         processes.die_with_parent(os.getppid())  # the event loop no longer watches the supervisor
         if parts is not None:
-            _save_in_child(
-                self._files(parts), parts.step, deadline, folder=parts.folder, is_handed_over=True
-            )
+            _save_in_child(self._files(parts), parts.step, deadline, to_folder=parts.folder)
             first_node.send(HandedOver())
         while first_node.wait(deadline) is not None:
             pass  # such as a heartbeat
@@ -159,8 +158,8 @@ def _save_in_child(
     step: int,
     deadline: float,
     *,
-    folder: str = "",  # for handing over parts between nodes
-    is_handed_over: bool = False,  # only to the folder, for node rank 0 to save
+    folder: str = "",  # with more parts, which other nodes have handed over
+    to_folder: str = "",  # copy the files only to this folder, for node rank 0 to save
 ) -> bool:
     """Save files in a child process, because the disk may hang. Returns whether that succeeded.
 
@@ -174,8 +173,9 @@ def _save_in_child(
         try:
             from launcher.agent.snapshots import save as saving  # slow to import
 
-            save = saving.hand_over if is_handed_over else saving.save
-            os._exit(save(files, folder))
+            if to_folder:
+                os._exit(saving.hand_over(files, to_folder))
+            os._exit(saving.save(files, folder))
         finally:
             os._exit(1)
 
@@ -197,7 +197,7 @@ class Outgoing:
     def __init__(self, buffers: Sequence[Memory]) -> None:
         """Send nothing until `begin` is called."""
         self._buffers = buffers
-        self._parts = self.parts()
+        self._pieces = self.pieces()
         self.rest_s = 0.0  # until the next piece
         self.next_at = math.inf
 
@@ -212,23 +212,25 @@ class Outgoing:
             return
         self.next_at = now + limits.SNAPSHOT_PIECE_S
         if peers and not is_busy((peer := peers[min(peers)]).socket):
-            if piece := next(self._parts):
+            if piece := next(self._pieces):
                 peer.send(piece)
             self.next_at = now + self.rest_s
 
-    def parts(self) -> Iterator[SnapshotData | None]:
+    def pieces(self) -> Iterator[SnapshotData | None]:
         """Yield the pieces of each new snapshot, header last, or None while none is ready; endless.
 
-        The pieces come from a private copy, which the rank cannot overwrite. Copying also yields
-        None, because it must not hold up the event loop. Sets `rest_s` before each yield.
+        Before each yield, sets `rest_s`, the pause until the next one. The pieces come from a
+        private copy, which the rank cannot overwrite. While it is made, also yields None, because
+        that must not hold up the event loop.
         """
         image = descriptors.anonymous_file("snapshot")
         sent_step = -1
         while True:
             newest = max(self._buffers, key=lambda buffer: buffer.header().step)
             header = newest.header()
-            # There is none, its checksum is not known yet, its ranks copy it, or it has been sent.
-            if header.checksum < 0 or header.holders > 1 or header.step <= sent_step:
+            is_incomplete = header.checksum < 0  # or there is none
+            is_sharded = header.holders > 1  # the ranks then copy it themselves
+            if is_incomplete or is_sharded or header.step <= sent_step:
                 self.rest_s = limits.SNAPSHOT_LOOK_S
                 yield None
                 continue

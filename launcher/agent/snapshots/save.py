@@ -13,21 +13,22 @@ from distributed.lock import lock_run
 from launcher.agent.output.stream import say
 
 
-def save(files: Sequence[int], folder_name: str = "") -> int:
+def save(fds: Sequence[int], folder_name: str = "") -> int:
     """Save a snapshot whose parts, one per rank, are in these files and, if given, in a folder.
 
     That folder is in the run's checkpoint folder, and is deleted afterwards. Returns an exit code:
     1 if a part is missing or damaged or cannot be saved, after a warning that says why; also 1,
     silently, if a checkpoint is as new.
     """
-    step = Buffer(files[0]).header().step if files else -1
+    step = Buffer(fds[0]).header().step if fds else -1
     why = "it is damaged"
     try:
-        parts = _read(files)
+        parts = _read(fds)
         if parts and folder_name:
-            parts |= _read_folder(parts, folder_name)
-        if parts and len(parts) == parts[min(parts)].holders:
-            return _commit(_merge([part for _, part in sorted(parts.items())]))
+            parts |= _take_from_folder(parts, folder_name)
+        in_order = [parts[rank] for rank in sorted(parts)]
+        if in_order and len(in_order) == in_order[0].holders:
+            return _commit(_merge(in_order))
     except Exception as error:
         why = str(error) or repr(error)
 
@@ -35,13 +36,13 @@ def save(files: Sequence[int], folder_name: str = "") -> int:
     return 1
 
 
-def hand_over(files: Sequence[int], folder_name: str) -> int:
+def hand_over(fds: Sequence[int], folder_name: str) -> int:
     """Write parts of a snapshot to a folder for node rank 0's agent. Returns an exit code.
 
     It is 1, after a warning, if a part is damaged or cannot be written.
     """
     try:
-        for buffer in map(Buffer, files):
+        for buffer in map(Buffer, fds):
             if (rest := buffer.about()) is None:
                 raise ValueError("it is damaged")
             folder = Path(rest["folder"], folder_name)
@@ -53,17 +54,17 @@ def hand_over(files: Sequence[int], folder_name: str) -> int:
     return 0
 
 
-def _read(files: Sequence[int]) -> dict[int, Snapshot]:
+def _read(fds: Sequence[int]) -> dict[int, Snapshot]:
     """Return the intact parts, by rank."""
     parts: dict[int, Snapshot] = {}
-    for buffer in map(Buffer, files):
+    for buffer in map(Buffer, fds):
         if buffer.header().rank not in parts and (rest := buffer.about()):
             parts[buffer.header().rank] = buffer.read(rest)
     return parts
 
 
-def _read_folder(parts: Mapping[int, Snapshot], name: str) -> dict[int, Snapshot]:
-    """Return the parts that `parts` lacks, by rank, from a folder, which is then deleted.
+def _take_from_folder(parts: Mapping[int, Snapshot], name: str) -> dict[int, Snapshot]:
+    """Read the parts that `parts` lacks from a folder, and delete it. Returns them by rank.
 
     A damaged part is left out. Raises OSError if one is missing.
     """
