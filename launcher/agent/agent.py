@@ -68,7 +68,7 @@ def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: Supervi
         return 0
     try:
         meeting = join(args, is_by_hand=supervisor.control is None)
-        with meeting.ready():
+        with meeting.starting_others():
             agent = NodeAgent(args, meeting, supervisor)
         code = agent.run()
     except Refused as refused:
@@ -227,10 +227,10 @@ class NodeAgent:
         loss = next((one for one in facts.failures if one.node_rank == 0 and one.rank < 0), None)
         if not can_follow or facts.verdict or self.meeting.peers or not loss:
             return False
-        followed = successor.follow(self.meeting, self.args)
+        followed = successor.follow_or_lead(self.meeting, self.args)
         if not followed:
             return False
-        with followed.ready():
+        with followed.starting_others():
             self._begin_assignment(followed)
             if followed.team:
                 self._record_restart(loss, -1, [loss.host], followed.took_over)

@@ -181,7 +181,7 @@ def test_a_missing_node_is_named_on_a_node_whose_own_wait_is_over(port: int) -> 
     ):
         gathered = pool.submit(checkin.gather, acceptor, first, Wait(3))
         with pytest.raises(Refused, match=missing):
-            checkin.join("127.0.0.1", port, early, secret, Wait(1.5))
+            checkin.check_in_until("127.0.0.1", port, early, secret, Wait(1.5))
         with pytest.raises(Refused, match=missing):
             gathered.result()
 
@@ -197,7 +197,7 @@ def test_a_master_that_is_not_there_is_named(port: int, tmp_path: Path) -> None:
 def test_a_master_without_an_address_is_named(port: int) -> None:
     second = NodeReport(1, 2, 1, "there", "", {}, {})
     with pytest.raises(Refused) as refused:
-        checkin.join("no-such-host.invalid", port, second, SECRET.encode(), Wait(1))
+        checkin.check_in_until("no-such-host.invalid", port, second, SECRET.encode(), Wait(1))
     assert refused.value.fault == "name-unresolved"
 
 
@@ -211,7 +211,7 @@ def check_in(
             access = Access(SECRET.encode())
             options.setdefault("tries_pairs", True)
             met = checkin.meet(address, port, agent, access, PATIENCE_S, **options)
-            with met.ready():
+            with met.starting_others():
                 return str(met.assignment.node_rank)
         except Refused as refused:
             return str(refused)
@@ -352,7 +352,7 @@ def test_a_program_at_the_port_that_never_answers_is_named(
         port = silent.getsockname()[1]
         told = rf"127.0.0.1:{port} does not answer: another program has it, .* \[port-in-use\]"
         with pytest.raises(Refused, match=told):
-            checkin.join("127.0.0.1", port, THERE, b"", Wait(0.5, print))
+            checkin.check_in_until("127.0.0.1", port, THERE, b"", Wait(0.5, print))
 
 
 @pytest.mark.long

@@ -64,7 +64,7 @@ class Meeting:
         return self
 
     @contextlib.contextmanager
-    def ready(self) -> Iterator[None]:
+    def starting_others(self) -> Iterator[None]:
         """On node rank 0, send the others their assignments after the body, so that they start.
 
         If the body raises Refused, send them the reason instead. Raises it again.
@@ -99,7 +99,7 @@ def meet(
     """
     wait = Wait(timeout_s, say)
     if me.node_rank != 0:
-        return join(address, port, me, access.secret, wait)
+        return check_in_until(address, port, me, access.secret, wait)
 
     listener = listen(address, port, is_alone=me.num_nodes == 1)
     with contextlib.closing(Acceptor(listener, access, say)) as acceptor:
@@ -168,7 +168,7 @@ def gather(
             )
             return False
         newcomers.append((node.node_rank, peer))
-        _compare(me, node, nodes)
+        _refuse_mismatch(me, node, nodes)
         skew = node.time - time.time()
         if abs(skew) > limits.SKEW_S:
             say(
@@ -220,7 +220,7 @@ def refuse(peers: Iterable[Link], refused: Refused) -> None:
         peer.send(Refusal(refused.fault, refused.message))
 
 
-def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) -> None:
+def _refuse_mismatch(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) -> None:
     """Raise Refused if a node that has checked in cannot be part of this run."""
     if node.num_nodes != me.num_nodes or not 0 <= node.node_rank < me.num_nodes:
         raise Refused(
@@ -239,25 +239,25 @@ def _compare(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) 
         raise Refused(fault, f"{cause}; {cure}")
 
 
-def join(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> Meeting:
-    """On a node other than node rank 0, check in with node rank 0, and wait for the run to start.
+def check_in_until(address: str, port: int, me: NodeReport, secret: bytes, wait: Wait) -> Meeting:
+    """Check in with node rank 0, from another node, and wait for the run to start.
 
     Tries again until `wait` ends, or for CHECKIN_REJECTED_S if the other end turns this node away.
     Raises Refused if node rank 0 cannot be reached in time, or rejects this node or the run.
     """
     at = f"{address}:{port}"
     last: OSError = TimeoutError("no answer")
-    turned_away: float | None = None  # since when
+    turned_away_at: float | None = None  # the first time
 
     while wait.left_s > 0:
         try:
             return check_in(address, port, me, secret, wait)
         except (NotAccepted, WrongSecret) as error:
-            if isinstance(error, WrongSecret) and turned_away is None:
+            if isinstance(error, WrongSecret) and not turned_away_at:
                 say(f"warning: {at} has a different RUN_SECRET, or none [stranger]")
             last = error
-            turned_away = turned_away or time.monotonic()
-            if own_time.since(turned_away) > limits.CHECKIN_REJECTED_S:
+            turned_away_at = turned_away_at or time.monotonic()
+            if own_time.since(turned_away_at) > limits.CHECKIN_REJECTED_S:
                 break
         except OSError as error:
             last = error
@@ -319,10 +319,11 @@ def check_in(
     while isinstance(answer := peer.wait(own_time.now() + limit_s), PairTest):
         peer.send(PairResult([*meeting.try_members(answer.members, me.node_rank, limits.PAIRS_S)]))
 
-    if me.attempt or not (isinstance(answer, Assignment) and answer.members):
-        failover.close()  # this agent already has one, or needs none
     if isinstance(answer, Assignment):
+        if me.attempt or not answer.members:  # this agent already has one, or needs none
+            failover.close()
         return Meeting(answer, first=peer, failover=failover)
+    failover.close()
     peer.close()
     if isinstance(answer, Refusal):
         raise Refused(answer.fault, answer.message)

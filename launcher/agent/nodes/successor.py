@@ -22,7 +22,7 @@ from launcher.wire.meeting import Wait
 from launcher.wire.messages import Member, NodeReport
 
 
-def follow(before: Meeting, args: Arguments) -> Meeting | None:
+def follow_or_lead(before: Meeting, args: Arguments) -> Meeting | None:
     """Check in with the new node rank 0, or become it. Returns None if the run cannot continue.
 
     Tries the successors in order, and begins no try after SUCCESSOR_S. One that answers may first
@@ -41,7 +41,7 @@ def follow(before: Meeting, args: Arguments) -> Meeting | None:
     try:
         for successor in old.successors:
             if successor == own:
-                return _lead(before, own, args)
+                return _become_first(before, own, args)
             if own_time.now() > until:
                 break
 
@@ -61,7 +61,7 @@ def follow(before: Meeting, args: Arguments) -> Meeting | None:
     return None
 
 
-def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
+def _become_first(before: Meeting, me: Member, args: Arguments) -> Meeting:
     """Become node rank 0 of all agents that check in within LOSS_SPREAD_S.
 
     Without a majority, or if too few nodes are left, raises Refused and sends it to them. Closes
@@ -92,7 +92,8 @@ def _lead(before: Meeting, me: Member, args: Arguments) -> Meeting:
 
     why = team.why_stop()
     others = len(old.successors)
-    if 2 * (1 + len(peers)) <= 1 + others:  # at most half of all agents, with the lost one
+    is_majority = 2 * (1 + len(peers)) > 1 + others  # of all agents, with the lost one
+    if not is_majority:
         why = f"{me.host} reaches only {len(peers)} of {count(others, 'other agent')}: the run ends"
     if why:
         refused = Refused("link-lost", why)

@@ -41,8 +41,8 @@ class Team:
     def why_stop(self, *, are_all_quiet: bool = True) -> str:
         """Return why the run cannot continue without the lost nodes; empty if it can.
 
-        `are_all_quiet` means that the ranks of all remaining nodes have exited. Otherwise, the run
-        can continue only if it may replace nodes, as those of the other ranks then count as lost.
+        `are_all_quiet` means that the ranks of all remaining nodes have exited. If not, the nodes
+        of ranks that still run count as lost; the run continues only if it may replace nodes.
         """
         if not self.min_nodes and (self.lost or not are_all_quiet):
             return "not restarting: a node's agent is gone"
