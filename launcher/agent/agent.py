@@ -56,7 +56,7 @@ def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: Supervi
     """
     try:
         args, beyond_static = parse(arguments, environ)
-        for_torch = elastic.read_checked(arguments) if beyond_static else None
+        for_torch = elastic.read_arguments(arguments) if beyond_static else None
     except ValueError as error:
         say(f"{error} [config-invalid]")
         return BAD_INPUT

@@ -11,7 +11,7 @@ from launcher.agent.torch_internals import rendezvous_backends
 from launcher.command_line import read_for_torch
 
 
-def read_checked(arguments: Sequence[str]) -> Namespace:
+def read_arguments(arguments: Sequence[str]) -> Namespace:
     """Return the arguments for torch's agent.
 
     Raises ValueError, with a one-line cause and fix, for invalid values that torch itself would

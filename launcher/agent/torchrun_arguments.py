@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing import Std, to_map
 
 from distributed.stop_signals import NEVER_ADDED
 from launcher import handshake
-from launcher.agent.rank import fresh
+from launcher.agent.rank.fresh import decide_fresh
 from launcher.agent.rank.program import Program
 from launcher.agent.torch_internals import rendezvous_settings
 from launcher.command_line import RANGE_CURE, read_grace, read_silence, split
@@ -96,7 +96,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
 
     Removes SPARES and MIN_NODES from `environ`. May ask SLURM. Raises ValueError with one line.
     """
-    args = _read(arguments, environ.get("PET_MASTER_PORT"))
+    args = _parse_as_torchrun(arguments, environ.get("PET_MASTER_PORT"))
     spares = int(environ.pop("SPARES", "") or 0)
     min_nodes = int(environ.pop("MIN_NODES", "") or 0)
     is_placed = _place_in_step(args, spares, environ)
@@ -104,26 +104,25 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
     nproc = _count_ranks(args.nproc_per_node, environ)
     agents = high + spares
     address, port = _choose_master(args, agents)
+
     if low != high and args.rdzv_backend == "static":
         raise ValueError(f"--nnodes {args.nnodes}: {RANGE_CURE}")
-    if nproc < 1:
-        raise ValueError(f"--nproc-per-node {nproc}: no ranks; give at least 1")
-    least = -1 if agents > 1 else 0  # -1 requests the next free node rank
-    if not least <= args.node_rank < agents:
-        cure = f"give a number from 0 to {agents - 1} (--nnodes)"
-        raise ValueError(f"--node-rank {args.node_rank}: out of range; {cure}")
-    if not 0 <= port < 65536:
-        raise ValueError(f"--master-port {port}: not a port; give a number from 1 to 65535")
+    _refuse_out_of_range(nproc, args.node_rank, agents, port)
     beyond_static = _find_beyond_static(args, low, high)
     if is_placed and beyond_static:
         cure = "omit it, or also give --nnodes, --node-rank and --master-addr"
         raise ValueError(f"{beyond_static}: not supported in a SLURM step; {cure}")
     _refuse_unusable(args)
+
+    program = Program(
+        args.training_script, tuple(args.training_script_args), args.module, args.no_python
+    )
     filtered = args.local_ranks_filter
+    teed = to_map(Std.from_str(args.tee), nproc)
     is_debug = environ.get("LOG_LEVEL", "").upper() == "DEBUG"
     return Arguments(
         typed=arguments,
-        program=_choose_program(args, environ.get("FRESH")),
+        program=decide_fresh(program, environ.get("FRESH")),
         num_nodes=high,
         node_rank=args.node_rank,
         nproc=nproc,
@@ -144,7 +143,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
         virtual_gpus=_virtual_gpus(args, nproc, environ.get("CUDA_VISIBLE_DEVICES")),
         numa_binding=vars(args).get("numa_binding") or environ.get("NUMA_BINDING", ""),
         redirected=to_map(Std.from_str(args.redirects), nproc),
-        teed=(teed := to_map(Std.from_str(args.tee), nproc)),
+        teed=teed,
         has_labels=any(teed.values()) or environ.get("SHOW_RANKS") == "all" or is_debug,
         label=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or _LABEL,
         is_debug=is_debug,
@@ -153,7 +152,7 @@ def parse(arguments: Sequence[str], environ: OwnEnviron) -> tuple[Arguments, str
     ), beyond_static
 
 
-def _read(arguments: Sequence[str], master_port: str | None) -> argparse.Namespace:
+def _parse_as_torchrun(arguments: Sequence[str], master_port: str | None) -> argparse.Namespace:
     """Parse the arguments as torchrun does. Raises ValueError with a one-line cause and fix.
 
     `master_port` is PET_MASTER_PORT, the default; None if it is unset, so that the result shows
@@ -175,12 +174,6 @@ def _read(arguments: Sequence[str], master_port: str | None) -> argparse.Namespa
         cause = f"{option}: torchrun in torch {torch.__version__} has no such option"
         raise ValueError(f"{cause}; {cure}")
     return args
-
-
-def _choose_program(args: argparse.Namespace, is_fresh: str | None) -> Program:
-    words = tuple(args.training_script_args)
-    program = Program(args.training_script, words, args.module, args.no_python)
-    return fresh.choose(program, is_fresh)
 
 
 def _place_in_step(args: argparse.Namespace, spares: int, environ: OwnEnviron) -> bool:
@@ -228,6 +221,18 @@ def _count_nodes(given: str) -> tuple[int, int]:
     if not 0 < low <= high:
         raise ValueError(f"--nnodes {given}: not a number of nodes; give N or MIN:MAX, at least 1")
     return low, high
+
+
+def _refuse_out_of_range(nproc: int, node_rank: int, agents: int, port: int) -> None:
+    """Raise ValueError for a number that no run of this many agents can have."""
+    if nproc < 1:
+        raise ValueError(f"--nproc-per-node {nproc}: no ranks; give at least 1")
+    least = -1 if agents > 1 else 0  # -1 requests the next free node rank
+    if not least <= node_rank < agents:
+        cure = f"give a number from 0 to {agents - 1} (--nnodes)"
+        raise ValueError(f"--node-rank {node_rank}: out of range; {cure}")
+    if not 0 <= port < 65536:
+        raise ValueError(f"--master-port {port}: not a port; give a number from 1 to 65535")
 
 
 def _refuse_unusable(args: argparse.Namespace) -> None:

@@ -23,13 +23,14 @@ _SETS = re.compile(
 )
 
 
-def choose(program: Program, choice: str | None) -> Program:
-    """Return the program with `is_fresh` determined by FRESH, otherwise by the script's text.
+def decide_fresh(program: Program, fresh: str | None) -> Program:
+    """Return the program with its `is_fresh`, from the variable FRESH or from the script's text.
 
-    `choice` is FRESH. If the text decides that ranks are new processes, print why.
+    If the text decides that ranks are new processes, print why.
     """
-    if choice in ("0", "1") or program.is_command:  # a command is a new process in any case
-        return replace(program, is_fresh=choice == "1")
+    if fresh in ("0", "1") or program.is_command:  # a command is a new process in any case
+        return replace(program, is_fresh=fresh == "1")
+
     script = Path(program.name)
     if program.is_module:
         script = Path(*program.name.split("."))
