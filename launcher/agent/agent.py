@@ -18,7 +18,7 @@ from distributed.errors import BAD_INPUT, REFUSED, Refused
 from launcher.agent import elastic
 from launcher.agent.attempt import Attempt
 from launcher.agent.control import AgentNote, SupervisorLink, collect_signals, report_outcome
-from launcher.agent.diagnosis import nccl_network
+from launcher.agent.diagnosis.nccl_network import NetworkWatch, prepare_watch
 from launcher.agent.facts import Facts
 from launcher.agent.fork import cpus_of_ranks, fork_ranks, variables_of
 from launcher.agent.join import begin_record, join
@@ -89,7 +89,7 @@ class NodeAgent:
         self.snapshots = Snapshots(args.nproc)
         self.started = time.time()
         self.folder: RunFolder | None = None
-        self.network = nccl_network.NetworkWatch()
+        self.network = NetworkWatch()
         self.error_files = args.log_dir or Path(tempfile.mkdtemp())
         self.restarts = Restarts(args.max_restarts, self.heartbeats)
         self.outputs = Outputs(args)
@@ -129,8 +129,11 @@ class NodeAgent:
             self.error_files = self.folder.failures / f"attempt_{own.attempt}"
             with contextlib.suppress(OSError):  # a full disk
                 self.error_files.mkdir(exist_ok=True)
-        if is_first:
-            self.network = nccl_network.prepare(self.folder, node_rank, num_nodes, args.environ)
+        num_nodes = len(own.hosts)
+        if own.node_rank == 0 and num_nodes > 1:
+            self.snapshots.outgoing.begin()
+        if has_first_ranks:
+            self.network = prepare_watch(self.folder, own.node_rank, num_nodes, args.environ)
             folder = str(self.folder.path) if self.folder and self.restarts.record else ""
             note = AgentNote(
                 own.run_id, node_rank, self.started, args.nproc, folder, self.resume_command

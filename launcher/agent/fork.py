@@ -48,7 +48,7 @@ def fork_ranks(
         error_file = Path(variables["TORCHELASTIC_ERROR_FILE"])
         with contextlib.suppress(OSError):  # it does not exist, or the disk is read-only
             error_file.unlink()
-        (stdout, out), (stderr, err) = outputs.open(part, local_rank)
+        (stdout, out), (stderr, err) = outputs.open_streams(part, local_rank)
 
         if (pid := os.fork()) == 0:
             processes.take_name(f"rank{number}")
@@ -95,7 +95,7 @@ def variables_of(
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "RUN_ID": assignment.run_id,
     }
-    if args.log_dir is not None:
+    if args.log_dir:
         variables["LOG_DIR"] = args.log_dir
 
     proposed = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": 1}

@@ -41,10 +41,10 @@ def read(files: Mapping[int, Path], limit_s: float) -> dict[int, Calls]:
 def find_mismatches(told: Mapping[int, Calls]) -> list[str]:
     """Return one line for each process group whose ranks are not in the same collective."""
     groups = {call.group: None for calls in told.values() for call in calls.calls}
-    return [line for group in groups if (line := _compare(group, told))]
+    return [line for group in groups if (line := _find_difference(group, told))]
 
 
-def _compare(group: str, told: Mapping[int, Calls]) -> str:
+def _find_difference(group: str, told: Mapping[int, Calls]) -> str:
     """Return how the calls of a process group differ between its ranks; empty if they match.
 
     Only the earliest difference is described: calls with the same number that differ, or an

@@ -62,20 +62,21 @@ class NetworkWatch:
         show(f"warning: {short_host_name()}: {cause}; {CURE} [nccl-on-sockets]")
 
 
-def prepare(
+def prepare_watch(
     folder: RunFolder | None, node_rank: int, num_nodes: int, environ: Environ
 ) -> NetworkWatch:
     """Return a watch that warns if NCCL uses TCP although an InfiniBand port is active.
 
-    It does nothing on other nodes than node rank 0, in a run on one node or without a folder, and
-    without an active port. Nor does it if the user has chosen the network, or what NCCL logs: then
-    the log may lack the line. Deletes the `nccl.log` of an earlier run.
+    It only watches on node rank 0 of several nodes, in a run with a folder, if a port is active. It
+    does not if the user has chosen the network, or what NCCL logs: then the log may lack the line.
+    Deletes the `nccl.log` of an earlier run.
     """
-    # With NCCL_NET, NCCL fails if it cannot use that network.
-    if folder is None or node_rank != 0 or num_nodes == 1 or "NCCL_NET" in environ:
+    if folder is None or node_rank != 0 or num_nodes == 1:
         return NetworkWatch()
+    # With NCCL_NET, NCCL fails if it cannot use that network.
+    is_chosen = "NCCL_NET" in environ or not infiniband.is_wanted(environ)
     active = [port.name for port in infiniband.read_ports() if port.is_active]
-    if not active or not infiniband.is_wanted(environ) or "NCCL_DEBUG_FILE" in environ:
+    if not active or is_chosen or "NCCL_DEBUG_FILE" in environ:
         return NetworkWatch()
 
     is_debug = environ.get("LOG_LEVEL", "").upper() == "DEBUG"  # train.py enables NCCL's log

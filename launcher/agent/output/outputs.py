@@ -38,7 +38,7 @@ class Outputs:
         self._log = NodeLog(folder.node_log)
         self._files = folder.path
 
-    def open(self, part: Assignment, local_rank: int) -> list[tuple[int, Stream]]:
+    def open_streams(self, part: Assignment, local_rank: int) -> list[tuple[int, Stream]]:
         """Open a rank's stdout and stderr. Returns the rank's end and the agent's end of each.
 
         `part` is this node's assignment. For --redirects and --tee, also opens the stream's own
@@ -55,7 +55,8 @@ class Outputs:
 
         for terminal, (name, kind) in zip(self._terminals, STREAMS.items(), strict=True):
             terminal.open_by = None  # messages between attempts have begun a new line
-            is_shown = local_rank in shown and kind not in redirected & ~teed  # not only to file
+            goes_only_to_file = kind in redirected & ~teed
+            is_shown = local_rank in shown and not goes_only_to_file
             # A labelled stream shares the terminal with other ranks, so its rank gets a pipe.
             label = args.label_of(number, local_rank)
             own_terminal = terminal if is_shown and not label else None

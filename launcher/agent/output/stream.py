@@ -194,10 +194,10 @@ class Stream:
             self._end_lines(b"")
 
     def show_held(self, now: float, traceback_s: float = math.inf) -> bool:
-        """Show output that has been held back for long enough. Returns whether any remains.
+        """Show output that has been held back for long enough, and log a line that redraws itself.
 
-        Also logs the newest state of a line that redraws itself, every REDRAW_S; a state that is
-        not logged yet remains. `now` is a time before the stream was last read. A traceback is
+        Returns whether any remains to be shown or logged. Of such a line, the newest state is
+        logged, every REDRAW_S. `now` is a time before the stream was last read. A traceback is
         shown after `traceback_s`.
         """
         is_waiting = self.view is not None and self.view.show_held(now, traceback_s)
@@ -262,8 +262,7 @@ class Stream:
         A traceback that follows from another rank's failure is not shown, if the log has it.
         """
         self.drain()
-        if self._partial:
-            self._end_lines(b"")
+        self._log(b"")
         if self.view:
             self.view.end()
             if not (is_consequence and self.log.is_kept):
