@@ -2,10 +2,9 @@
 
     python -m distributed.run --nproc-per-node 4 train.py --config config/local3.yaml
 
-The supervisor, this process, does not import torch. It forwards signals and, when the agent exits
-for any reason, ends the processes that the agent leaves. The agent (agent.py) imports torch once,
-forks the ranks, and ends them if the supervisor exits. In a run on one machine, a third process,
-the reaper, waits for either to exit, and ends the rest if the other is killed or stopped as well.
+This process, the supervisor, forwards signals, and ends what the agent leaves; it imports no torch.
+The agent (agent.py) imports torch once, forks the ranks, and ends them if the supervisor exits. On
+one machine, a reaper waits for either to exit, and ends the rest if the other is killed or stopped.
 """
 
 import contextlib
@@ -89,7 +88,8 @@ def main() -> int:
     processes.outlive_others()
     leave_outer_run(environ)
     leave_outer_job(environ)
-    started_by, control = environ.pop("LAUNCH_START", ""), None
+    started_by = environ.pop("LAUNCH_START", "")
+    control = None
     if started_by == "step":
         control = Control(None, f"{environ['LAUNCH_TOKEN']}.{environ['SLURM_NODEID']}")
         launcher_link.send_message(control.mark)  # from now on, a missing Exit means a kill
@@ -204,7 +204,6 @@ def _importing(file: int) -> Iterator[None]:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-
     gc.freeze()  # the garbage collector must not write to pages shared with the ranks
     gc.enable()
     sys.stderr.flush()
@@ -253,8 +252,9 @@ def guard(agent: Agent) -> int:
     text = said.removeprefix(HAS_TORCH).decode(errors="replace")
     sys.stderr.write(text)
     words = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
-    has_failed = code != 0 and not agent.passed_on and (words or not has_torch)  # unreported
-    if os.WIFSIGNALED(status) or has_failed:
+    has_failed = code != 0 and not agent.passed_on
+    is_unreported = words or not has_torch  # once it has torch, it says nothing on exit
+    if os.WIFSIGNALED(status) or (has_failed and is_unreported):
         has_kills = count_memory_kills() > memory_kills
         why = _explain_death(code, words, has_torch=has_torch, is_out_of_memory=has_kills)
         was_forwarded = os.WTERMSIG(status) in agent.passed_on
@@ -294,7 +294,7 @@ def _report_death(
 ) -> None:
     """Report and record how the run ended, in place of an agent that was killed or has failed.
 
-    `why` is the fault and the cause; None if this process sent the signal that ended the agent.
+    `why` is the fault and the cause; None if this process sent the signal. SIGKILL is then silent.
     """
     failure = None
     agent.notes.setblocking(False)
