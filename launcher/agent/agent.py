@@ -1,8 +1,7 @@
 """The agent of one node: it imports torch once, forks the ranks, watches them, and ends them.
 
-It uses torchrun's parser, error files, store and environment variables. Rendezvous is static: node
-rank 0 serves the store, and ranks are numbered in node rank order. Options that need more than that
-(elastic node counts, etcd, ...) are left to torch's own elastic agent.
+It uses torchrun's parser, error files, store and environment variables. Rendezvous is static, with
+ranks numbered in node rank order. For what needs more, torch's own elastic agent runs the ranks.
 """
 
 import contextlib
@@ -52,7 +51,6 @@ def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: Supervi
 
     Returns BAD_INPUT for invalid arguments, 0 after torch's agent; raises what ends that agent.
     Each forked rank raises SystemExit through this function (launcher/agent/rank/program.py).
-    `environ` is this process's own environment, which the ranks inherit.
     """
     try:
         args, beyond_static = parse(arguments, environ)
@@ -99,7 +97,7 @@ class NodeAgent:
         self._begin_assignment(meeting)
 
     def _begin_assignment(self, meeting: Meeting) -> None:
-        """Adopt a meeting and its assignment, and prepare for the next attempt.
+        """Adopt a meeting and its assignment, and open what the next attempt needs.
 
         When this agent first has ranks, it opens the run's folder and sends its AgentNote; as node
         rank 0, it opens run.json. Raises Refused if it cannot write, or a live process has the run.
@@ -107,21 +105,18 @@ class NodeAgent:
         own, args = meeting.assignment, self.args
         own_port = meeting.listener.getsockname()[1] if meeting.listener else args.master_port
         own = replace(own, address=own.address or args.master_addr, port=own.port or own_port)
-        node_rank = own.node_rank
+        has_first_ranks = self.is_spare and own.node_rank >= 0
+        self.is_spare = own.node_rank < 0
         self.meeting, self.own = meeting, own
-        is_first = self.is_spare and node_rank >= 0
-        self.is_spare = node_rank < 0
         self.store: object = None  # a new store per attempt: old keys would mislead ranks
-        if is_first and args.log_dir:
-            self.folder = RunFolder(args.log_dir, own.run_id, node_rank, args.environ)
+        args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # for locks (RunLock)
+
+        if has_first_ranks and args.log_dir:
+            self.folder = RunFolder(args.log_dir, own.run_id, own.node_rank, args.environ)
             self.folder.create()
             self.error_files = self.folder.failures
             self.outputs.keep_in(self.folder)
-        args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # for locks (RunLock)
-        num_nodes = len(own.hosts)
-        if node_rank == 0 and num_nodes > 1:
-            self.snapshots.outgoing.begin()
-        if self.folder and node_rank == 0 and self.restarts.record is None:
+        if self.folder and own.node_rank == 0 and self.restarts.record is None:
             is_by_hand = self.supervisor.control is None
             self.restarts.record = begin_record(self.folder.path, args, own, is_by_hand=is_by_hand)
             self.restarts.has_begun = own.attempt > 0  # the lost node has recorded the first step
@@ -135,10 +130,10 @@ class NodeAgent:
         if has_first_ranks:
             self.network = prepare_watch(self.folder, own.node_rank, num_nodes, args.environ)
             folder = str(self.folder.path) if self.folder and self.restarts.record else ""
-            note = AgentNote(
-                own.run_id, node_rank, self.started, args.nproc, folder, self.resume_command
+            command = self.resume_command
+            self.supervisor.send(
+                AgentNote(own.run_id, own.node_rank, self.started, args.nproc, folder, command)
             )
-            self.supervisor.send(note)
 
     def run(self) -> int:
         """Run one attempt after another, then save the snapshot and report. Returns the code."""
@@ -155,7 +150,7 @@ class NodeAgent:
             if not self._join_next_attempt(facts, verdict):
                 break
         is_told = facts.verdict is not None
-        outcome = self._save_snapshot(verdict, is_told=is_told)
+        outcome = self._save_or_hand_over(verdict, is_told=is_told)
         self._report(outcome, is_told=is_told)
         return outcome.code
 
@@ -220,7 +215,7 @@ class NodeAgent:
         team, first = self.meeting.team, verdict.outcome.failure
         can_follow = not (self.is_last or facts.signals)
         if team:  # node rank 0 decides for all nodes
-            assignments = self._restart(team, facts, first) if first and can_follow else {}
+            assignments = self._try_restart(team, facts, first) if first and can_follow else {}
             team.send_assignments(assignments, verdict)
             return bool(assignments)
         if verdict.next:
@@ -228,7 +223,8 @@ class NodeAgent:
             return True
         # The loss of node rank 0's agent.
         loss = next((one for one in facts.failures if one.node_rank == 0 and one.rank < 0), None)
-        if not can_follow or facts.verdict or self.meeting.peers or not loss:
+        is_alone = not (facts.verdict or self.meeting.peers)
+        if not (loss and is_alone and can_follow):
             return False
         followed = successor.follow_or_lead(self.meeting, self.args)
         if not followed:
@@ -241,8 +237,8 @@ class NodeAgent:
             self.snapshots.save(saved, is_first_node=False, limit_s=self.args.grace_s)
         return True
 
-    def _restart(self, team: Team, facts: Facts, first: Failure) -> Mapping[int, Assignment]:
-        """Begin another attempt. Returns all assignments; prints why, and returns {}, if none."""
+    def _try_restart(self, team: Team, facts: Facts, first: Failure) -> Mapping[int, Assignment]:
+        """Begin another attempt, and return all assignments; or print why none, and return {}."""
         busy = team.peers.keys() - facts.nodes.keys()  # nodes whose ranks are still running
         if team.min_nodes:
             team.part_with(busy)  # they count as lost: their ranks did not exit in time
@@ -278,8 +274,8 @@ class NodeAgent:
             self.restarts.write(hosts=self.own.hosts, world_size=self.own.world_size)
 
     def on_lost_spare(self, loss: Failure) -> None:
-        cause = f"spare {loss.host}: {loss.cause}"
-        self.outputs.say(f"warning: {cause}; the run continues [{loss.fault}]")
+        what = f"spare {loss.host}: {loss.cause}"
+        self.outputs.say(f"warning: {what}; the run continues [{loss.fault}]")
         self._tell_membership()
 
     def _tell_membership(self) -> None:
@@ -288,12 +284,11 @@ class NodeAgent:
             nodes = [member.node_id for member in (*team.members, *team.spares)]
             self.outputs.send(Membership(self.own.attempt, nodes), self.supervisor.control)
 
-    def _save_snapshot(self, verdict: Verdict, *, is_told: bool) -> Outcome:
+    def _save_or_hand_over(self, verdict: Verdict, *, is_told: bool) -> Outcome:
         """Save a snapshot that is newer than the last checkpoint; a later start resumes from it.
 
-        With `is_told`, node rank 0 has sent its verdict and saves: hand over this node's parts, and
-        wait for it. Nothing is saved after code 0, or if other agents may continue the run.
-        Returns the outcome, with the step if one was saved here.
+        With `is_told`, node rank 0 saves: hand over this node's parts, and wait for it. Nothing is
+        saved after code 0, or if other agents may continue. Returns the outcome, with the new step.
         """
         outcome, limit_s = verdict.outcome, self.args.grace_s
         if self.signals:  # the ranks have used up GRACE; the supervisor and launchers wait longer
@@ -303,18 +298,18 @@ class NodeAgent:
             self.snapshots.hand_over(self.meeting.peers[0], parts, limit_s)
         if outcome.code == 0 or is_told or self.may_go_on_elsewhere:
             return outcome
+
         if verdict.parts is not None:
             step = self.snapshots.save_parts(verdict.parts, self.meeting.peers, limit_s)
         else:
             saved = self.heartbeats.reached().saved
-            step = self.snapshots.save(
-                saved, is_first_node=self.own.node_rank == 0, limit_s=limit_s
-            )
+            is_first = self.own.node_rank == 0
+            step = self.snapshots.save(saved, is_first_node=is_first, limit_s=limit_s)
         return outcome.with_saved(step) if step >= 0 else outcome
 
     def _report(self, outcome: Outcome, *, is_told: bool) -> None:
         """Complete run.json, delete temporary files, and report the end unless node rank 0 does."""
-        if self.args.log_dir is None:
+        if not self.args.log_dir:
             shutil.rmtree(self.error_files, ignore_errors=True)
         self.restarts.end(outcome.code)
         control = self.supervisor.control
