@@ -20,7 +20,7 @@ from launcher.agent.control import AgentNote, SupervisorLink, collect_signals, r
 from launcher.agent.diagnosis.nccl_network import NetworkWatch, prepare_watch
 from launcher.agent.facts import Facts
 from launcher.agent.fork import cpus_of_ranks, fork_ranks, variables_of
-from launcher.agent.join import begin_record, join
+from launcher.agent.join import begin_record, join_run
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.nodes import checkin, successor
 from launcher.agent.nodes.checkin import Meeting
@@ -65,7 +65,7 @@ def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: Supervi
         elastic.run(for_torch)
         return 0
     try:
-        meeting = join(args, is_by_hand=supervisor.control is None)
+        meeting = join_run(args, is_by_hand=supervisor.control is None)
         with meeting.starting_others():
             agent = NodeAgent(args, meeting, supervisor)
         code = agent.run()

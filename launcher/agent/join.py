@@ -17,15 +17,16 @@ from launcher.record.run_json import LauncherProcess, LiveRecord
 from launcher.wire.messages import Assignment, NodeReport
 
 
-def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
+def join_run(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     """Meet the other nodes' agents to settle the run id, the ranks and the hosts.
 
-    Waits for them up to `join_timeout_s`. Without a launcher (`is_by_hand`), the agents also test
-    their connections, unless ranks may use another network. Compares files and versions unless a
-    preflight has. Adds network variables to `args.environ`. Raises Refused if the run cannot start.
+    1. Describe this node. Files and versions are compared, unless a preflight has compared them.
+    2. Check in, within `join_timeout_s`. Without a launcher (`is_by_hand`), test the connections.
+    3. Add network variables to `args.environ`. Raises Refused if the run cannot start.
     """
     files: dict[str, str] = {}
     environ = args.environ
+    is_first_node = args.node_rank == 0
     is_skipped = environ.get("SKIP_PREFLIGHT") == "1"
     is_compared = not (is_by_hand or is_skipped)
     task_file = environ.pop("LAUNCH_TASK_FILE", "")
@@ -35,7 +36,7 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         if not is_compared:
             words = [args.program.name, *args.program.arguments]
             files = must_match.describe_program(words, task_file, skips_arguments=is_skipped)
-        if not args.access.secret and args.node_rank == 0:
+        if not args.access.secret and is_first_node:
             who = "a process on any of HOSTS" if args.access.addresses else "anyone on the network"
             where = f"port {args.master_port} on {args.master_addr}"
             say(f"warning: {who} can join this run at {where}; set RUN_SECRET [stranger]")
@@ -45,37 +46,36 @@ def join(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         num_nodes=agents,
         nproc=args.nproc,
         host=socket.gethostname(),
-        run_id=args.run_id or (new_run_id() if args.node_rank == 0 else ""),
+        run_id=args.run_id or (new_run_id() if is_first_node else ""),
         versions=nccl_version() if is_compared else versions(),
         files=files,
     )
 
-    address = args.master_addr
-    port = args.master_port
     named = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME", "")
-    is_same = not named or network.interface_to(address) in re.split("[,=]", named)
+    ranks_use_it = not named or network.interface_to(args.master_addr) in re.split("[,=]", named)
     has_terminal = is_by_hand and not args.is_in_step  # to itself
     meeting = checkin.meet(
-        address,
-        port,
+        args.master_addr,
+        args.master_port,
         me,
         args.access,
         args.join_timeout_s,
         num_spares=args.num_spares,
         min_nodes=args.min_nodes,
         is_by_hand=has_terminal,
-        tries_pairs=is_by_hand and is_same and not is_skipped,
+        tries_pairs=is_by_hand and ranks_use_it and not is_skipped,
     )
 
-    chosen = network.choose_variables(address, agents, environ)  # the address resolves by now
+    chosen = network.choose_variables(args.master_addr, agents, environ)  # it resolves by now
     environ.update(chosen)
-    if chosen and args.node_rank == 0 and agents > 1:
+    if chosen and is_first_node and agents > 1:
         exact = " (= before a name: only this one)" if "NCCL_SOCKET_IFNAME" in chosen else ""
         say(f"setting {' '.join(f'{name}={value}' for name, value in chosen.items())}{exact}")
 
-    if args.node_rank != 0 and has_terminal:
-        where = f"{meeting.assignment.hosts[0]} ({address}:{port})"
-        say(f"checked in with node rank 0 on {where}, as node rank {meeting.assignment.node_rank}")
+    if has_terminal and not is_first_node:
+        own = meeting.assignment
+        where = f"{own.hosts[0]} ({args.master_addr}:{args.master_port})"
+        say(f"checked in with node rank 0 on {where}, as node rank {own.node_rank}")
     return meeting
 
 

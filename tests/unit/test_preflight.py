@@ -181,7 +181,7 @@ def test_what_a_preflight_has_compared_is_not_compared_again(
     words = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "x.py"]
     args, _ = parse(words, {"SKIP_PREFLIGHT": skipped})
     with pytest.raises(Refused):
-        join.join(args, is_by_hand=is_by_hand)
+        join.join_run(args, is_by_hand=is_by_hand)
     (report,) = told
     assert ("this project" in report.files) == ("torch" in report.versions) == compares
 

@@ -55,16 +55,16 @@ def _find_difference(group: str, told: Mapping[int, Calls]) -> str:
         of_rank = {call.number: call for call in latest.calls if call.group == group}
         if of_rank or group == "default_pg":  # every rank is in that group
             calls[rank] = of_rank
-    newest = {rank: max(of_rank, default=0) for rank, of_rank in calls.items()}
-    last = min(newest.values())  # the latest call that all ranks have made
+    reached = {rank: max(of_rank, default=0) for rank, of_rank in calls.items()}
+    last_common = min(reached.values())  # the latest call that all ranks have made
 
     for number in sorted({number for of_rank in calls.values() for number in of_rank}):
         here = {rank: of_rank[number] for rank, of_rank in calls.items() if number in of_rank}
         if len({call.must_match for call in here.values()}) > 1:
             return f"{group}: the ranks differ: {_group(here, str)}"
-        if number > last and not all(call.is_done for call in here.values()):
-            missing = [rank for rank in calls if newest[rank] < number]
-            behind = {rank: calls[rank].get(newest[rank]) for rank in missing}
+        if number > last_common and not all(call.is_done for call in here.values()):
+            missing = [rank for rank in calls if reached[rank] < number]
+            behind = {rank: calls[rank].get(reached[rank]) for rank in missing}
             where = _group(behind, lambda call: f"last called {call}" if call else "called none")
             return f"{group}: {_group(here, lambda call: f'in {call}')}; {where}"
     return ""

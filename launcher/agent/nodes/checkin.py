@@ -156,9 +156,10 @@ def gather(
     newcomers: list[tuple[int, Link]] = []  # they have checked in, but may still be rejected
 
     def admit(peer: Link, node: NodeReport) -> bool:
-        """Return False to turn a node of another run away. Raises Refused to end this run.
+        """Add a node to `nodes`. Returns False to turn one of another run away, with a warning.
 
-        Warns if the node's clock differs from this one's by more than SKEW_S.
+        Also warns if its clock differs from this one's by more than SKEW_S. Raises Refused, which
+        ends this run, if it does not match; `newcomers` then has its link.
         """
         if node.run_id not in ("", me.run_id):
             cause = f"{node.host} has run id {node.run_id}, but {me.host} has {me.run_id}"
