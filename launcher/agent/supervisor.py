@@ -150,10 +150,10 @@ def fork_agent(
     given = find_option(arguments, "--node-rank") or environ.get("SLURM_NODEID", "")
     node_rank = int(given) if given.isdecimal() else 0  # the best guess so far
     logs, run_id = find_option(arguments, "--log-dir"), environ.get("RUN_ID", "")
-    folder = Path(logs, run_id) if is_launcher and logs and run_id and not node_rank else None
+    writes_record = is_launcher and logs and run_id and not node_rank
+    folder = Path(logs, run_id) if writes_record else None
     note = AgentNote(run_id, node_rank, 0.0, 0)
-    grace_s = read_grace(arguments, environ)
-    agent = Agent(pid, ours, words, note, control, grace_s, pausing, folder)
+    agent = Agent(pid, ours, words, note, control, read_grace(arguments, environ), pausing, folder)
 
     if control and control.fd is not None:
         silence_s = read_silence(environ)

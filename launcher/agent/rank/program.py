@@ -75,7 +75,8 @@ class Program:
         """Return the command line that starts it in a new process, as torchrun would."""
         if self.is_command:
             return [self.name, *self.arguments]
-        return [sys.executable, "-u", *["-m"] * self.is_module, self.name, *self.arguments]
+        option = ["-m"] if self.is_module else []
+        return [sys.executable, "-u", *option, self.name, *self.arguments]
 
 
 def run_and_exit(
