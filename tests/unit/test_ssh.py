@@ -23,7 +23,7 @@ from agents import PATIENCE_S, ROOT, begun, eventually, execute, is_alive, rarel
 from job_tools import make_tool
 
 from launcher import processes
-from launcher.fanout.connection import TRIES
+from launcher.fanout.nodes import TRIES
 from launcher.wire import limits
 from launcher.wire.messages import Report
 
