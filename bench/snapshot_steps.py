@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from distributed.torch import finish
-from training.arguments import start
+from training.arguments import read_command_line
 
 BLOCK = int(os.environ["BLOCK"])
 began: list[float] = []
@@ -34,7 +34,7 @@ class Run(train.Run):
 
 
 train.Run = Run  # type: ignore[misc]
-code = train.train(*start(__doc__))
+code = train.train(*read_command_line(__doc__))
 if os.environ["RANK"] == "0":
     Path(os.environ["BLOCKS_FILE"]).write_text(json.dumps(began))
 finish(code)

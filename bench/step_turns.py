@@ -10,7 +10,7 @@ from turns import Turns
 
 import train
 from distributed.torch import finish
-from training.arguments import start
+from training.arguments import read_command_line
 
 turns = Turns()
 
@@ -24,4 +24,4 @@ class Run(train.Run):
 
 
 train.Run = Run  # type: ignore[misc]
-finish(train.train(*start(__doc__)))
+finish(train.train(*read_command_line(__doc__)))

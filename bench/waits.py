@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import train
 from distributed import torch as helper
-from training.arguments import start
+from training.arguments import read_command_line
 
 WARM_UP = 3  # steps in which torch compiles and tunes
 OPERATIONS = {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal"}
@@ -70,7 +70,7 @@ def is_fused(event: Any) -> bool:
 
 
 if __name__ == "__main__":
-    arguments, settings = start(__doc__)
+    arguments, settings = read_command_line(__doc__)
     train.Run.take_step = take_watched_step  # type: ignore[assignment, method-assign]
     code = train.train(arguments, settings)
     print(f"waits      {', '.join(sorted(found)) or 'none'}", flush=True)

@@ -240,9 +240,9 @@ MIXED = """
 import sys
 import train
 import training.model
-from training.arguments import start
+from training.arguments import read_command_line
 training.model.is_mixed = lambda settings: True
-train.helper.finish(train.train(*start("")))
+train.helper.finish(train.train(*read_command_line("")))
 """
 
 
