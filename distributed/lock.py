@@ -31,6 +31,8 @@ _FLOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, 
 # Lustre mounted without flock, NFSv3 without lockd, kernels before 3.15, sandboxes.
 UNSUPPORTED = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM
 _MOST = 1 << 16  # bytes that are read of a lock file
+
+Identity = Mapping[str, Any]  # of a process (see this_process)
 _log = logging.getLogger(__name__)
 
 
@@ -49,7 +51,7 @@ class RunLock:
     with the same id, and OSError if the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path, me: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, me: Identity) -> None:
         self.what = f"run {folder.name}"  # in messages
         self.path = folder / "lock"
         new = folder / f".lock.{me['host']}.{me['process']}.{time.time_ns()}"
@@ -75,7 +77,7 @@ class RunLock:
             os.close(self.fd)
         self.fd = -1
 
-    def _replace_lock_file(self, new: Path, me: Mapping[str, Any]) -> bool:
+    def _replace_lock_file(self, new: Path, me: Identity) -> bool:
         """Put `new` in place of the folder's lock file; False if another process was faster.
 
         Deletes a link in its place. Waits up to COMMIT_S seconds for the holder's commit. Raises
@@ -105,7 +107,7 @@ class RunLock:
         finally:
             os.close(before)
 
-    def _refuse_foreign(self, holder: Mapping[str, Any], me: Mapping[str, Any]) -> None:
+    def _refuse_foreign(self, holder: Identity, me: Identity) -> None:
         """Raise Refused if the folder is named after this job's id, but belongs to another job."""
         name = self.path.parent.name
         is_named_after_job = f"{name}.".startswith(f"{me.get('run_id')}.")
@@ -178,7 +180,7 @@ def _try_lock(fd: int, byte: int) -> bool:
     return True
 
 
-def take_lock(fd: int, what: str, me: Mapping[str, Any]) -> None:
+def take_lock(fd: int, what: str, me: Identity) -> None:
     """Take the lock on an open lock file, or raise Refused if its holder is live.
 
     If `me`, this process, is a restart of the holder, do neither.
@@ -193,7 +195,7 @@ def take_lock(fd: int, what: str, me: Mapping[str, Any]) -> None:
         raise _refusal(what, holder)
 
 
-def _refusal(what: str, holder: Mapping[str, Any]) -> Refused:
+def _refusal(what: str, holder: Identity) -> Refused:
     job = f"job {holder['run_id']}, " if "run_id" in holder else ""
     who = f"{job}process {holder['process']} on {holder['host']}" if holder else "it holds the lock"
     return Refused(
@@ -218,7 +220,7 @@ def this_process() -> dict[str, Any]:
     }
 
 
-def _is_foreign(holder: Mapping[str, Any], me: Mapping[str, Any]) -> bool:
+def _is_foreign(holder: Identity, me: Identity) -> bool:
     """Return whether a run named after this job's id belongs to another job (see this_job).
 
     `me` must be in a job. What is unknown on one side is not compared.

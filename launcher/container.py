@@ -8,8 +8,6 @@ The launcher, srun and ssh run outside; the preflight, the agents and the ranks 
 runtime is a function here and a line in RUNTIMES. Folders have the same paths inside and outside.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -57,7 +55,7 @@ class Container:
             *self.arguments,
         ]
 
-    def with_folder(self, folder: Path) -> Container:
+    def with_folder(self, folder: Path) -> "Container":
         """Return the container with one more folder, or with the nearest parent that exists."""
         return replace(
             self, binds=_outermost([*self.binds, _nearest_folder(self.directory / folder)])

@@ -16,12 +16,11 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from distributed import hostlist
-from launcher.text import Environ, PlanError
+from launcher.text import Environ, PlanError, Say
 from launcher.wire import limits
 
 NONCE_BYTES = PROOF_BYTES = 32
@@ -155,7 +154,7 @@ class _Visitor:
 class Acceptor:
     """Accepts whoever knows the secret. Many connections can wait; none delays another."""
 
-    def __init__(self, listener: socket.socket, access: Access, say: Callable[[str], None]) -> None:
+    def __init__(self, listener: socket.socket, access: Access, say: Say) -> None:
         """The caller closes the listener; `say` reports the first connection that is dropped."""
         self.unauthenticated = 0  # dropped so far
         self._is_full = False

@@ -8,8 +8,6 @@ machine, or on nodes that were started by hand, has only agents.
 Nothing here reads a clock, a file or a process.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,7 +46,7 @@ class Outcome:
         is_silent = self.code in (0, BAD_INPUT, REFUSED) and not self.ends
         return self.failure is not None or not is_silent
 
-    def with_saved(self, step: int) -> Outcome:
+    def with_saved(self, step: int) -> "Outcome":
         """Return the outcome with a checkpoint that was saved afterwards."""
         first = self.failure and replace(self.failure, saved_step=step)
         return replace(self, failure=first, has_saved=True)

@@ -10,7 +10,7 @@ function, `run`, which calls `be_ready()` after the last check, before it starts
 import importlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from distributed.environment import DEFAULT_LOG_DIR, LauncherError
@@ -29,7 +29,7 @@ from launcher.plan import pbs, resume, slurm, submit_with_config
 from launcher.plan.check_config import check_config
 from launcher.plan.idle import find_idle
 from launcher.plan.make_plan import make_plan
-from launcher.plan.plan import Plan
+from launcher.plan.plan import BeReady, Plan
 from launcher.plan.script import check_script, show_help
 from launcher.plan.settings import read_value
 from launcher.plan.typed import Typed
@@ -156,7 +156,7 @@ def end_earlier_start(folder: Path, environ: Environ, grace_s: float) -> None:
             break
 
 
-def claim_run(plan: Plan, script: str) -> Callable[[], None]:
+def claim_run(plan: Plan, script: str) -> BeReady:
     """Make this launch the only one of its run. Returns the function that notes the start.
 
     A fan-out calls the returned function after its last check, before it starts the first agent.

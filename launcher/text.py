@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from importlib.machinery import PathFinder
 from itertools import groupby
 from operator import itemgetter
@@ -20,6 +20,7 @@ LONGEST_ROW = 1 << 20  # characters: a command can be long
 MANY = 16  # names or numbers; more are folded
 Environ = Mapping[str, str]  # this process's variables, or a test's
 OwnEnviron = MutableMapping[str, str]  # the same, to be changed for processes that it starts
+Say = Callable[[str], None]  # shows a line to the user
 
 
 class PlanError(ValueError):

@@ -39,7 +39,7 @@ from launcher.record.run_folder import RunFolder
 from launcher.text import OwnEnviron
 from launcher.wire import limits
 from launcher.wire.messages import Assignment, Membership, Verdict
-from launcher.wire.node_link import Link, tell_silences
+from launcher.wire.node_link import Peers, tell_silences
 
 with contextlib.suppress(Exception):  # a rank that needs it shows the error
     load_dynamo()  # once here, not in each rank, nor at each restart
@@ -327,7 +327,7 @@ class NodeAgent:
         report_outcome(outcome, control, is_line_open=self.outputs.is_line_open, folder=folder)
 
 
-def run_periodic_tasks(agent: NodeAgent, peers: Mapping[int, Link]) -> None:
+def run_periodic_tasks(agent: NodeAgent, peers: Peers) -> None:
     """Every BEAT_S: check the spares, NCCL's log and the peers; record and show progress."""
     team, say = agent.meeting.team, agent.outputs.say
     if team:

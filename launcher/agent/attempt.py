@@ -10,7 +10,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ from launcher.wire.messages import (
     StopRequest,
     Verdict,
 )
-from launcher.wire.node_link import Link, Pulse
+from launcher.wire.node_link import Link, Peers, Pulse
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Attempt:
     is_last: bool  # no restart follows a failure
     query: Query
     snapshots: Snapshots
-    on_beat: Callable[[Mapping[int, Link]], None]  # what the agent does every BEAT_S
+    on_beat: Callable[[Peers], None]  # what the agent does every BEAT_S
 
     def __post_init__(self) -> None:
         self.is_first_node = self.ranks.node_rank == 0  # whose agent decides for all

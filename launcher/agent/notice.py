@@ -3,13 +3,13 @@
 import math
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from launcher import own_time, processes
 from launcher.agent.facts import Facts
 from launcher.agent.node_ranks import NodeRanks
 from launcher.own_time import Deadline
+from launcher.text import Say
 from launcher.wire import limits
 
 UNHANDLED = (
@@ -28,7 +28,7 @@ class Notice:
 
     ranks: NodeRanks
     facts: Facts
-    show: Callable[[str], None]
+    show: Say
     _warning: Deadline = field(default_factory=Deadline)
     _came: dict[int, float] = field(default_factory=dict)  # when each notice came last
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,10 @@ from launcher.agent.diagnosis.collectives import find_mismatches
 from launcher.agent.node_ranks import NodeRanks
 from launcher.own_time import Deadline
 from launcher.record.run_json import ASKED, NOTICED, SHOWN
-from launcher.text import name_groups, open_own
+from launcher.text import Say, name_groups, open_own
 from launcher.wire import limits
 from launcher.wire.messages import NodeStacks, RankStack, StackRequest
-from launcher.wire.node_link import Link
+from launcher.wire.node_link import Peers
 from launcher.wire.states import RankState
 
 LONGEST = 2000  # characters shown per line
@@ -34,7 +34,7 @@ class Query:
 
     ranks: NodeRanks
     hosts: Sequence[str]  # by node rank
-    show: Callable[[str], None]
+    show: Say
     folder: Path | None  # of the run, if it has one
     _silent: RankState | None = None  # the silent rank that the request is about
     _known: Sequence[int] = ()  # the progress at the last reported silence
@@ -63,9 +63,7 @@ class Query:
             self._known = suspect.progress
             self.ask()
 
-    def receive(
-        self, node: int, message: StackRequest | NodeStacks, peers: Mapping[int, Link]
-    ) -> None:
+    def receive(self, node: int, message: StackRequest | NodeStacks, peers: Peers) -> None:
         """Keep another node's answer, or answer its request; to node rank 0, schedule one to all.
 
         Blocks while the ranks here write the answer.
@@ -77,7 +75,7 @@ class Query:
         else:
             peers[node].send(self._collect_here())
 
-    def on_time(self, peers: Mapping[int, Link]) -> int | None:
+    def on_time(self, peers: Peers) -> int | None:
         """Do what is due: act on the files and delete them, send a request, or end one.
 
         ASKED starts a request; NOTICED raise their signals in this process. Node rank 0 sends a
@@ -109,7 +107,7 @@ class Query:
         calls = self.ranks.collect_calls()
         return NodeStacks([RankStack(rank, at, calls.get(rank)) for rank, at in stacks.items()])
 
-    def _add_answer(self, node: int, told: NodeStacks, peers: Mapping[int, Link]) -> None:
+    def _add_answer(self, node: int, told: NodeStacks, peers: Peers) -> None:
         """Keep a node's answer, unless it is late; stop waiting once all nodes have answered."""
         if node == 0 or self._told:  # otherwise the request has ended
             self._told[node] = told

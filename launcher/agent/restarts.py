@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from launcher.agent.node_ranks import Heartbeats
 from launcher.failure import Failure
 from launcher.record.restart import Restart
 from launcher.record.run_json import LiveRecord
+from launcher.text import Say
 
 # Faults that would make the next attempt fail too.
 _INCURABLE = {
@@ -118,7 +119,7 @@ class Restarts:
         """The last restart, until the ranks have repeated the steps that it lost."""
         return self.all[-1] if self.all and not self.all[-1].lost_s else None
 
-    def stop_if_taken_over(self, say: Callable[[str], None]) -> None:
+    def stop_if_taken_over(self, say: Say) -> None:
         """If the scheduler has started this job again, say so, and send this process SIGTERM."""
         if self.record and self.record.is_taken_over():
             say("the scheduler has started this job again; stopping this start")

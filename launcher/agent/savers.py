@@ -14,7 +14,7 @@ Every other rank that handles SIGTERM gets GRACE.
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distributed.heartbeat import STACK_SIGNAL
@@ -22,7 +22,7 @@ from distributed.stop_signals import handled_signals
 from launcher import processes
 from launcher.agent.diagnosis import stuck
 from launcher.agent.node_ranks import NodeRanks, Rank, stack_sizes
-from launcher.text import name_ranks
+from launcher.text import Say, name_ranks
 from launcher.wire import limits
 
 
@@ -32,7 +32,7 @@ class Savers:
 
     ranks: NodeRanks
     grace_s: float
-    show: Callable[[str], None]
+    show: Say
     others_s: float = 0.0  # for ranks of other nodes to save
     _all: Sequence[Rank] = ()
     _before: dict[int, str] = field(default_factory=dict)  # by rank: its stack before SIGTERM

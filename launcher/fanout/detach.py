@@ -5,8 +5,6 @@ belongs to the terminal. Until the run starts, the child prints to the terminal 
 waits, and ends if its parent ends.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import shlex
@@ -83,7 +81,7 @@ def _wait_for_start(child: int, reader: int) -> int | None:
     return None
 
 
-def _leave_terminal(plan: Plan, log: Path, shown: _Copy, writer: int) -> None:
+def _leave_terminal(plan: Plan, log: Path, shown: "_Copy", writer: int) -> None:
     """In the child, copy the output so far to the log, print only there, and let the parent exit.
 
     stdin becomes /dev/null. If the log is the transcript, adds the transcript's links to it. Exits

@@ -1,13 +1,12 @@
 """A dry run of a batch script outside a job: show the command that submits the script."""
 
 import shlex
-from collections.abc import Callable
 from dataclasses import replace
 
-from launcher.plan.plan import Plan, print_plan
+from launcher.plan.plan import BeReady, Plan, print_plan
 
 
-def run(plan: Plan, _be_ready: Callable[[], None]) -> int:
+def run(plan: Plan, _be_ready: BeReady) -> int:
     """Print what is known about the job before it starts, and the command that submits it.
 
     Returns 0. `_be_ready`, which every fan-out gets, is not called, because nothing starts.

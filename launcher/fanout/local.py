@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from distributed.errors import REFUSED, Refused
 from distributed.stop_signals import STOP_SIGNALS
 from launcher.fanout import transcript
 from launcher.plan.own import THREADS, find_own, read_begun
-from launcher.plan.plan import AGENT, Plan, node_comment, print_plan
+from launcher.plan.plan import AGENT, BeReady, Plan, node_comment, print_plan
 from launcher.preflight import compare
 from launcher.preflight.check_node import check_node, read_reports
 from launcher.text import count, print_row, short_host_name, warn
@@ -23,7 +22,7 @@ from launcher.typed_json import encode
 from launcher.wire.messages import Report
 
 
-def run(plan: Plan, be_ready: Callable[[], None]) -> int:  # noqa: RET503 - exec does not return
+def run(plan: Plan, be_ready: BeReady) -> int:  # noqa: RET503 - exec does not return
     """Check this node, print the plan, and execute the node agent, which starts the ranks.
 
     Returns only if nothing was started: REFUSED if a check failed, 0 after a dry run. Raises

@@ -9,23 +9,20 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from distributed.errors import Refused
 from launcher.fanout.connection import FAR_SIDE, Connection, wait_for
 from launcher.fanout.loop import Child, fixed_options, given_options
 from launcher.fanout.ssh import Fanout, quote_line
-from launcher.plan.plan import Plan
+from launcher.plan.plan import BeReady, Plan
 from launcher.wire import limits
 from launcher.wire.messages import Ready, Report, Start
 
 
-def run(plan: Plan, be_ready: Callable[[], None]) -> int:
-    """Start the run on its nodes and wait for its end. Returns the exit code.
-
-    Raises PlanError or Refused if nothing was started.
-    """
+def run(plan: Plan, be_ready: BeReady) -> int:
+    """Do what ssh.run() does, but let pdsh start the agents. Returns and raises the same."""
     return PdshFanout(plan).run(be_ready)
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from distributed import hostlist
@@ -19,7 +19,7 @@ from launcher import handshake, importable, processes
 from launcher.fanout.step import Srun, requeue, run_step, start_srun
 from launcher.fanout.swap import exclude_ill, find_ill
 from launcher.interrupt import leave_unstarted
-from launcher.plan.plan import LONGEST, Plan, print_plan
+from launcher.plan.plan import LONGEST, BeReady, Plan, print_plan
 from launcher.plan.slurm import has_ended, preempt_mode
 from launcher.preflight import compare
 from launcher.preflight.check_node import read_reports
@@ -32,7 +32,7 @@ KILL_ALL = "--kill-on-bad-exit=1"
 _CANNOT_START = (REFUSED, *range(125, 128))  # the exit codes of a broken Python, and of env
 
 
-def run(plan: Plan, be_ready: Callable[[], None]) -> int:
+def run(plan: Plan, be_ready: BeReady) -> int:
     """Start the run on all nodes of the job, and wait for its end. Returns the run's exit code.
 
     Returns REFUSED if a check fails, and 0 after a dry run, which also checks the nodes in a step

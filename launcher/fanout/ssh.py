@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from signal import Signals
 
@@ -27,7 +27,7 @@ from launcher.fanout.swap import choose_master, find_ill, replace_ill
 from launcher.fanout.terminals import Terminals
 from launcher.interrupt import code_for_shell, leave_unstarted
 from launcher.plan.own import find_own, read_begun
-from launcher.plan.plan import Plan, print_commands, print_plan
+from launcher.plan.plan import BeReady, Plan, print_commands, print_plan
 from launcher.preflight import compare
 from launcher.preflight.compare import Finding
 from launcher.text import LONGEST_ROW, count, print_row
@@ -35,7 +35,7 @@ from launcher.wire import limits
 from launcher.wire.messages import Cut, Exit, Hello, Report, Start, StopRequest
 
 
-def run(plan: Plan, be_ready: Callable[[], None]) -> int:
+def run(plan: Plan, be_ready: BeReady) -> int:
     """Start the run on its nodes and wait for its end. Returns the exit code.
 
     Raises PlanError or Refused if nothing was started.
@@ -61,7 +61,7 @@ class Fanout:
         self.close_at = math.inf  # when to close the control streams
         self.beat_at = 0.0
 
-    def run(self, be_ready: Callable[[], None]) -> int:
+    def run(self, be_ready: BeReady) -> int:
         """Start the run and wait for its end. Returns the exit code: REFUSED if a check fails."""
         if self.plan.is_dry_run:
             print_commands(self.plan, self.paste_line)

@@ -8,7 +8,7 @@ import contextlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from launcher.plan.plan import Plan
 from launcher.plan.typed import Choices
 from launcher.proc import read_proc
 from launcher.processes import read_stat
-from launcher.text import Environ, short_host_name
+from launcher.text import Environ, Say, short_host_name
 from launcher.wire import limits
 
 GPUS = (
@@ -49,7 +49,7 @@ class Own:
     is_default: bool  # THREADS is PBS's own choice: all CPUs of the chunk, for each rank
     values: Mapping[str, Environ] = field(default_factory=dict)  # by node
 
-    def fetch_values(self, plan: Plan, say: Callable[[str], None]) -> None:
+    def fetch_values(self, plan: Plan, say: Say) -> None:
         """Set `values`. Warns about nodes whose values are unknown.
 
         May run pbsdsh and wait for it (see ask_for_values).

@@ -22,6 +22,8 @@ from launcher.wire.messages import Report, Request
 ROOT = Path(__file__).parents[2]  # as launch.sh names it
 AGENT, START = "scripts/lib/agent.py", "scripts/lib/start.py"
 LONGEST = 100_000  # bytes of an argument or a variable; Linux allows 128 KiB
+BeReady = Callable[[], None]  # a fan-out calls it just before it starts the first agent
+Row = Callable[[str, str], None]  # prints a row: its name, its text
 
 
 @dataclass(frozen=True)
@@ -287,9 +289,7 @@ def print_plan(
     row("logs", f"{plan.log_dir}/{plan.run_id or '<run id>'}/{follow}")
 
 
-def _print_ranks(
-    plan: Plan, node: Report | None, counts: Sequence[int], row: Callable[[str, str], None]
-) -> None:
+def _print_ranks(plan: Plan, node: Report | None, counts: Sequence[int], row: Row) -> None:
     """Print the number of ranks, their shares of CPUs and batch, and warnings about these."""
     backend = plan.backend.replace("auto", "nccl" if node and node.gpus else "gloo")
     each = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))

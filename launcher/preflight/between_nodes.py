@@ -6,7 +6,6 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from launcher import own_time
@@ -14,7 +13,7 @@ from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, conne
 from launcher.preflight.checks import existing
 from launcher.wire import limits, meeting
 from launcher.wire.meeting import Wait
-from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest
+from launcher.wire.messages import Fault, Faults, Member, NodeReport, PairResult, PairTest
 from launcher.wire.node_link import Link
 
 
@@ -80,7 +79,7 @@ def join_meeting(
         return [*differences, *unreached], done
 
 
-def _explain_unreached(error: OSError, where: str) -> Iterator[Fault]:
+def _explain_unreached(error: OSError, where: str) -> Faults:
     """Yield why node rank 0 cannot be reached, unless another check reports the reason."""
     # No answer to the connection, or none to the handshake, which raises NotAccepted from it.
     is_silent = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
@@ -93,7 +92,7 @@ def _explain_unreached(error: OSError, where: str) -> Iterator[Fault]:
     yield Fault("port-blocked", cause, "open the port in the firewall")
 
 
-def _compare_with_master(test: PairTest) -> Iterator[Fault]:
+def _compare_with_master(test: PairTest) -> Faults:
     """Yield what differs between node rank 0 and this node."""
     skew = time.time() - test.time
     if abs(skew) > limits.SKEW_S:

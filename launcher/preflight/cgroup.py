@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.text import count
-from launcher.wire.messages import Fault
+from launcher.wire.messages import Fault, Faults
 
 CGROUPS = Path("/sys/fs/cgroup")
 MINE = Path("/proc/self/cgroup")
@@ -42,7 +42,7 @@ def count_memory_kills() -> int:
     return 0
 
 
-def check_processes(nproc: int, num_workers: int) -> Iterator[Fault]:
+def check_processes(nproc: int, num_workers: int) -> Faults:
     """Enough processes and threads can start here for all ranks and their data workers."""
     left = count_processes_left()
     wanted = nproc * (OF_A_RANK + 2 * num_workers)

@@ -8,7 +8,7 @@ not import torch, so it takes a few hundredths of a second.
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from launcher.text import Environ, short_host_name
 from launcher.typed_json import parse
 from launcher.wire.launcher_link import Answers, send_message
 from launcher.wire.meeting import Wait
-from launcher.wire.messages import Fault, Member, NodeReport, Report, Request
+from launcher.wire.messages import Fault, Faults, Member, NodeReport, Report, Request
 
 MARK = "node"  # begins the messages of a node (launcher_link.py)
 
@@ -70,7 +70,7 @@ def check_node(request: Request, environ: Environ) -> Report:
     )
 
 
-def _check(machine: Machine) -> Iterator[Fault]:
+def _check(machine: Machine) -> Faults:
     """Run all checks. A check that uses what a sandbox refuses only warns."""
     for check in CHECKS:
         try:

@@ -9,7 +9,6 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from launcher.master_port import find_holder, is_here, is_loopback, is_loopback_
 from launcher.preflight import cgroup, infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow, newest_cuda
 from launcher.text import Environ, count, torch_cure, unwritable_fault
-from launcher.wire.messages import Fault, Request
+from launcher.wire.messages import Fault, Faults, Request
 
 OLDEST_TORCH = (2, 4)
 FIRST_DRIVER = {11: 450, 12: 525, 13: 580}  # by CUDA version: CUDA Compatibility, table 2 (NVIDIA)
@@ -59,7 +58,7 @@ class Machine(Request):
         return self.num_nodes > 1 and has_nccl and infiniband.is_wanted(self.environ)
 
 
-def check_program(machine: Machine) -> Iterator[Fault]:
+def check_program(machine: Machine) -> Faults:
     """This Python has a torch that can be used, and the training script exists."""
     torch = must_match.versions()["torch"]
     if not torch:
@@ -77,7 +76,7 @@ def check_program(machine: Machine) -> Iterator[Fault]:
         yield Fault("env-missing", cause, "correct its path; for a module, give -m and its name")
 
 
-def check_gpus(machine: Machine) -> Iterator[Fault]:
+def check_gpus(machine: Machine) -> Faults:
     """Each process has its own healthy, idle GPU; without visible GPUs, all run on the CPU."""
     cure = "have the GPU reset or replaced, or exclude it with CUDA_VISIBLE_DEVICES"
     has_gpu = machine.gpus or any(map(os.path.exists, DEVICES))
@@ -107,14 +106,14 @@ def check_gpus(machine: Machine) -> Iterator[Fault]:
             yield warning("gpu-unhealthy", cause, "wait until it is free, or choose another GPU")
 
 
-def check_gpu_speed(machine: Machine) -> Iterator[Fault]:
+def check_gpu_speed(machine: Machine) -> Faults:
     """No GPU is slower than it should be; every step would wait for a slow one."""
     for cause in find_slow(machine.gpus):
         cure = "have it inspected, or exclude it with CUDA_VISIBLE_DEVICES"
         yield warning("gpu-slow", cause, cure)
 
 
-def check_build(machine: Machine) -> Iterator[Fault]:
+def check_build(machine: Machine) -> Faults:
     """The GPUs can be used: torch is built for them, and their driver is new enough."""
     torch = must_match.read_torch()
     if torch.get("hip"):
@@ -138,7 +137,7 @@ def check_build(machine: Machine) -> Iterator[Fault]:
             yield Fault("torch-without-gpu", cause, f"{cure}, or set BACKEND=gloo")
 
 
-def _check_rocm_variables(environ: Environ) -> Iterator[Fault]:
+def _check_rocm_variables(environ: Environ) -> Faults:
     """HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES choose the same GPUs, of those ROCm shows."""
     shown = environ.get("ROCR_VISIBLE_DEVICES")
     by_hip = environ.get("HIP_VISIBLE_DEVICES")
@@ -160,7 +159,7 @@ def _check_rocm_variables(environ: Environ) -> Iterator[Fault]:
         yield Fault("visible-devices", cause, f"unset {name}")
 
 
-def check_cpus(machine: Machine) -> Iterator[Fault]:
+def check_cpus(machine: Machine) -> Faults:
     """Each rank, and each of its data workers, has its own CPU."""
     wanted = machine.nproc * (1 + machine.num_workers)
     if 0 < machine.cpus < wanted:
@@ -173,7 +172,7 @@ def check_cpus(machine: Machine) -> Iterator[Fault]:
         yield warning("few-cpus", cause, cure)
 
 
-def check_master(machine: Machine) -> Iterator[Fault]:
+def check_master(machine: Machine) -> Faults:
     """The master's name leads to node rank 0, also from other nodes, and its port is free here."""
     name = machine.master_addr
     addresses = []
@@ -204,7 +203,7 @@ def check_master(machine: Machine) -> Iterator[Fault]:
     yield from _check_port(machine)
 
 
-def _check_port(machine: Machine) -> Iterator[Fault]:
+def _check_port(machine: Machine) -> Faults:
     """This node can listen on the master's port."""
     if machine.port_error == errno.EADDRINUSE:
         holder = find_holder(machine.port)
@@ -219,7 +218,7 @@ def _check_port(machine: Machine) -> Iterator[Fault]:
         yield Fault("port-in-use", cause, "choose one above 1023 with MASTER_PORT")
 
 
-def check_interfaces(machine: Machine) -> Iterator[Fault]:
+def check_interfaces(machine: Machine) -> Faults:
     """Loopback is up; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name interfaces of this machine."""
     if not is_loopback_up():
         cause = "the loopback interface is down, so no rank here can reach another"
@@ -242,7 +241,7 @@ def check_interfaces(machine: Machine) -> Iterator[Fault]:
         yield Fault("no-such-interface", f"{named} excludes all interfaces of this machine", cure)
 
 
-def check_infiniband(machine: Machine) -> Iterator[Fault]:
+def check_infiniband(machine: Machine) -> Faults:
     """The ports that NCCL would use between nodes are active, and can be used from here."""
     if not machine.may_use_infiniband:
         return
@@ -267,7 +266,7 @@ def check_infiniband(machine: Machine) -> Iterator[Fault]:
         yield warning("nccl-on-sockets", cause, cure)
 
 
-def check_limits(machine: Machine) -> Iterator[Fault]:
+def check_limits(machine: Machine) -> Faults:
     """The limits are high enough for data workers and NCCL, and for InfiniBand's locked buffers."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 means no limit
     # Node rank 0's agent has a connection to each node, and one of each rank to its store.
@@ -298,7 +297,7 @@ def check_limits(machine: Machine) -> Iterator[Fault]:
         yield Fault("low-memlock", cause, cure, warns=not is_used)
 
 
-def check_folders(machine: Machine) -> Iterator[Fault]:
+def check_folders(machine: Machine) -> Faults:
     """There is space for logs and checkpoints, and a real write succeeds. Makes purged folders."""
     # Other nodes save only sharded checkpoints, in a folder that they share with node rank 0.
     saved = machine.checkpoint_dir if machine.node_rank == 0 else None

@@ -1,7 +1,5 @@
 """The record of a run, `<log dir>/<run id>/run.json`: what ran, and how it ended."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -49,7 +47,7 @@ class LauncherProcess:
     host: str
 
     @classmethod
-    def of(cls, pid: int) -> LauncherProcess:
+    def of(cls, pid: int) -> "LauncherProcess":
         """Return what identifies a living process on this machine."""
         return cls(pid, start_ticks(pid) or 0, socket.gethostname())
 

@@ -11,6 +11,7 @@ LINK_LOOKS = 6  # the same for links
 SLOW_LINK = 2.0  # times
 MOST_AGAIN = 6  # suspects that are measured again in one look: those with the fewest, the slowest
 Pair = tuple[int, int]  # numbers of nodes
+Rounds = Sequence[Sequence[Pair]]  # of disjoint pairs
 Links = Mapping[Pair, float]  # bytes/s from the first to the second
 
 
@@ -63,7 +64,7 @@ def find_slow(speeds: Mapping[int, float], times: float) -> dict[int, float]:
 
 
 def find_slow_links(
-    measure: Callable[[Sequence[Sequence[Pair]]], Links], rounds: Sequence[Sequence[Pair]]
+    measure: Callable[[Rounds], Links], rounds: Rounds
 ) -> tuple[Links, dict[int, float], dict[Pair, float]]:
     """Return the links, the slow nodes and the slow pairs, each with the usual bandwidth.
 

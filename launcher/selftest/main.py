@@ -25,7 +25,7 @@ from distributed.torch import device, gather_json, init_distributed, print_main
 from distributed.torch_internals import default_store
 from launcher.selftest import bandwidth, judge, known_answers, links, report
 from launcher.selftest.barrier import Barrier, StuckError
-from launcher.selftest.judge import Pair
+from launcher.selftest.judge import Pair, Rounds
 from launcher.selftest.links import Link, Node
 from launcher.selftest.report import Fault, Findings, Member
 from launcher.text import count
@@ -172,7 +172,7 @@ def measure_links(test: Test, nodes: Sequence[Node]) -> None:
     seconds = max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (len(nodes) - 1)))
     seconds /= 2 if test.options.quick else 1
 
-    def measure(rounds: Sequence[Sequence[Pair]]) -> dict[Pair, float]:
+    def measure(rounds: Rounds) -> dict[Pair, float]:
         mine = [] if me is None else [*links.measure(nodes, rounds, me, leaders, seconds)]
         limit_s = limits.SELFTEST_S + 2 * limits.TRANSFER_S * len(rounds)
         test.barrier.wait_for_all("the links", limit_s)

@@ -11,7 +11,7 @@ import math
 import socket
 import termios
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from launcher.handshake import Acceptor
 from launcher.master_port import open_port
 from launcher.text import name_numbers
 from launcher.wire import limits
-from launcher.wire.messages import Fault, Member, NodeReport, PairResult, PairTest, Refusal
+from launcher.wire.messages import Fault, Faults, Member, NodeReport, PairResult, PairTest, Refusal
 from launcher.wire.node_link import Link
 
 MOST_TRIED = 64  # members by each one, all at the same time
@@ -167,7 +167,7 @@ def neighbours(members: Sequence[Member], node_id: int) -> Sequence[Member]:
     return sorted(members, key=lambda member: member.node_id <= node_id)[:MOST_TRIED]
 
 
-def try_members(members: Sequence[Member], me: int, within_s: float) -> Iterator[Fault]:
+def try_members(members: Sequence[Member], me: int, within_s: float) -> Faults:
     """Send test data to the other members, in this order. Yields one fault for each reason.
 
     Skips members without a failover port. Waits for about `within_s` seconds at most.

@@ -7,7 +7,7 @@ unpickled.
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ class Fault:
     cure: str
     warns: bool = False
 
+
+Faults = Iterator[Fault]  # of one check
 
 # --- from a launcher to a node --------------------------------------------------------------------
 

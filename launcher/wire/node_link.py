@@ -22,6 +22,7 @@ from launcher import own_time
 from launcher.descriptors import wait_for_input
 from launcher.failure import Failure
 from launcher.processes import KILLED
+from launcher.text import Say
 from launcher.typed_json import MessageError
 from launcher.wire import limits, messages
 from launcher.wire.messages import NodeBeat, SnapshotData, SnapshotPiece
@@ -156,9 +157,10 @@ class Link:
         self.socket.close()
 
 
-def tell_silences(
-    peers: Mapping[int, Link], hosts: Sequence[str], say: Callable[[str], None]
-) -> None:
+Peers = Mapping[int, Link]  # the other nodes, by node rank
+
+
+def tell_silences(peers: Peers, hosts: Sequence[str], say: Say) -> None:
     """Report the nodes that have become silent since the last call, and those heard again."""
     for node_rank, peer in peers.items():
         if news := peer.news.note_silence(own_time.since(peer.heard), peer.silence_s):

@@ -498,7 +498,7 @@ def test_a_lock_that_cannot_be_written_leaves_nothing(
     monkeypatch.setattr(module, name, fail)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="No space left"):
-        RunLock(tmp_path, "run")
+        lock_run(tmp_path)
     assert os.listdir("/proc/self/fd") == before
     assert names(tmp_path) == []
 

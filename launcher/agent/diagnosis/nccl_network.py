@@ -9,14 +9,13 @@ differ, NCCL fails.
 import contextlib
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from distributed.environment import printable
 from launcher.preflight import infiniband
 from launcher.record.run_folder import RunFolder
-from launcher.text import Environ, short_host_name
+from launcher.text import Environ, Say, short_host_name
 
 _CHOSEN = re.compile(rb"NCCL INFO Using network (\S+)")  # in NCCL 2.10 to 2.32
 _REASON = re.compile(
@@ -37,7 +36,7 @@ class NetworkWatch:
     port: str = ""  # a port that NCCL could use
     variables: Environ = field(default_factory=dict)  # make rank 0 write this log
 
-    def poll_nccl_log(self, show: Callable[[str], None]) -> None:
+    def poll_nccl_log(self, show: Say) -> None:
         """Once NCCL has chosen a network, stop watching; show a warning if it has chosen TCP.
 
         There is no warning if the user, or nccl.conf, has disabled InfiniBand.

@@ -1,7 +1,5 @@
 """The agents' meeting at node rank 0, before any rank starts (no torch)."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import socket
@@ -27,7 +25,7 @@ from launcher.wire.messages import (
     PairTest,
     Refusal,
 )
-from launcher.wire.node_link import Link
+from launcher.wire.node_link import Link, Peers
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Meeting:
     took_over: Sequence[str] = ()  # replacements, if this agent just became node rank 0
 
     @property
-    def peers(self) -> Mapping[int, Link]:
+    def peers(self) -> Peers:
         """The links by node rank: on node rank 0 to all others, elsewhere to node rank 0."""
         if self.team:
             return self.team.peers
@@ -56,7 +54,7 @@ class Meeting:
         """Return the links to all other agents, including spares."""
         return [*self.peers.values(), *self.spares()]
 
-    def keep(self, peers: Mapping[int, Link]) -> Meeting:
+    def keep(self, peers: Peers) -> "Meeting":
         """Return the meeting after an attempt, which hands back the links that it has not lost."""
         if self.team is None:
             return replace(self, first=peers.get(0))

@@ -8,7 +8,7 @@ from launcher.failure import Failure
 from launcher.text import count
 from launcher.wire import limits
 from launcher.wire.messages import Assignment, Member, Verdict
-from launcher.wire.node_link import Link
+from launcher.wire.node_link import Link, Peers
 
 
 @dataclass
@@ -17,7 +17,7 @@ class Team:
 
     run_id: str
     members: Sequence[Member]  # by node rank; the first is this agent's
-    peers: Mapping[int, Link]  # connections to the others, by node rank
+    peers: Peers  # connections to the others, by node rank
     spares: dict[Member, Link]
     min_nodes: int  # the fewest nodes to continue with; 0 means never replace a node
 

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from distributed.checkpoint.memory import BEGIN, FILES, Memory, whole_steps
 from distributed.heartbeat import name_record
@@ -18,7 +18,7 @@ from launcher.outcome import NodeEnd
 from launcher.wire import limits
 from launcher.wire.meeting import is_busy
 from launcher.wire.messages import HandedOver, Parts, SnapshotData, SnapshotPiece
-from launcher.wire.node_link import Link
+from launcher.wire.node_link import Link, Peers
 
 PIECE = 1 << 17  # bytes
 _AT_ONCE = 1 << 23  # bytes
@@ -91,7 +91,7 @@ class Snapshots:
         while first_node.wait(deadline) is not None:
             pass  # such as a heartbeat
 
-    def save_parts(self, parts: Parts, peers: Mapping[int, Link], limit_s: float) -> int:
+    def save_parts(self, parts: Parts, peers: Peers, limit_s: float) -> int:
         """On node rank 0, save a snapshot with the parts that other nodes hand over.
 
         Takes up to `limit_s`, half of it to wait for the parts. Returns the step, or -1 if that
@@ -205,7 +205,7 @@ class Outgoing:
         """Start sending: this is node rank 0 of several nodes, and another node keeps a copy."""
         self.next_at = own_time.now()
 
-    def on_time(self, peers: Mapping[int, Link]) -> None:
+    def on_time(self, peers: Peers) -> None:
         """Send the next piece to the lowest other node rank, if it is due and can be received."""
         now = own_time.now()
         if now < self.next_at:
