@@ -341,8 +341,8 @@ def _explain_death(
         return "agent-killed", f"{by_signal} to the node agent, {when}"
 
     last = words[-1] if words else f"exit code {code}"
-    if has_torch:
-        rule = find_rule("\n".join(words))
-        fault = rule.fault if rule and rule.kind == Kind.CAUSE else "agent-killed"
-        return fault, f"the node agent failed: {last}"
-    return "env-missing", f"the node agent could not import torch: {last}"
+    cause = f"the node agent {'failed' if has_torch else 'could not import torch'}: {last}"
+    rule = find_rule("\n".join(words))
+    if rule and rule.kind == Kind.CAUSE:
+        return rule.fault, cause
+    return "agent-killed" if has_torch else "env-missing", cause

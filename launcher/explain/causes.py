@@ -53,6 +53,7 @@ CAUSES = (
         CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED
         Failed to CUDA malloc|Cuda failure.* 'out of memory'
         DefaultCPUAllocator: (can't|not enough)
+        failed to map segment from shared object(?!: (Operation|Permission))
         (^|[\])|:] )MemoryError|numpy.core._exceptions.*MemoryError
         Unable to allocate \S+ \w+ for an array
         [Oo]ut [Oo]f [Mm]emory.{0,20}(handler|[Kk]ill)|[Oo]ut of memory: Kill|oom[-_]kill

@@ -147,7 +147,8 @@ def _read_hosts_option(typed: Typed) -> Typed:
     if pbs.read_lines(typed.environ):
         return replace(typed, fanout=via, nodefile=True)
     raise PlanError(
-        "--hosts job: not inside a SLURM or PBS job; name the nodes, or run this inside a job"
+        "--hosts job: not inside a SLURM or PBS job (no SLURM_JOB_ID, no file at PBS_NODEFILE); "
+        "name the nodes, or run this inside a job"
     )
 
 

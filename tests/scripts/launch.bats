@@ -387,7 +387,7 @@ nodes_of() { # <argument...>
 @test "--hosts: a bad list is refused in one line" {
   touch x.py
   run launch --hosts job x.py
-  assert_refused 2 "--hosts job: not inside a SLURM or PBS job" ""
+  assert_refused 2 "--hosts job: not inside a SLURM or PBS job (no SLURM_JOB_ID, no file at PBS_NODEFILE)" ""
   run launch --hosts node1,node2 --nnodes 2 x.py
   assert_refused 2 "--hosts and --nnodes both name the nodes" ""
   run launch --via pdsh x.py

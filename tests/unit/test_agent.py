@@ -517,6 +517,22 @@ def test_an_agent_that_fails_for_a_known_reason_names_it(last: str, fault: str) 
     assert why == (fault, f"the node agent failed: {last}")
 
 
+@pytest.mark.parametrize(
+    ("last", "fault"),
+    [
+        ("ModuleNotFoundError: No module named 'torch'", "env-missing"),
+        ("ImportError: libtorch_cpu.so: failed to map segment from shared object", "out-of-memory"),
+        ("SyntaxError: invalid syntax", "env-missing"),
+    ],
+)
+def test_an_agent_that_cannot_import_torch_for_a_known_reason_names_it(
+    last: str, fault: str
+) -> None:
+    words = ["Traceback (most recent call last):", last]
+    why = _explain_death(1, words, has_torch=False, is_out_of_memory=False)
+    assert why == (fault, f"the node agent could not import torch: {last}")
+
+
 CANNOT_EXIT = """
 import os, sys, threading, time
 import torch, torch.distributed as dist
