@@ -77,13 +77,13 @@ def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
         return {}
 
     run_id = job_id(environ)
-    ask_for_time = f"env SLURM_TIME_FORMAT=standard squeue -h -j {run_id} -o %V"
+    ask_for_time = "env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", run_id, "-o", "%V"
     return {
         "job": job,
         "run_id": run_id,
         "start": int(environ.get("SLURM_RESTART_COUNT") or 0),
         "cluster": environ.get("SLURM_CLUSTER_NAME", ""),
-        "submitted": (ask_scheduler(*ask_for_time.split()) or "").strip(),
+        "submitted": (ask_scheduler(*ask_for_time) or "").strip(),
     }
 
 
