@@ -16,7 +16,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -121,8 +121,11 @@ def _are_equal(total: float, squares: float, count: int) -> bool:
     return count * int(squares) == int(total) ** 2  # otherwise greater (Cauchy-Schwarz)
 
 
-def _refuse_different(own: list[str], group: dist.ProcessGroup | None) -> None:
-    """Gather what each rank has passed; raise ValueError on every rank with the differences."""
+def _refuse_different(own: list[str], group: dist.ProcessGroup | None) -> NoReturn:
+    """Gather what each rank has passed; raise ValueError on every rank with the differences.
+
+    `own` is the name of the call, then its details. They are known to differ between ranks.
+    """
     told = [json.loads(one) for one in gather_bytes(json.dumps(own).encode(), group)]
     common = set.intersection(*map(set, told))
     ranks_of: dict[str, list[int]] = defaultdict(list)  # by what only they have passed

@@ -26,7 +26,9 @@ def read_crash(lines: Sequence[str], code: int, time: float) -> RaisedError | No
     """Return what a rank's last lines show about the signal that ended it.
 
     That is its C++ exception, if there was one, and the Python stack, if faulthandler wrote it;
-    otherwise only the meaning of the signal. Returns None if `code` is not that of a crash.
+    otherwise only the meaning of the signal. An exception that a rule of explain/ knows gets the
+    rule's fault; if it says that collectives do not match, the message says which of the script's
+    calls that was, and the exception is in `details`. Returns None if `code` is no crash's.
     """
     fault, meaning = explain_exit(code, out_of_memory=False)
     if fault != CRASHED:

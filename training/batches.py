@@ -62,13 +62,14 @@ class Batches:
         world_size = environment.world_size
         self.samples = batch_size * world_size  # of one batch on all ranks
         self.per_epoch: int | None = None  # batches, if known
-        self.sizes = [len(task.validation)]  # type: ignore[arg-type] # the same on all nodes
+        # Lengths of the data, for check_sizes(): validation's and, if it has one, train's.
+        self.sizes = [len(task.validation)]  # type: ignore[arg-type]
         if settings.train.eval_every and not self.sizes[0]:
             raise SettingsError(
                 "data: validation has no samples; give it samples, or set train.eval_every=0"
             )
         self._epoch = position["epoch"]
-        self._batch = position["samples"] // self.samples
+        self._batch = position["samples"] // self.samples  # within the epoch
         self._sampler: Any = None  # of data with a length
 
         load: Any

@@ -139,11 +139,13 @@ def set_up_blocks(model: nn.Module, settings: Train) -> None:
     """Set up the recomputation of activations and the compilation of each block, as settings say.
 
     Replaces the `forward` of blocks: nn.Module.compile() would have no effect on torch's own
-    modules. Without blocks, only the whole model is compiled.
+    modules. Without blocks, warns that nothing is recomputed, and compiles the whole model.
     """
     chosen = settings.activation_checkpointing
     blocks = [*helper.blocks(model)]
-    if chosen != "none":
+    if chosen != "none" and not blocks and helper.is_main_process():
+        _log.warning("recompute  nothing: the model has no blocks (nn.ModuleList)")
+    elif chosen != "none":
         interval = 1 if chosen == "full" else chosen  # N: every Nth block
         for block in blocks[::interval]:
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)

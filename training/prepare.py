@@ -94,6 +94,8 @@ def encode(piece: Piece, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
         opened.seek(piece.start)
         while (left := piece.start + piece.size - opened.tell()) > 0:
             text = opened.read(min(CHUNK, left))
+            if not text:
+                raise SettingsError(f"{piece.path} has become shorter; start again")
             if len(text) == CHUNK:
                 text += opened.readline(left - CHUNK)
             yield tokenizer.encode(text)

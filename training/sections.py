@@ -198,10 +198,11 @@ def _describe_unknown(name: Any, names: Iterable[str], prefix: str, known: Seque
 
 
 def nearest(name: str, own: Sequence[str], known: Sequence[str]) -> str:
-    """Return the key that a name abbreviates, resembles or ends with; "" if there is none.
+    """Return the full key that the user may have meant by a name; "" if there is none.
 
-    Of several, a key that it abbreviates is preferred; of several such keys, one of `own`, then the
-    shortest.
+    That is, in this order: a key that the name abbreviates, one whose last part it resembles, one
+    with whose last part it ends. `own` are the keys of the section in which the name stands; they
+    come before `known`, those of all sections, and shorter keys before longer ones.
     """
     keys = sorted(own, key=len) + sorted(known, key=len)
     last = {key.rpartition(".")[2]: key for key in reversed(keys)}

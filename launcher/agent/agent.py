@@ -208,9 +208,9 @@ class NodeAgent:
         }
 
     def _join_next_attempt(self, facts: Facts, verdict: Verdict) -> bool:
-        """Take part in the next attempt, as node rank 0 decides. Returns False if there is none.
+        """Take part in the next attempt. Returns False if there is none.
 
-        Node rank 0 also sends its verdict to all others. If it is lost, its successor decides.
+        Node rank 0 decides, and tells all other nodes; if it is lost, its successor does both.
         """
         team, first = self.meeting.team, verdict.outcome.failure
         can_follow = not (self.is_last or facts.signals)
@@ -221,11 +221,14 @@ class NodeAgent:
         if verdict.next:
             self._begin_assignment(replace(self.meeting, assignment=verdict.next))
             return True
-        # The loss of node rank 0's agent.
         loss = next((one for one in facts.failures if one.node_rank == 0 and one.rank < 0), None)
         is_alone = not (facts.verdict or self.meeting.peers)
         if not (loss and is_alone and can_follow):
             return False
+        return self._replace_first_node(loss)
+
+    def _replace_first_node(self, loss: Failure) -> bool:
+        """Join or lead an attempt without node rank 0, and save the snapshot; False if it ends."""
         followed = successor.follow_or_lead(self.meeting, self.args)
         if not followed:
             return False

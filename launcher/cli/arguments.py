@@ -76,7 +76,7 @@ def read_usage(file: str) -> str:
         text = Path(file).read_text(errors="replace")
     except OSError:
         return ""
-    line = re.search(r"^# usage: (.*)$", re.sub(r"\\\n# *", "", text), re.MULTILINE)
+    line = re.search(r"(?m)^# usage: (.*)$", re.sub(r"\\\n# *", "", text))
     return line[1] if line else ""
 
 

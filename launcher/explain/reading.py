@@ -47,7 +47,7 @@ _PREFIX = re.compile(
 _OTHERS = ("mpi", "srun", "ours")  # groups of _PREFIX that name a rank, beside torch's
 _TAG = re.compile(r"\[rank(\d+)\]")  # of torch; the other prefixes may number nodes or processes
 # A frame of a traceback, also of a group of errors, with lines of its code at the end.
-_SOURCE = re.compile(r'^(?: +\| )?  File ".+", line \d+.*(?:\n(?: +\| )?    .*)+\Z', re.MULTILINE)
+_SOURCE = re.compile(r'(?m)^(?: +\| )?  File ".+", line \d+.*(?:\n(?: +\| )?    .*)+\Z')
 _EXCEPTION = re.compile(
     r"(?:|.{0,80}(?:[\]):>|] ?| - |E {3,}|: \*\*|\"))"
     r"(?:(?:[a-z_]\w*\.)+(?:errors|exceptions)\.[A-Z]\w+"

@@ -178,7 +178,7 @@ class Plan(World, Choices, ConfigFacts):
         if node_rank is not None or self.has_named_master:
             command += ["--master-addr", self.master_addr]
         command += ["--nproc-per-node", str(nproc), "--master-port", str(port)]
-        if not self.engine:
+        if not self.engine:  # which would get them from the agent, but does not know them
             command += ["--rdzv-conf", f"join_timeout={self.join_timeout_s:g}"]
             command += ["--log-dir", str(self.log_dir)]
             if self.run_id:

@@ -50,11 +50,11 @@ class Test:
         self.findings.members = [parse(Member, row) for row in rows]
 
 
-def run_test(options: argparse.Namespace) -> int:
+def run_test(options: argparse.Namespace) -> None:
     """Run the whole test on this rank; on rank 0, print the verdict and write the JSON file.
 
-    Returns 0, also on other ranks after FAIL. Raises Leave on rank 0 after FAIL, and OSError or
-    ValueError if the ranks cannot join or the JSON file cannot be written.
+    Raises Leave on rank 0 after FAIL, and OSError or ValueError if the ranks cannot join or the
+    JSON file cannot be written.
     """
     started = time.monotonic()
     env = init_distributed(timeout_s=60)
@@ -87,7 +87,6 @@ def run_test(options: argparse.Namespace) -> int:
         Path(options.json).write_text(report.as_json(findings, verdict, passed=not faults))
     if faults and env.is_main:
         raise Leave(1, faults[0].name, faults[0].cause)
-    return 0
 
 
 def measure_all(test: Test) -> int:
@@ -248,7 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", default="", help="write all results to this file")
     options = parser.parse_args(arguments)
     try:
-        return run_test(options)
+        run_test(options)
+        return 0
     except (OSError, ValueError) as error:  # could not join; the text names the fault
         print(f"FAIL  {error}")
         return BAD_INPUT if getattr(error, "filename", None) else 1  # of --json

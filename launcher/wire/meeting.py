@@ -20,7 +20,7 @@ from distributed.errors import Refused
 from launcher import own_time
 from launcher.handshake import Acceptor
 from launcher.master_port import open_port
-from launcher.text import name_numbers
+from launcher.text import Say, name_numbers
 from launcher.wire import limits
 from launcher.wire.messages import Fault, Faults, Member, NodeReport, PairResult, PairTest, Refusal
 from launcher.wire.node_link import Link
@@ -37,7 +37,7 @@ CURES = {
 class Wait:
     """A wait with a limit. After CHECKIN_TELL_S, it reports once what it is waiting for."""
 
-    def __init__(self, timeout_s: float, say: Callable[[str], object] = lambda text: None) -> None:
+    def __init__(self, timeout_s: float, say: Say = lambda text: None) -> None:
         self.timeout_s = timeout_s
         self.say = say
         self.deadline = own_time.now() + timeout_s

@@ -30,6 +30,7 @@ from distributed.torch import seed_everything
 from training import batches
 from training.batches import Batches, move, share_of, shuffled
 from training.config_file import SettingsError
+from training.prepare import encode
 from training.settings import Data, Settings, Train
 from training.tasks import Task
 from training.tasks.data import (
@@ -39,6 +40,7 @@ from training.tasks.data import (
     find_corpus,
     text_files,
 )
+from training.tokenizer import Tokenizer
 
 
 def write_files(folder: Path, count: int) -> None:
@@ -457,3 +459,10 @@ def test_a_batch_is_made_by_the_tasks_own_function() -> None:
     stream = stream_of(task)
     first, second = next(stream), next(stream)
     assert first == sorted(first) and sorted([*first, *second]) == list(range(8))
+
+
+def test_a_text_that_becomes_shorter_while_it_is_encoded_is_named(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("abc")
+    with pytest.raises(SettingsError, match=r"a\.txt has become shorter; start again"):
+        list(encode(Piece(text, 0, 10), Tokenizer("bytes")))

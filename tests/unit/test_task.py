@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from distributed.checkpoint import weights_hash
 from distributed.checkpoint.files import read_progress
 from training.config_file import SettingsError
-from training.model import mean_metrics
+from training.model import mean_metrics, set_up_blocks
 from training.optimizer import Schedule, choose_optimizer
 from training.settings import Settings, Train
 from training.tasks import evaluate, metrics_of, scores_of
@@ -338,3 +338,17 @@ def test_a_best_that_no_validation_returns_is_told() -> None:
     assert scores_of(task, {"accuracy": 0.5}) == {"validation_loss": None, "score": -0.5}
     for odd in (math.nan, math.inf):  # cannot be compared, or would always be the best
         assert scores_of(task, {"accuracy": odd}) == {"validation_loss": None, "score": math.inf}
+
+
+def test_a_model_without_blocks_recomputes_nothing_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    blocks = nn.Sequential(nn.ModuleList([nn.Linear(1, 1)]))
+    set_up_blocks(
+        nn.Linear(1, 1), Train(batch_size=1, max_steps=1, activation_checkpointing="full")
+    )
+    assert "recompute  nothing: the model has no blocks (nn.ModuleList)" in caplog.text
+    caplog.clear()
+    set_up_blocks(blocks, Train(batch_size=1, max_steps=1, activation_checkpointing=1))
+    set_up_blocks(nn.Linear(1, 1), Train(batch_size=1, max_steps=1))
+    assert not caplog.text

@@ -128,7 +128,7 @@ class Stream:
     is_trickle: bool = False  # the last read returned little
     traceback_line: int = 0  # where the last traceback starts in the log; 0 if none
     last_line: int = 0
-    _last: bytes = b""  # the text of the last line
+    _last_said: bytes = b""  # the text of the last line that is no warning of torch's
     _recent: deque[bytes] = field(default_factory=lambda: deque(maxlen=_RECENT_LINES))
     _partial: bytearray = field(default_factory=bytearray)  # a progress bar if it has a \r
     _logged: float = field(default_factory=time.monotonic)  # when a bar was last logged
@@ -137,7 +137,7 @@ class Stream:
     @property
     def last_text(self) -> str:
         """The last line that is not a warning from torch's C++ code."""
-        return self._last.decode(errors="replace")
+        return self._last_said.decode(errors="replace")
 
     @property
     def recent_lines(self) -> list[str]:
@@ -186,12 +186,12 @@ class Stream:
         """
         head, end, tail = data.rpartition(b"\n")
         if end:
-            self._end_lines(head)
+            self._log_lines(head)
         self._partial += tail
         if b"\r" in tail:
             self._partial = bytearray(b"\r").join(self._partial.rsplit(b"\r", _STATES)[-_STATES:])
         if self._partial and (not data or len(self._partial) > _LONGEST_LINE):
-            self._end_lines(b"")
+            self._log_lines(b"")
 
     def show_held(self, now: float, traceback_s: float = math.inf) -> bool:
         """Show output that has been held back for long enough, and log a line that redraws itself.
@@ -213,10 +213,11 @@ class Stream:
             self.last_line = self.log.write(self.rank, [state])
         return True
 
-    def _end_lines(self, text: bytes) -> None:
+    def _log_lines(self, text: bytes) -> None:
         """Log the unfinished line and the lines of `text`, which lacks the last newline.
 
-        Also notes what is needed if the rank fails: the last lines, and where a traceback begins.
+        Keeps what a failure will need: the last lines, and the numbers in the log of the last line
+        and of the line with which the last traceback begins.
         """
         whole = bytes(self._partial + text)
         logged = self._logged_text
@@ -234,7 +235,7 @@ class Stream:
         self.last_line = self.log.write(self.rank, lines)
         self._recent.extend(line[:_RECENT_BYTES] for line in lines[-_RECENT_LINES:])
         said = (line for line in reversed(lines) if not _TORCHS_WARNING.match(line))
-        self._last = next(said, self._last)
+        self._last_said = next(said, self._last_said)
 
         if any(mark in whole for mark in _FATAL):
             for number, line in enumerate(lines, self.last_line - len(lines) + 1):

@@ -33,12 +33,15 @@ def _answer(file: Path) -> None:
     new = file.with_suffix(".new")
     while signal.sigwait({DUMP_SIGNAL}):
         with contextlib.suppress(OSError):  # a full disk
-            new.write_text(encode(newest(_recorded())))
+            new.write_text(encode(newest(_read_collectives())))
             new.replace(file)
 
 
-def _recorded() -> Iterator[Collective]:
-    """Yield the recorder's entries, as torch 2.6 and newer write them."""
+def _read_collectives() -> Iterator[Collective]:
+    """Yield the collectives that torch has recorded, without calls between two ranks.
+
+    Reads the format that torch 2.6 and newer write.
+    """
     for dump in recorders:
         for entry in json.loads(dump() or "{}").get("entries", ()):
             if entry["is_p2p"]:  # only two ranks of the group take part
