@@ -122,10 +122,7 @@ def _are_equal(total: float, squares: float, count: int) -> bool:
 
 
 def _refuse_different(own: list[str], group: dist.ProcessGroup | None) -> NoReturn:
-    """Gather what each rank has passed; raise ValueError on every rank with the differences.
-
-    `own` is the name of the call, then its details. They are known to differ between ranks.
-    """
+    """Raise ValueError on all ranks, with what differs in `own`: a call's name and its details."""
     told = [json.loads(one) for one in gather_bytes(json.dumps(own).encode(), group)]
     common = set.intersection(*map(set, told))
     ranks_of: dict[str, list[int]] = defaultdict(list)  # by what only they have passed

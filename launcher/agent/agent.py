@@ -208,10 +208,7 @@ class NodeAgent:
         }
 
     def _join_next_attempt(self, facts: Facts, verdict: Verdict) -> bool:
-        """Take part in the next attempt. Returns False if there is none.
-
-        Node rank 0 decides, and tells all other nodes; if it is lost, its successor does both.
-        """
+        """Take part in the next attempt, for which node rank 0 decides. Returns False if none."""
         team, first = self.meeting.team, verdict.outcome.failure
         can_follow = not (self.is_last or facts.signals)
         if team:  # node rank 0 decides for all nodes
@@ -228,7 +225,7 @@ class NodeAgent:
         return self._replace_first_node(loss)
 
     def _replace_first_node(self, loss: Failure) -> bool:
-        """Join or lead an attempt without node rank 0, and save the snapshot; False if it ends."""
+        """Join or become the successor of node rank 0, and save the snapshot; False if it ends."""
         followed = successor.follow_or_lead(self.meeting, self.args)
         if not followed:
             return False
