@@ -129,13 +129,14 @@ def arrange(below: Mapping[str, str]) -> Iterator[Setting]:
 def help_lines() -> Iterator[str]:
     """Yield the lines of help.txt. Above an entry, a line names its commands, unless all have it.
 
-    `print_help` in scripts/lib/launch.sh reads these lines. The first belongs to no entry.
+    `print_help` in scripts/lib/launch.sh reads these lines. The first belongs to no entry. An entry
+    with many commands stands there again for those that the line has no room for.
     """
     yield "# Written by make reference, from launcher/plan/settings.ini; do not edit."
     for commands, entries in groupby(help_entries(), itemgetter(0)):
-        yield commands
-        for _, lines in entries:
-            yield from lines
+        shown = [line for _, lines in entries for line in lines]
+        for names in textwrap.wrap(commands, WIDTH, subsequent_indent="# "):
+            yield from [names, *shown]
 
 
 def help_entries() -> Iterator[tuple[str, list[str]]]:
@@ -180,16 +181,17 @@ def entry(names: str, width: int, text: str) -> list[str]:
 
 
 def line_for(shown_by: str) -> str:
-    """Return the line above an entry: `#`, then names of commands, unless all show it.
+    """Return the line above an entry: `#`, then the commands that show it, unless all do.
 
-    A long line continues after a backslash.
+    If that is shorter, it is `#!`, then those that do not.
     """
     names = re.findall(r"\w+", shown_by.removeprefix("all but "))
     if not names:
         return "#"
     is_reverse = shown_by.startswith("all but ")
-    shown = " ".join(name for name in LAUNCHERS if (name in names) != is_reverse)
-    return " \\\n".join(f"# {line}" for line in textwrap.wrap(shown, WIDTH - len("#  \\")))
+    shown = [name for name in LAUNCHERS if (name in names) != is_reverse]
+    others = [name for name in LAUNCHERS if name not in shown]
+    return min(" ".join(["#", *shown]), " ".join(["#!", *others]), key=len)
 
 
 if __name__ == "__main__":

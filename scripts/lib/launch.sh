@@ -105,5 +105,5 @@ print_help() { # <-h|--help> <command>
   ! grep -q '^# usage: .* NODE\.\.\.' "$0" || { echo && cat "$ROOT/scripts/lib/nodes.txt"; }
   echo
   [[ $1 != -h ]] || { echo "--help also shows the options and variables of $PROGRAM." && return; }
-  sed -nE ":a;/ \\\\$/{N;s/.\n# *//;ta};/^#/{h;d};G;/\n#(.* $2\b|\$)/P" "$ROOT/scripts/lib/help.txt"
+  sed -nE "/^#/{h;d};G;/\n#!.* $2( |\$)/d;/\n#(!|.* $2( |\$)|\$)/P" "$ROOT/scripts/lib/help.txt"
 }

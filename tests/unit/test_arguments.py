@@ -346,7 +346,7 @@ def is_taken(name: str, words: list[str]) -> bool:
 
 
 def test_the_entries_name_commands_and_each_command_has_a_script() -> None:
-    written, *lines = re.findall(r"^#(.*)$", HELP.read_text().replace("\\\n#", ""), re.M)
+    written, *lines = re.findall(r"^#!?(.*)$", HELP.read_text(), re.M)
     assert not [name for name in LAUNCHERS if written.strip() in shown(name)]
     named = {word for line in lines for word in line.split()}
     assert named == {*LAUNCHERS} == COMMANDS.keys() - {"test_distributed_integration"}
