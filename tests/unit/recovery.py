@@ -131,7 +131,7 @@ if os.environ["RANK"] == killer:
     deadly(torch, "save")
     if "checkpoint.format=sharded" in sys.argv:
         from distributed.checkpoint import sharded
-        for name in ("choose", "write", "_write"):
+        for name in ("plan_and_choose", "write", "_write"):
             deadly(sharded.Parts, name)
         for name in ("write_data", "finish"):
             deadly(sharded.FileSystemWriter, name)
@@ -145,7 +145,7 @@ FAULT_POINTS = {
 }
 SHARDED = ("distributed.strategy=fsdp", "checkpoint.format=sharded")
 PART_POINTS = {  # in each rank's part of a sharded checkpoint
-    *("Saver.save", "Saver._write", "Parts.choose", "Parts.write", "Parts._write"),
+    *("Saver.save", "Saver._write", "Parts.plan_and_choose", "Parts.write", "Parts._write"),
     *("FileSystemWriter.write_data", "torch.save", "files.hash_file", "os.fsync"),
 }
 REACH = {"full": (40,), "sharded": (100, 25)}  # fault points that each rank reaches in 1 or 2 saves
