@@ -141,9 +141,7 @@ def read_batch_script(file: Path, nproc: int | None) -> World:
     which the user asked for; the script's GPUs. They remain unknown if the script does not ask for
     nodes: sbatch or qsub is then given the size.
     """
-    lines = re.findall(
-        r"^#(?:SBATCH|PBS) (.*?)(?: #.*)?$", file.read_text(errors="replace"), re.MULTILINE
-    )
+    lines = re.findall(r"(?m)^#(?:SBATCH|PBS) (.*?)(?: #.*)?$", file.read_text(errors="replace"))
     nodes, tasks, gpus = (_last_number(pattern, lines) for pattern in (_NODES, _TASKS, _GPUS))
     ranks = tasks if tasks > 1 else nproc or gpus or None
     hosts = "chosen by the scheduler when the job starts"

@@ -335,6 +335,6 @@ def has_ended(job: str) -> bool:
     It is asked for the job's record: a site's squeue may answer from a cache that does not have the
     job yet. Some minutes after the end, SLURM deletes the record, and rejects the id.
     """
-    told = ask_scheduler("sh", "-c", f"scontrol show -o job {job} 2>&1; true") or ""
-    live = r" JobState=(RUNNING|SUSPENDED|CONFIGURING|RESIZING|SIGNALING|STOPPED)"
+    told = ask_scheduler("sh", "-c", 'scontrol show -o job "$0" 2>&1; true', job) or ""
+    live = r" JobState=(PENDING|RUNNING|SUSPENDED|CONFIGURING|RESIZING|SIGNALING|STOPPED)"
     return not re.search(live, told) and bool(re.search(" JobState=|Invalid job id", told))

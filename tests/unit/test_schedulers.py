@@ -967,6 +967,7 @@ def test_a_damaged_variable_of_the_job_is_one_line(capsys: pytest.CaptureFixture
     [
         ("JobId=7 JobState=RUNNING", False),
         ("JobId=7 JobState=CONFIGURING", False),
+        ("JobId=7 JobState=PENDING", False),  # SLURM has requeued it
         ("JobId=7 JobState=COMPLETING", True),
         ("JobId=7 JobState=CANCELLED", True),
         (r"JobId=6 JobState=COMPLETED\nJobId=7 JobState=RUNNING", False),  # tasks of the array 7
