@@ -82,7 +82,7 @@ def make_plan(typed: Typed) -> Plan:
         grace_s=int(read_grace(typed.passed, environ)),
         silence_s=spares.read_silence(world, environ),
         variables=_choose_variables(environ, as_set, is_ours=is_ours),
-        container=_choose_container(typed, fanout, [log_dir, config, *words]),
+        container=_choose_container(typed, fanout, directory, [log_dir, config, *words]),
         has_checks=environ.get("SKIP_PREFLIGHT") != "1",
         preflight_s=int(environ.get("PREFLIGHT_SECONDS") or 9),
     )
@@ -98,12 +98,14 @@ def _read_restarts(typed: Typed) -> int:
     return restarts
 
 
-def _choose_container(typed: Typed, fanout: str, named: list[Path | str]) -> Container | None:
+def _choose_container(
+    typed: Typed, fanout: str, directory: Path, named: list[Path | str]
+) -> Container | None:
     """Return the container of the run, which can read `named` and the config; None without one.
 
-    `named` are paths and words that may contain paths. Raises as read_container() does.
+    The run starts in `directory`; `named` are paths and words that may contain paths. Raises as
+    read_container() does.
     """
-    directory = ROOT if typed.module else typed.here
     paths = [typed.here, ROOT, *named, *config_texts(Path(typed.config or "-"))]
     # Now, or once the job starts; a node file is that of PBS.
     in_job = fanout in ("srun", "job_command", "check") and not typed.nodefile
