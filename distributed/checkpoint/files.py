@@ -167,13 +167,16 @@ def _hash_manifest(manifest: Mapping[str, Any]) -> str:
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Rename a written checkpoint to its final name, durably, and point `latest` at it."""
-    # It is damaged, or the script saves this step again.
-    if os.path.lexists(final):
-        _delete(final)
+    """Rename a written checkpoint to its final name, durably, and point `latest` at it.
+
+    One of this step that is there already, because it is damaged or the script saves the step
+    again, is deleted only afterwards.
+    """
+    before = _retire(final)
     temporary.rename(final)
     sync(final.parent)
     update_link(final.parent / "latest", final.name)
+    _remove(before)
 
 
 def prune(run_folder: Path, step: int, keep_last: int) -> None:
@@ -199,7 +202,7 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
     for folder in scores:
         if folder not in kept:
             try:
-                _delete(folder)
+                _remove(_retire(folder))
             except OSError as error:
                 _log.warning("%s is not deleted: %s", folder, error)
 
@@ -230,20 +233,23 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def _delete(folder: Path) -> None:
-    """Delete a checkpoint. It is renamed first: a half-deleted one must not be used."""
+def _retire(folder: Path) -> Path:
+    """Rename a checkpoint, if it exists, before it is deleted: a half-deleted one must not be used.
+
+    Returns its new path; if it is not deleted, the next save deletes it.
+    """
     doomed = folder.with_name(f"{folder.name}.tmp-old")
-    folder.rename(doomed)
-    _remove(doomed)  # if this fails, the next save deletes it
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(doomed)
+    return doomed
 
 
 def _remove(path: Path) -> None:
     """Delete a folder, or a file or a link with its name; ignore errors (NFS keeps open files)."""
-    if path.is_dir() and not path.is_symlink():
+    if path.is_dir():  # rmtree would wait for a pipe
         shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 # --- reading ------------------------------------------------------------------------------------

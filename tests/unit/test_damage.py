@@ -164,13 +164,26 @@ def test_a_checkpoint_that_cannot_be_deleted_ends_no_save(
 ) -> None:
     run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
 
-    def refuse(folder: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(folder))
+    def refuse(folder: Path) -> Path:
+        if folder.exists():
+            raise PermissionError(13, "Permission denied", str(folder))
+        return folder.with_name("none")
 
-    monkeypatch.setattr(files, "_delete", refuse)
+    monkeypatch.setattr(files, "_retire", refuse)
     save(run, 3, make_state(3)[2], keep_last=1)
     assert "step-1 is not deleted: [Errno 13] Permission denied" in caplog.text
     assert told(run, caplog) == "3"
+
+
+def test_a_step_that_is_saved_again_is_there_until_the_new_one_is(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    there = []
+    monkeypatch.setattr(files, "_remove", lambda path: there.append((run / "step-2").exists()))
+    save(run, 2, make_state(2)[2], keep_last=1)
+    assert there and all(there)  # a kill during a deletion leaves it
+    assert told(run, caplog) == "2"
 
 
 # --- content that no save wrote, with hashes that agree with it -----------------------------------
