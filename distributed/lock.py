@@ -110,7 +110,8 @@ class RunLock:
     def _refuse_foreign(self, holder: Identity, me: Identity) -> None:
         """Raise Refused if the folder is named after this job's id, but belongs to another job."""
         name = self.path.parent.name
-        is_named_after_job = f"{name}.".startswith(f"{me.get('run_id')}.")
+        # Outside a job, there is no run_id, and no folder's name begins with a slash.
+        is_named_after_job = f"{name}.".startswith(f"{me.get('run_id', '/')}.")
         if is_named_after_job and _is_foreign(holder, me):
             whose = f"cluster {holder.get('cluster')}, submitted {holder.get('submitted')}"
             cause = f"{self.what} belongs to another job with the same id ({whose})"
@@ -227,7 +228,7 @@ def _is_foreign(holder: Identity, me: Identity) -> bool:
     """
 
     def differs(name: str) -> bool:
-        known = {holder.get(name, ""), me[name]} - {""}
+        known = {str(holder.get(name, "")), me[name]} - {""}  # the file may hold anything
         return len(known) == 2
 
     if not holder:

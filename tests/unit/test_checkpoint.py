@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import json
 import os
 import pickle
 import re
@@ -443,6 +444,24 @@ def test_a_foreign_run_is_continued_from_its_checkpoints(
         for file in files:
             (tools / "12" / file).touch()
     assert raised and f"add resume={saved.format(tools)}" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["None", "None.1"])
+def test_a_folder_may_be_called_none(tmp_path: Path, name: str) -> None:
+    for _ in range(2):
+        (tmp_path / name).mkdir(exist_ok=True)
+        lock_run(tmp_path / name).close()
+
+
+def test_a_lock_that_holds_anything_is_refused_in_words(tmp_path: Path, tools: Path) -> None:
+    make_tool(tools / "squeue", f"echo {SUBMITTED}")
+    os.environ |= {"SLURM_JOB_ID": "12", "SLURM_CLUSTER_NAME": "box"}
+    (tmp_path / "12").mkdir()
+    lock_run(tmp_path / "12").close()
+    file = next(path for path in (tmp_path / "12").iterdir() if "lock" in path.name)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "cluster": ["box"]}))
+    with pytest.raises(Refused, match="foreign-run"):
+        lock_run(tmp_path / "12")
 
 
 def test_what_takes_over_waits_for_a_commit(tmp_path: Path) -> None:
