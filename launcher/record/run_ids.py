@@ -29,8 +29,11 @@ def free_run_id(
     is_free = _is_new_in_job if of_job else _is_not_live
     for number in itertools.count():
         run_id = f"{name}.{number}" if number else name
-        is_new = is_free(log_dir / run_id, environ)  # checked first: a reservation is not undone
-        if is_new and (is_dry_run or _reserve(log_dir / run_id, job_start(environ))):
+        folder = log_dir / run_id
+        # Checked first, because a reservation is not undone, and again once nobody else has it.
+        if is_free(folder, environ) and (
+            is_dry_run or (_reserve(folder, environ) and is_free(folder, environ))
+        ):
             break
     return run_id
 
@@ -70,12 +73,12 @@ def _is_not_live(folder: Path, environ: Environ) -> bool:
     return False
 
 
-def _reserve(folder: Path, start: int) -> bool:
+def _reserve(folder: Path, environ: Environ) -> bool:
     """Reserve a run's name on this machine. Returns False if another launch has reserved it.
 
     The reservation lasts until this process exits or becomes the agent; then the run's record
-    decides. The next start of a job (`start` counts them) ignores reservations by a start that was
-    cut off. A folder's path is hashed because a socket's name has at most 107 bytes.
+    decides. The next start of a job ignores reservations by a start that was cut off. A folder's
+    path is hashed because a socket's name has at most 107 bytes.
     """
-    name = os.fsencode(f"{folder.absolute()} {start}")
+    name = os.fsencode(f"{folder.absolute()} {job_start(environ)}")
     return processes.claim(hashlib.sha256(name).hexdigest())

@@ -115,10 +115,10 @@ def read(folder: Path) -> Record | None:
 def update(folder: Path, **changes: Any) -> None:
     """Change fields of run.json atomically, and keep all other fields."""
     with _one_writer(folder):
-        _change(folder, changes)
+        _change(folder, **changes)
 
 
-def _change(folder: Path, changes: Mapping[str, Any]) -> None:
+def _change(folder: Path, **changes: Any) -> None:
     new = folder / f".run.json.{socket.gethostname()}.{os.getpid()}"
     record = replace(read(folder) or Record(), **changes)
     with open_own(new, "w") as file:
@@ -220,7 +220,7 @@ def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
     with writing_to(folder), _one_writer(folder):
         refuse_live(folder, environ)
         (folder / KEPT).unlink(missing_ok=True)
-        _change(folder, {**fields, "launcher": me, "job": job, **_start("starting")})
+        _change(folder, launcher=me, job=job, **fields, **_start("starting"))
 
 
 def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:

@@ -557,6 +557,20 @@ def test_a_launch_reserves_only_the_name_that_it_gets(tmp_path: Path) -> None:
     assert choose() == "100"
 
 
+def test_a_name_that_is_taken_while_this_launch_reserves_it_is_not_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the check and the reservation, another launch began, and became its agent."""
+
+    def claim(name: str) -> bool:
+        monkeypatch.setattr(processes, "claim", lambda name: True)
+        note_start(tmp_path / "100", {})
+        return True
+
+    monkeypatch.setattr(processes, "claim", claim)
+    assert free_run_id(tmp_path, "100", {}, of_job=False, is_dry_run=False) == "100.1"
+
+
 def test_a_copy_of_the_terminal_outlives_every_signal_that_stops_the_run(tmp_path: Path) -> None:
     """A scheduler signals all processes of a job; messages about the save are still kept."""
     file = tmp_path / "copy"
