@@ -49,6 +49,7 @@ from launcher.text import OwnEnviron, mend_streams, warn
 from launcher.wire import launcher_link, limits
 from launcher.wire.messages import Exit
 
+EXHAUSTED = ("low-nofile", "low-nproc", "out-of-memory")  # may make an import fail
 HAS_TORCH = b"\0"  # the first byte of the file for an agent's last output, once torch is imported
 
 
@@ -284,8 +285,8 @@ def _await_end(agent: Agent) -> int:
             if came not in notices():  # after a notice, the run continues
                 kill.set_within(agent.grace_s + limits.STOP_AGENT_S)
         elif kill.expire():
+            agent.kill()  # first: a terminal that accepts nothing would hold up the warning
             warn("node agent: killed: it did not stop in time; it is stopped (SIGSTOP) or hangs")
-            agent.kill()
     return status
 
 
@@ -342,7 +343,8 @@ def _explain_death(
 
     last = words[-1] if words else f"exit code {code}"
     cause = f"the node agent {'failed' if has_torch else 'could not import torch'}: {last}"
+    fault = "agent-killed" if has_torch else "env-missing"
     rule = find_rule("\n".join(words))
-    if rule and rule.kind == Kind.CAUSE:
-        return rule.fault, cause
-    return "agent-killed" if has_torch else "env-missing", cause
+    if rule and rule.kind == Kind.CAUSE and (has_torch or rule.fault in EXHAUSTED):
+        fault = rule.fault
+    return fault, cause

@@ -522,6 +522,9 @@ def test_an_agent_that_fails_for_a_known_reason_names_it(last: str, fault: str) 
     [
         ("ModuleNotFoundError: No module named 'torch'", "env-missing"),
         ("ImportError: libtorch_cpu.so: failed to map segment from shared object", "out-of-memory"),
+        ("RuntimeError: can't start new thread", "low-nproc"),
+        ("PermissionError: [Errno 13] Permission denied: '/x/torch/version.py'", "env-missing"),
+        ("ImportError: libtorch.so: undefined symbol: ncclCommRegister", "env-missing"),
         ("SyntaxError: invalid syntax", "env-missing"),
     ],
 )

@@ -71,7 +71,7 @@ class Team:
         took_over = []
         members = [*self.members]
         peers = {**self.peers}
-        for rank, spare in [*self._find_spares()]:
+        for rank, spare in self._find_spares():
             took_over.append(f"{spare.host} replaces {members[rank].host}")
             members[rank] = spare
             peers[rank] = self.spares.pop(spare)
