@@ -87,6 +87,12 @@ PY
   done
 }
 
+@test "--dry-run on a machine without GPUs shows the plan for one rank per GPU" {
+  CUDA_VISIBLE_DEVICES='' run launch --dry-run --nproc-per-node gpu own.py
+  [[ $status == 0 && $output == *"there is no visible GPU; give the number of processes [too-few-gpus]"* ]]
+  [[ $output == *"--nproc-per-node 1 "* ]]
+}
+
 @test "--dry-run: the plan and the golden command" {
   export RUN_ID=golden
   run --separate-stderr launch --dry-run --nproc-per-node 2 --master-port 23456 own.py --dry-run a=b -- 'c d'
