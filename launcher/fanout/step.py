@@ -1,7 +1,7 @@
 """The step of a SLURM job that runs the agents: start srun, handle signals, end the step.
 
-Through srun's stdout, the agents report how the run ended, in lines that begin with a token; the
-launcher prints the failure block at the end. srun would wait for a lost node: the launcher ends it.
+Through srun's stdout, the agents report how the run ended, in lines that begin with a token.
+Another engine reports nothing. srun would wait for a lost node: the launcher ends it.
 """
 
 import contextlib
@@ -154,7 +154,6 @@ def run_step(plan: Plan, command: Sequence[str]) -> int:
     for name in NOTICED.values():
         (plan.folder / name).unlink(missing_ok=True)  # of an earlier start
 
-    # Another engine reports nothing, so its output needs no reader.
     srun = start_srun(plan, command, None if plan.engine else subprocess.PIPE)
     output = None if plan.engine else Output(srun, plan.environ["LAUNCH_TOKEN"])
     started = time.time()
@@ -235,8 +234,7 @@ def requeue(plan: Plan) -> bool:
     if slurm.chain_of(plan.environ):
         return True
     job = job_id(plan.environ)
-    # SLURM ends the requeued job with SIGTERM, which is blocked here and in scontrol, and sends
-    # SIGKILL only after KillWait, so there is time to print the line below.
+    # SLURM ends the requeued job with SIGTERM, which is blocked, and SIGKILL after KillWait.
     is_back = subprocess.run(["scontrol", "requeue", job]).returncode == 0
     if is_back:
         warn(f"requeued job {job}; it resumes when SLURM starts it again")
@@ -246,7 +244,7 @@ def requeue(plan: Plan) -> bool:
 def note_newest(plan: Plan) -> list[str]:
     """Add the newest checkpoint's name to a file in the run's folder, which has one per start.
 
-    Returns the last MOST_STARTS; none, and adds none, if the folder of checkpoints is not known.
+    Returns the last MOST_STARTS; none if that fails, or if no folder of checkpoints is known.
     """
     if not plan.checkpoint_dir:
         return []
@@ -254,10 +252,12 @@ def note_newest(plan: Plan) -> list[str]:
     steps = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
     newest = max(map(int, filter(str.isdecimal, steps)), default=0)
     record = plan.folder / "requeues"
-    record.parent.mkdir(parents=True, exist_ok=True)
-    with open_own(record, "a") as file:
-        print(f"step-{newest}", file=file)
-    return record.read_text().splitlines()[-MOST_STARTS:]
+    with contextlib.suppress(OSError):  # a full disk is no reason not to requeue the job
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        with open_own(record, "a") as file:
+            print(f"step-{newest}", file=file)
+        return record.read_text().splitlines()[-MOST_STARTS:]
+    return []
 
 
 def await_end(plan: Plan, srun: Srun, output: Output | None, early: Sequence[int]) -> list[int]:

@@ -285,7 +285,7 @@ def own_command(environ: Environ, typed: Words) -> list[str]:
 
     file = Path(environ.get("PBS_O_WORKDIR", ""), *words[-1:])  # qsub's last argument
     # No file if qsub read it from a pipe. One with -J (Torque: -t) would start the whole array.
-    array = re.compile("^#PBS -[Jt]", re.MULTILINE)
+    array = re.compile(r"^#PBS\b.*\s-[Jt]", re.MULTILINE)
     if not file.is_file() or array.search(file.read_text(errors="replace")):
         return []
     command = _qsub(environ, file)

@@ -336,5 +336,5 @@ def has_ended(job: str) -> bool:
     job yet. Some minutes after the end, SLURM deletes the record, and rejects the id.
     """
     told = ask_scheduler("sh", "-c", 'scontrol show -o job "$0" 2>&1; true', job) or ""
-    live = r" JobState=(PENDING|RUNNING|SUSPENDED|CONFIGURING|RESIZING|SIGNALING|STOPPED)"
+    live = r" JobState=(PENDING|RUNNING|SUSPENDED|CONFIGURING|RESIZING|SIGNALING|STOPPED|REQUEUE)"
     return not re.search(live, told) and bool(re.search(" JobState=|Invalid job id", told))

@@ -772,6 +772,7 @@ def test_qsub_for_a_job_like_this_one(
         ),
         (told("qstat-xf-own-script-qdel-143"), "#PBS -J 1-3\n", ""),  # all tasks of an array
         (told("qstat-xf-own-script-qdel-143"), "#PBS -t 0-3\n", ""),  # Torque's option
+        (told("qstat-xf-own-script-qdel-143"), "#PBS  -N x\t-t 0-3\n", ""),
         (told("qstat-xf-own-script-qdel-143"), None, ""),
         (TORQUE + "    submit_args = -q batch own.pbs\n", "", None),
         ("", "", ""),

@@ -416,6 +416,14 @@ def test_three_restarts_without_a_new_step_end_the_job(
     assert capsys.readouterr().err == 2 * back[0] + 3 * back[1] + told * 2
 
 
+def test_a_job_whose_logs_cannot_be_written_is_requeued(plan: Plan, tools: Path) -> None:
+    make_tool(tools / "scontrol", f'[[ $1 == show ]] || echo "$*" >"{tools}/queued"')
+    plan.folder.parent.mkdir(parents=True)
+    plan.folder.touch()  # as if the disk were full: nothing can be written in this folder
+    assert step.requeue_after_notice(replace(plan, environ=captured("requeued-batch-step")))
+    assert (tools / "queued").read_text() == "requeue 11\n"
+
+
 def test_a_requeue_that_slurm_refuses_is_not_announced(
     plan: Plan, tools: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
