@@ -18,7 +18,7 @@ def main(arguments: Sequence[str], environ: Environ) -> int:
     program = Path(arguments[0]).name
     words = arguments[1:]
     if "explain" in program:
-        return int(import_module("launcher.explain.__main__").main(words, environ, program))
+        return int(import_module("launcher.explain.main").main(words, environ, program))
     if why := refusal(words):
         warn(f"{program}: {why}; see {program} --help")
         return BAD_INPUT

@@ -32,14 +32,15 @@ _DIGITS = b"0123456789"
 # What launchers and torch put before a line: [rank3]: (torch), [default3]: (its launcher), stderr:
 # (accelerate), ERROR 12-31 01:06:23 [core.py:603] (vLLM), 3: (srun --label), (node-1 pid=9) (Ray),
 # [1,3]<stderr>: (mpirun), node1: (pdsh), [3] and [rank0-2,5] (ours), [3]: (torchx), a timestamp.
+# Not sqlite3.Error: and the like, which begin an exception.
 _PREFIX = re.compile(
     r"(?:\[(?:rank|default|trainer|worker)(?P<torch>\d+)(?P<more>(?:[-,]\d{1,5})*)\]:?"
     r"|\[?stderr(?:\]|: )"
     r"|(?:ERROR|INFO|WARNING|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[\S+\]|\S+:\d+\])"
     r"|\((?:\S+ )?pid=\d+[^)]*\)"
     r"|\[\d+,(?P<mpi>\d+)\]<std(?:err|out)>:"
-    r"|(?P<srun>\d{1,5}):(?= )"
-    r"|(?P<host>[a-z][\w.-]*\d[\w.-]*):(?= )"
+    r"|0{0,5}(?P<srun>\d{1,5}):(?= )"
+    r"|(?P<host>(?![\w.]*\.[A-Z]\w*[a-z]\w*:)[a-z][\w.-]*\d[\w.-]*):(?= )"
     r"|\[(?P<ours>\d{1,5})\](?:(?= )|:)"
     r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[\d.,]*Z?\]?:?"
     r")(?:(?<!>:) | (?=(?:  )*\S))?"  # mpirun adds no space, and indentation is even

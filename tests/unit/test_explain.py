@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -13,15 +14,15 @@ import yaml
 from agents import PATIENCE_S, ROOT, run_program, written
 
 from launcher.cli import tools
-from launcher.explain.__main__ import find_cause, main
 from launcher.explain.kinds import Kind, Rule
+from launcher.explain.main import find_cause, main
 from launcher.explain.reading import HINT, Sighting, find_sighting, read, strip_prefix
 from launcher.explain.rules import RULES
 from launcher.failure import Failure, RaisedError, describe_end
 from launcher.record import run_json
 from launcher.record.run_json import KEPT, LauncherProcess, note_start
 
-EXPLAIN = [sys.executable, "-m", "launcher.explain"]
+EXPLAIN = [sys.executable, str(ROOT / "scripts/lib/start.py"), "launcher.explain.main"]
 LOGS = ROOT / "tests/logs"
 JUDGED = yaml.safe_load((LOGS / "judged/index.yaml").read_text())
 HEALTHY = yaml.safe_load((LOGS / "healthy/index.yaml").read_text())
@@ -98,6 +99,15 @@ def test_a_run_that_ended_well_has_no_cause(one: dict[str, str]) -> None:
         ("ERROR 12-31 01:06:23 [core.py:603] ValueError: x", "", "", "ValueError: x"),
         ("node7: ValueError: x", "", "node7", "ValueError: x"),
         ("node7: [rank3]: ValueError: x", "rank 3", "node7", "ValueError: x"),
+        ("03: ValueError: x", "rank 3", "", "ValueError: x"),
+        ("00: ValueError: x", "rank 0", "", "ValueError: x"),
+        ("sqlite3.OperationalError: x", "", "", "sqlite3.OperationalError: x"),
+        (
+            "n1.lan: boto3.exceptions.UploadError: x",
+            "",
+            "n1.lan",
+            "boto3.exceptions.UploadError: x",
+        ),
         ("2026-11-20 16:12:33,123 ValueError: x", "", "", "ValueError: x"),
         ("ValueError: x", "", "", "ValueError: x"),
         ("    raise ValueError('x: y')", None, "", "    raise ValueError('x: y')"),
@@ -450,7 +460,7 @@ def test_a_pipe_among_the_logs_of_a_run_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "node_0.log").write_text("ValueError: bad\n")
     for name in ("node_1.log", "failure.txt"):
         os.mkfifo(tmp_path / name)
-    command = [sys.executable, "-m", "launcher.explain", str(tmp_path)]
+    command = [*EXPLAIN, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert "ValueError: bad" in done.stdout, done.stderr
 
@@ -460,7 +470,7 @@ def test_a_log_is_read_from_a_pipe(name: str, tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     log = "[rank3]: ValueError: boom\n" + "step\n" * 99999
-    command = f"exec 3<&0; cat <&3 > {fifo} & exec {sys.executable} -m launcher.explain {fifo}"
+    command = f"exec 3<&0; cat <&3 > {fifo} & exec {shlex.join(EXPLAIN)} {fifo}"
     words = ["bash", "-c", command] if name == "FIFO" else [*EXPLAIN, name]
     done = subprocess.run(
         words, input=log, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
@@ -558,7 +568,7 @@ def test_a_log_of_one_endless_line_is_read_in_little_memory(tmp_path: Path) -> N
         file.write("\rstep 1\nValueError: boom\n")
     limit = 200 << 20  # bytes; the log has more
     code = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))\n"
-    code += "from launcher.explain.__main__ import main\n"
+    code += "from launcher.explain.main import main\n"
     code += f"main([{str(log)!r}], {{}})"
     done = run_program([sys.executable, "-c", code], ROOT)
     assert "cause    ValueError: boom\n" in done.stdout, done.stderr

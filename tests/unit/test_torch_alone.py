@@ -93,7 +93,8 @@ def test_the_block_of_an_error(place: Place) -> None:
     assert (code, out) == (1, "")
     head = r"FAILED   rank 1 \(local rank 1, \S+\) \d+ s after the start +\[rank-error\]\n"
     assert re.match(rf"{head}cause    ValueError: boom\n         raises.py:4 in <module>\n", err)
-    assert place.ours("launcher.explain", RUN_ID) == (0, err, "")
+    start = ROOT / "scripts/lib/start.py"
+    assert place.run(place.python, start, "launcher.explain.main", RUN_ID) == (0, err, "")
 
 
 # --- train.py, with torch and PyYAML ------------------------------------------------------------

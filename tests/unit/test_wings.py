@@ -135,7 +135,7 @@ def test_packages_of_the_launcher_import_one_another_in_one_direction() -> None:
 
 # Entry points, code in a rank that reads its own variables, and lookups for other code.
 READ_ENVIRON = {
-    *("scripts/lib/start.py", "launcher/agent/supervisor.py", "launcher/explain/__main__.py"),
+    *("scripts/lib/start.py", "launcher/agent/supervisor.py"),
     *("launcher/command.py", "launcher/agent/rank/program.py", "launcher/text.py"),
     *("distributed/environment.py", "distributed/rendezvous.py", "distributed/stop_signals.py"),
     *("distributed/heartbeat.py", "distributed/lock.py"),

@@ -11,9 +11,7 @@ refused the start, prints the refusals and their sections. Exits with 0 if it fi
 if there is none, and with 2 if a file cannot be read.
 """
 
-import os
 import shutil
-import sys
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
@@ -210,7 +208,3 @@ def print_cause(cause: Sighting, sightings: Sequence[Sighting], ranks: Sequence[
     for name, text in rows:
         if text:
             print(f"{name:<8} {printable(text)}")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
