@@ -27,14 +27,18 @@ def check_name(text: str, *known: str) -> str:
     if not (module and name):
         raise ValueError(f"{text!r} is neither {' nor '.join(known)} nor module:Class")
 
+    spec = None
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # no such module, or not a valid name
-        spec = None
+    except Exception as error:
+        missing = f"{error.name}." if isinstance(error, ModuleNotFoundError) else "/"
+        if not f"{module}.".startswith(missing):  # a package that contains it raised this
+            cause = f"{type(error).__name__}: {error}"
+            raise ValueError(f"the package of {module} cannot be imported ({cause})") from None
     if spec is None:
         raise ValueError(
-            f"there is no module {module}; "
-            f"put {module}.py into this folder, into the config's, or on PYTHONPATH"
+            f"there is no module {module}; put {module.replace('.', '/')}.py "
+            "into this folder, into the config's, or on PYTHONPATH"
         )
 
     origin = spec.origin or ""

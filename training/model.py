@@ -199,8 +199,9 @@ def mean_metrics(
             helper.beat(step)
         with helper.autocast(dtype_of(settings)):
             found = evaluate(task, module, move(batch, helper.device()))
-        names |= dict.fromkeys(found)
-        for name, (total, weight) in found.items():
+        for key, (total, weight) in found.items():
+            name = str(key)  # a task may use numbers, or an Enum
+            names[name] = None
             sums[f"{name} sum"] += counts * float(total)
             sums[f"{name} weight"] += counts * float(weight)
     for one, is_training in modes.items():

@@ -29,7 +29,8 @@ def load_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoin
     `resume: never` applies to the first start of a run, not to its restarts after a failure. The
     tensors of a sharded checkpoint are not read yet. Rank 0 logs damaged checkpoints, and renames
     those of this run. All ranks must call this. Raises SettingsError if there is a checkpoint in
-    spite of `never`, or none at PATH, and CheckpointError if all are damaged.
+    spite of `never`, or none at PATH, or one of another script, and CheckpointError if all are
+    damaged.
     """
     if resume == "never" and not is_restart:
         if steps(folder):
@@ -41,6 +42,10 @@ def load_checkpoint(resume: str, folder: Path, *, is_restart: bool) -> checkpoin
         state = checkpoint.load(Path(os.path.expanduser(resume)), whole=False)
         if state is None:
             raise SettingsError(f"resume: {resume} holds no checkpoint; correct the path")
+    if state is not None and "settings" not in state.progress:
+        raise SettingsError(
+            "resume: the checkpoint is another script's; use another RUN_ID or path"
+        )
     return state
 
 

@@ -204,7 +204,7 @@ def load(
         known = error.key
         while known and known not in level_of:
             known = known.rpartition(".")[0]
-        source = [*layers][level_of[known]] if known else str(path)
+        source = [*layers][level_of[known]] if known in level_of else str(path)
         raise SettingsError(f"{source}{line_of(source, known)}: {error}") from None
 
     changed: Tree = {}

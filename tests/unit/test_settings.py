@@ -168,7 +168,8 @@ def test_any_value_is_taken_or_refused_in_one_line(key: str, value: str) -> None
         ("train.activation_checkpointing=0", "none, full or a whole number above 0, not 0"),
         ("model.heads=3", "width 128 is not a multiple of heads 3"),
         ("train.max_steps=null", "nothing ends the run"),
-        ("task=nonesuch:Task", "there is no module nonesuch"),
+        ("task=nonesuch:Task", "there is no module nonesuch; put nonesuch.py into"),
+        ("task=json.nonesuch:Task", "there is no module json.nonesuch; put json/nonesuch.py into"),
         ("task=json:Decoder", "json/__init__.py has no class Decoder"),
         ("task=json", "neither language_model nor module:Class"),
         ("train.max_steps", "is not a setting; write it as"),
@@ -241,8 +242,10 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, text: str, place: str)
 
 
 def test_a_mistake_in_the_defaults_names_their_file(config: Path) -> None:
-    (config.parent / "base.yaml").write_text("train: {batch_size: 4, max_stepz: 10}\n")
-    assert error_of(config).startswith(f"{config.parent}/base.yaml:1: train.max_stepz: unknown key")
+    train = "train: {batch_size: 4, max_steps: 5, "
+    for wrong in (f"{train}max_stepz: 10}}", f'"": 4\n{train}}}'):
+        (config.parent / "base.yaml").write_text(f"{wrong}\n")
+        assert error_of(config).startswith(f"{config.parent}/base.yaml:1: ")
 
 
 @pytest.mark.parametrize(
@@ -270,6 +273,25 @@ def test_the_class_of_a_task_is_found_without_importing_it(
         assert error in error_of(config, "task=own_task:Mine")
     else:
         assert load(config, ["task=own_task:Mine"]).task == "own_task:Mine"
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("import nonesuch", "(ModuleNotFoundError: No module named 'nonesuch')"),
+        ("raise RuntimeError('no GPU')", "(RuntimeError: no GPU)"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_not_missing(
+    config: Path, monkeypatch: pytest.MonkeyPatch, source: str, error: str
+) -> None:
+    monkeypatch.syspath_prepend(config.parent)
+    package = config.parent / f"own_{len(source)}"
+    package.mkdir()
+    (package / "__init__.py").write_text(source)
+    (package / "tasks.py").write_text("class Mine: ...")
+    told = error_of(config, f"task={package.name}.tasks:Mine")
+    assert f"the package of {package.name}.tasks cannot be imported {error}" in told
 
 
 def test_a_missing_file_names_those_beside_it(config: Path) -> None:

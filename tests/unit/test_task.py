@@ -248,6 +248,8 @@ def test_a_metric_may_be_missing_in_some_batches() -> None:
     settings = Settings(train=Train(max_steps=1, batch_size=1))
     batches = [(4.0, True), (0.0, True)]
     assert mean_metrics(task, nn.Identity(), batches, settings, 1) == {"loss": 4.0, "rare": 1.5}
+    task.evaluate = lambda model, batch: {5: (batch, 1)}  # as in {k: ... for k in (1, 5)}
+    assert mean_metrics(task, nn.Identity(), batches, settings, 1) == {"5": 2.0}
 
 
 def test_a_task_is_found_beside_its_config(work: Work, tmp_path: Path) -> None:

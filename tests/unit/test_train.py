@@ -18,7 +18,7 @@ from launched import Work, hash_of, state_of
 from ports import free_port
 from torch import nn
 
-from distributed.checkpoint import State, weights_hash
+from distributed.checkpoint import Saver, State, weights_hash
 from distributed.environment import detect
 from distributed.errors import STOPPED
 from training.config_file import SettingsError
@@ -383,6 +383,11 @@ def test_resume_never_and_resume_from_a_path(trained: Path, text: Path) -> None:
     missing = run_tiny(trained, text, "nothing", "resume=checkpoints/no", processes=1, code=2)
     told = "resume: checkpoints/no holds no checkpoint; correct the path"
     assert missing.stderr == f"train.py: {told} [config-invalid]\n"
+    saver = Saver(trained / "own/run", keep_last=1)  # as another script does
+    saver.save(1, State({}, {}, {"step": 1}, [{}]))
+    saver.wait()
+    another = run_tiny(trained, text, "third", "resume=own/run", processes=1, code=2)
+    assert "train.py: resume: another script's checkpoint; " in another.stderr
 
 
 def test_files_in_the_runs_folder_save_and_stop(tmp_path: Path, text: Path) -> None:
