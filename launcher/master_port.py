@@ -20,8 +20,9 @@ def open_master_port(request: Request) -> tuple[int, socket.socket | None, int]:
 
     The listener is None on other nodes and after a failure; the errno is 0 if nothing has failed.
     The port is opened only once: a node that connected to a trial listener would be cut off. If
-    no port is given, a single node uses the first free one from there upwards.
+    no port is given, a single node uses the first free one from the derived one upwards.
     """
+    # On several nodes, a live run with another LOG_DIR is found at the port.
     place = request.directory / (request.log_dir if request.num_nodes == 1 else "")
     port = request.port or port_from_id(str(place / request.run_id))
     if request.node_rank != 0:
