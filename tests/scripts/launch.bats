@@ -386,6 +386,9 @@ nodes_of() { # <argument...>
   printf 'node1\nnode2 slots=3\n' >nodes.txt
   [[ $(nodes_of --hosts 'node[1-2],node3:4' --nproc-per-node 2 x.py --a=1) == "node1:2 node2:2 node3:4" ]]
   [[ $(nodes_of --hosts nodes.txt --nproc-per-node 2 x.py --a=1) == "node1:2 node2:3" ]]
+  local many
+  many=$(printf 'node%04d.cluster\n' {1..40} | paste -sd,) # longer than any file name
+  [[ $(nodes_of --hosts "$many" --nproc-per-node 2 x.py --a=1 | wc -w) == 40 ]]
   run launch --dry-run --hosts node1,node2 --via pdsh --nproc-per-node 2 x.py
   [[ $status == 0 && $output == *"pdsh -R ssh -S -w node2 "* ]]
 }
