@@ -63,6 +63,11 @@ end_of() { # <process> sets CODE
   wait "$1" || CODE=$?
 }
 
+# The launcher of a run: another test, or a user, may run launchers at the same time.
+launcher_pid() { # <run id>
+  sed -n 's/^ *"process": \([0-9]*\),$/\1/p' "logs/$1/run.json"
+}
+
 eventually() { # <command...>
   local end=$((SECONDS + PATIENCE_S))
   until "$@" >/dev/null 2>&1; do

@@ -234,7 +234,7 @@ lose_one() { # <kill|cut|stop> <node rank> <run id> <setting...>
 @test "a stop also reaches the spare; without a loss a run ends as usual" {
   export SPARES=1
   start stopped config/local3.yaml 1 node1 node2 node3 "${SETTINGS[@]/600/100000}"
-  on login kill -TERM "$(on login pgrep -o -f "/start.py launch_")"
+  on login kill -TERM "$(launcher_pid stopped)"
   end_of "$PID"
   cat stopped.out
   ((CODE == 75))

@@ -222,7 +222,7 @@ TABLE
     for ((number = 0; number < ${TIMES:-1}; number++)); do
       start "$signal-$number" config/local3.yaml 1 "${HOSTS[@]}" "${LONG[@]}"
       sleep "0.$((RANDOM % 10))" # the random moment itself
-      on login kill "-$signal" "$(on login pgrep -o -f "/start.py launch_")"
+      on login kill "-$signal" "$(launcher_pid "$signal-$number")"
       end_of "$PID"
       cat "$signal-$number.out"
       ((CODE == 75))
@@ -255,9 +255,9 @@ TABLE
     start broken "${words[@]}" 0.01
     sleep "0.$((RANDOM % 5))" # the random moment itself
     case $((number % 3)) in
-      0) on login kill -TERM "$(on login pgrep -o -f "/start.py launch ")" ;;
+      0) on login kill -TERM "$(launcher_pid broken)" ;;
       1) on node2 kill -KILL "$(find_victim broken node2 rank)" ;;
-      2) on login kill -KILL "$(on login pgrep -o -f "/start.py launch ")" ;;
+      2) on login kill -KILL "$(launcher_pid broken)" ;;
     esac
     end_of "$PID"
     eventually is_gone broken
@@ -490,7 +490,7 @@ is_started() { # <run id>
     eventually grep -q '^\[0\] met' "logs/$end/launcher_login.log"
   done
   on node2 kill -KILL "$(find_victim fails node2 rank)"
-  on login kill -KILL "$(on login pgrep -o -f '/start.py launch_pdsh_.* killed$')"
+  on login kill -KILL "$(launcher_pid killed)"
   eventually is_gone fails
   eventually is_gone killed
   eventually detached_as fails "ended, code 137"
