@@ -4,7 +4,6 @@ https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -116,11 +115,9 @@ def time_call(call: Call, whole: Tensor, part: Tensor, repeats: int) -> float:
     """
     dist.barrier()
     whole.sum().item()  # wait until the GPU is idle
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # older torch lacks the new names
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call(whole, part)
-        (whole[0] + part[0]).item()  # wait until the last call is done
-        took = (time.perf_counter() - start) / repeats
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call(whole, part)
+    (whole[0] + part[0]).item()  # wait until the last call is done
+    took = (time.perf_counter() - start) / repeats
     return float(max(gather_json(took)))
