@@ -27,11 +27,11 @@ def leave(code: int) -> NoReturn:
     if code == INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
     sys.exit(code)
 
 
-def leave_unstarted(signum: int, frame: object = None) -> NoReturn:
+def leave_unstarted(signum: int, *_: object) -> NoReturn:
     """Exit after a stop before the run has started; what runs until then ends with this process.
 
     A second such signal has no effect: Python may be about to end, and would show a traceback.

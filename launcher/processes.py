@@ -82,7 +82,7 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     """Have the kernel signal this process when its parent, with process id `parent`, dies."""
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it died before the call
-        os.kill(os.getpid(), signum)
+        signal.raise_signal(signum)
 
 
 def leave_terminal(parent: int, signum: int = signal.SIGKILL) -> None:
@@ -167,7 +167,8 @@ def has_signal(pid: int, mask: str, signum: int) -> bool:
 
 def handles(pid: int, signum: int) -> bool:
     """Whether a process handles or blocks a signal, so that the signal does not kill it."""
-    return any(has_signal(pid, mask, signum) for mask in ("SigCgt", "SigBlk"))
+    has_it = any(has_signal(pid, mask, signum) for mask in ("SigCgt", "SigBlk"))
+    return has_it and os.getpgid(pid) == pid
 
 
 def await_signal(signals: Iterable[int], limit_s: float) -> int | None:

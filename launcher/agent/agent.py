@@ -124,12 +124,12 @@ class NodeAgent:
             self.error_files = self.folder.failures / f"attempt_{own.attempt}"
             with contextlib.suppress(OSError):  # a full disk
                 self.error_files.mkdir(exist_ok=True)
-        num_nodes = len(own.hosts)
-        if own.node_rank == 0 and num_nodes > 1:
+        if own.node_rank == 0 and len(own.hosts) > 1:
             self.snapshots.outgoing.begin()
+            if has_first_ranks and self.folder:
+                self.network = prepare_watch(self.folder, args.environ)
         if has_first_ranks:
-            self.network = prepare_watch(self.folder, own.node_rank, num_nodes, args.environ)
-            folder = str(self.folder.path) if self.folder and self.restarts.record else ""
+            folder = self.folder.path if self.folder and self.restarts.record else None
             command = self.resume_command
             self.supervisor.send(
                 AgentNote(own.run_id, own.node_rank, self.started, args.nproc, folder, command)

@@ -49,7 +49,7 @@ class AgentNote:
     node_rank: int
     started: float  # seconds since the epoch
     ranks: int  # on this node
-    folder: str = ""  # of the run, if this node writes run.json
+    folder: Path | None = None  # of the run, if this node writes run.json
     command: str = ""  # that resumes the run; empty if there is none
 
 

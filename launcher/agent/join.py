@@ -1,6 +1,7 @@
 """Join a run: check in with the other nodes' agents, and on node rank 0 begin run.json."""
 
 import os
+import platform
 import re
 import socket
 from pathlib import Path
@@ -86,12 +87,13 @@ def begin_record(folder: Path, args: Arguments, own: Assignment, *, is_by_hand: 
     that --stop signals. Raises Refused if another live process has the run, or if the folder is
     not writable.
     """
+    launcher = {"launcher": LauncherProcess.of(os.getppid())} if is_by_hand else {}
     return LiveRecord(
         folder,
+        **launcher,
         attempt=own.attempt,
-        launcher=LauncherProcess.of(os.getppid()) if is_by_hand else None,
         command=args.command,
-        versions=versions(),
+        versions={**versions(), "kernel": platform.release()},
         agent_arguments=args.typed,
         hosts=own.hosts,
         world_size=own.world_size,

@@ -286,11 +286,8 @@ class NodeRanks:
         able = [each for each in living if processes.has_signal(each.pid, "SigCgt", STACK_SIGNAL)]
         running = [each for each in able if each not in stopped]
         resumed = [each for each in able if each in stopped and are_ending]
-        writing = [*running, *resumed]
-
-        sizes = stack_sizes(running)
-        resumed_sizes = stack_sizes(resumed)
-        processes.send_to_main_threads([each.pid for each in writing], STACK_SIGNAL)
+        sizes = ask_for_stacks(running)
+        resumed_sizes = ask_for_stacks(resumed)
         stuck.wait_for_stacks(sizes, limits.STACKS_WRITE_S)
         if resumed:
             processes.send([each.pid for each in stopped], signal.SIGCONT)
@@ -298,7 +295,7 @@ class NodeRanks:
 
         stacks = {}
         for each in self.all:
-            if each in writing:
+            if each in running or each in resumed:
                 stacks[each.rank] = stuck.read_stack(each.stack_file)
             elif each in stopped:
                 stacks[each.rank] = [stuck.STOPPED]
@@ -337,6 +334,8 @@ class NodeRanks:
         )
 
 
-def stack_sizes(ranks: Sequence[Rank]) -> dict[Path, int]:
-    """Return the present sizes of the files to which ranks write their stacks."""
-    return {each.stack_file: stuck.size_of(each.stack_file) for each in ranks}
+def ask_for_stacks(ranks: Sequence[Rank]) -> dict[Path, int]:
+    """Have ranks write their stacks. Returns the sizes of their files before that."""
+    sizes = {each.stack_file: stuck.size_of(each.stack_file) for each in ranks}
+    processes.send_to_main_threads([each.pid for each in ranks], STACK_SIGNAL)
+    return sizes

@@ -1,7 +1,6 @@
 """A notice (SIGUSR1 or SIGUSR2): which ranks get it, and the warning if none of them handles it."""
 
 import math
-import os
 import signal
 from dataclasses import dataclass, field
 
@@ -52,7 +51,7 @@ class Notice:
         for signum, came in list(self._came.items()):  # a signal handler may add one
             for each in self.ranks.living():
                 # A newly forked rank still has the agent's handlers and session.
-                is_ready = os.getpgid(each.pid) == each.pid and processes.handles(each.pid, signum)
+                is_ready = processes.handles(each.pid, signum)
                 if is_ready and (each.rank, came) not in self.facts.noticed:
                     processes.send([each.pid], signum)
                     self.facts.noticed.add((each.rank, came))

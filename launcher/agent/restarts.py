@@ -1,6 +1,5 @@
 """Whether a failed run restarts its ranks, and the record of its restarts (no torch)."""
 
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -123,7 +122,7 @@ class Restarts:
         """If the scheduler has started this job again, say so, and send this process SIGTERM."""
         if self.record and self.record.is_taken_over():
             say("the scheduler has started this job again; stopping this start")
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     def record_progress(self) -> None:
         """Record progress, the time of the first step, and the time lost by a restart."""

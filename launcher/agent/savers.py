@@ -12,7 +12,6 @@ wait for the failed one must end at once, however. The agent tells them apart as
 Every other rank that handles SIGTERM gets GRACE.
 """
 
-import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from distributed.heartbeat import STACK_SIGNAL
 from distributed.stop_signals import handled_signals
 from launcher import processes
 from launcher.agent.diagnosis import stuck
-from launcher.agent.node_ranks import NodeRanks, Rank, stack_sizes
+from launcher.agent.node_ranks import NodeRanks, Rank, ask_for_stacks
 from launcher.text import Say, name_ranks
 from launcher.wire import limits
 
@@ -57,7 +56,7 @@ class Savers:
         """
         was_judged = self._is_judged
         self._is_judged = True
-        if was_judged or not self._all:
+        if was_judged:
             return []
 
         now = self._collect_stacks()
@@ -81,8 +80,7 @@ class Savers:
         A rank that has not written within SAVERS_LOOK_S, on a busy machine, is left out.
         """
         asked = [each for each in self._all if each.code is None and _writes_stacks(each.pid)]
-        sizes = stack_sizes(asked)
-        processes.send_to_main_threads([each.pid for each in asked], STACK_SIGNAL)
+        sizes = ask_for_stacks(asked)
         stuck.wait_for_stacks(sizes, limits.SAVERS_LOOK_S)
 
         stacks = {}
@@ -95,9 +93,8 @@ class Savers:
 
 def _may_save(pid: int) -> bool:
     """Whether a rank handles SIGTERM, but not all stop signals: see rule 2."""
-    is_started = os.getpgid(pid) == pid  # before that, it has the agent's handlers
     handles_all = all(processes.has_signal(pid, "SigCgt", signum) for signum in handled_signals())
-    return is_started and processes.handles(pid, signal.SIGTERM) and not handles_all
+    return processes.handles(pid, signal.SIGTERM) and not handles_all
 
 
 def _writes_stacks(pid: int) -> bool:

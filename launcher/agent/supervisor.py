@@ -45,7 +45,7 @@ from launcher.outer_run import leave_outer_run
 from launcher.own_time import Deadline
 from launcher.preflight.cgroup import count_memory_kills
 from launcher.record import run_json
-from launcher.text import OwnEnviron, mend_streams, warn
+from launcher.text import OwnEnviron, mend_streams, warn, whole
 from launcher.wire import launcher_link, limits
 from launcher.wire.messages import Exit
 
@@ -149,7 +149,7 @@ def fork_agent(
     theirs.close()
     close(reapers[1])
     given = find_option(arguments, "--node-rank") or environ.get("SLURM_NODEID", "")
-    node_rank = int(given) if given.isdecimal() else 0  # the best guess so far
+    node_rank = whole(given)  # the best guess so far
     logs, run_id = find_option(arguments, "--log-dir"), environ.get("RUN_ID", "")
     writes_record = is_launcher and logs and run_id and not node_rank
     folder = Path(logs, run_id) if writes_record else None
@@ -304,7 +304,7 @@ def _report_death(
     except (OSError, ValueError):  # the agent exited before the run began
         note = replace(agent.note, started=time.time())
 
-    folder = Path(note.folder) if note.folder else agent.folder
+    folder = note.folder or agent.folder
     if folder:
         run_json.note_end(folder, code, agent=agent.pid)
 

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import json
 import os
-import platform
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -266,8 +265,6 @@ class LiveRecord:
         folder: Path,
         *,
         attempt: int,  # above 0: this agent takes over from a lost one
-        launcher: LauncherProcess | None,
-        versions: Mapping[str, str],
         **fields: Any,
     ) -> None:
         """Lock the run, and write what identifies it and is needed to repeat it.
@@ -289,13 +286,10 @@ class LiveRecord:
         if attempt:
             self.write_fields(hosts=fields["hosts"], world_size=fields["world_size"])
             return
-        if launcher:
-            fields["launcher"] = launcher
         (folder / KEPT).unlink(missing_ok=True)
         self.write_fields(
             run_id=folder.name,
             working_directory=os.getcwd(),
-            versions={**versions, "kernel": platform.release()},
             git_commit=git_commit(),
             step=-1,
             saved_step=-1,

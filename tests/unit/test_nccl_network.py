@@ -68,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 def test_rank_0_writes_a_log_where_a_port_is_active(folder: RunFolder) -> None:
     (folder.path / "nccl.log").write_text(LOGS[0]["text"])  # from an earlier run
-    watch = prepare_watch(folder, 0, 2, {})
+    watch = prepare_watch(folder, {})
     assert watch.log == folder.path / "nccl.log"
     assert look(watch) == ""
     assert watch.variables == {
@@ -93,7 +93,7 @@ def test_rank_0_writes_a_log_where_a_port_is_active(folder: RunFolder) -> None:
 def test_what_the_user_has_chosen_stays(environ: Mapping[str, str], folder: RunFolder) -> None:
     os.chdir(folder.path)
     Path("nccl.conf").write_text("NCCL_DEBUG=WARN\n")
-    assert prepare_watch(folder, 0, 2, environ) == NetworkWatch()
+    assert prepare_watch(folder, environ) == NetworkWatch()
 
 
 @pytest.mark.parametrize("environ", [{"NCCL_DEBUG": "info"}, {"LOG_LEVEL": "DEBUG"}])
@@ -101,15 +101,15 @@ def test_a_log_that_the_user_asked_for_is_read(
     environ: Mapping[str, str], folder: RunFolder
 ) -> None:
     folder.node_log.write_text("older\n")
-    assert prepare_watch(folder, 0, 2, environ) == NetworkWatch(folder.node_log, 6, "mlx5_0:1")
+    assert prepare_watch(folder, environ) == NetworkWatch(folder.node_log, 6, "mlx5_0:1")
 
 
-def test_one_node_and_other_nodes_have_nothing_to_watch(folder: RunFolder, tmp_path: Path) -> None:
-    assert prepare_watch(folder, 0, 1, {}) == prepare_watch(folder, 1, 2, {}) == NetworkWatch()
-    assert prepare_watch(None, 0, 2, {}) == NetworkWatch()
+def test_without_an_active_port_there_is_nothing_to_watch(
+    folder: RunFolder, tmp_path: Path
+) -> None:
     for file in (tmp_path / "sys").rglob("state"):
         file.write_text("1: DOWN\n")
-    assert prepare_watch(folder, 0, 2, {}) == NetworkWatch()
+    assert prepare_watch(folder, {}) == NetworkWatch()
 
 
 # --- real agents and ranks ----------------------------------------------------------------------

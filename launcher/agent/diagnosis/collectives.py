@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher import typed_json
 from launcher.own_time import turns
-from launcher.text import group_ranks, name_ranks
+from launcher.text import group_ranks, name_ranks, read_text
 from launcher.typed_json import MessageError
 from launcher.wire.states import Calls, Collective
 
@@ -31,8 +31,8 @@ def read(files: Mapping[int, Path], limit_s: float) -> dict[int, Calls]:
     found = dict[int, Calls]()
     for _ in turns(limit_s):
         for rank, file in files.items():
-            with contextlib.suppress(OSError, MessageError):
-                found[rank] = typed_json.parse(Calls, file.read_text())
+            with contextlib.suppress(MessageError):
+                found[rank] = typed_json.parse(Calls, read_text(file))
         if len(found) == len(files):
             break
     return found

@@ -15,7 +15,7 @@ from pathlib import Path
 from distributed.environment import printable
 from launcher.preflight import infiniband
 from launcher.record.run_folder import RunFolder
-from launcher.text import Environ, Say, short_host_name
+from launcher.text import Environ, Say, read_text, short_host_name
 
 _CHOSEN = re.compile(rb"NCCL INFO Using network (\S+)")  # in NCCL 2.10 to 2.32
 _REASON = re.compile(
@@ -61,17 +61,13 @@ class NetworkWatch:
         show(f"warning: {short_host_name()}: {cause}; {CURE} [nccl-on-sockets]")
 
 
-def prepare_watch(
-    folder: RunFolder | None, node_rank: int, num_nodes: int, environ: Environ
-) -> NetworkWatch:
+def prepare_watch(folder: RunFolder, environ: Environ) -> NetworkWatch:
     """Return a watch that warns if NCCL uses TCP although an InfiniBand port is active.
 
     It only watches on node rank 0 of several nodes, in a run with a folder, if a port is active. It
     does not if the user has chosen the network, or what NCCL logs: then the log may lack the line.
     Deletes the `nccl.log` of an earlier run.
     """
-    if folder is None or node_rank != 0 or num_nodes == 1:
-        return NetworkWatch()
     # With NCCL_NET, NCCL fails if it cannot use that network.
     is_chosen = "NCCL_NET" in environ or not infiniband.is_wanted(environ)
     active = [port.name for port in infiniband.read_ports() if port.is_active]
@@ -94,8 +90,5 @@ def prepare_watch(
 
 def _is_set_in_file(environ: Environ) -> bool:
     """Whether NCCL's configuration files set what to log; variables take precedence."""
-    for name in ("/etc/nccl.conf", "~/.nccl.conf", environ.get("NCCL_CONF_FILE", "")):
-        with contextlib.suppress(OSError):  # NCCL will not read it either
-            if b"NCCL_DEBUG" in Path(os.path.expanduser(name)).read_bytes():
-                return True
-    return False
+    names = "/etc/nccl.conf", "~/.nccl.conf", environ.get("NCCL_CONF_FILE", "")
+    return any("NCCL_DEBUG" in read_text(Path(os.path.expanduser(name))) for name in names)

@@ -5,7 +5,7 @@ import errno
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from distributed.errors import Refused
 from launcher import own_time
@@ -35,16 +35,14 @@ class Meeting:
     assignment: Assignment
     listener: socket.socket | None = None  # on node rank 0: where the agents met
     team: Team | None = None  # on node rank 0
-    first: Link | None = None  # elsewhere: the link to node rank 0
+    links: Peers = field(default_factory=dict)  # elsewhere: the link to node rank 0
     failover: socket.socket | None = None  # elsewhere: this agent's failover port
     took_over: Sequence[str] = ()  # replacements, if this agent just became node rank 0
 
     @property
     def peers(self) -> Peers:
         """The links by node rank: on node rank 0 to all others, elsewhere to node rank 0."""
-        if self.team:
-            return self.team.peers
-        return {} if self.first is None else {0: self.first}
+        return self.team.peers if self.team else self.links
 
     def spares(self) -> Sequence[Link]:
         """Return the links to the spares, on node rank 0."""
@@ -57,7 +55,7 @@ class Meeting:
     def keep(self, peers: Peers) -> "Meeting":
         """Return the meeting after an attempt, which hands back the links that it has not lost."""
         if self.team is None:
-            return replace(self, first=peers.get(0))
+            return replace(self, links=peers)
         self.team.part_with(self.team.peers.keys() - peers.keys())
         return self
 
@@ -321,7 +319,7 @@ def check_in(
     if isinstance(answer, Assignment):
         if me.attempt or not answer.members:  # this agent already has one, or needs none
             failover.close()
-        return Meeting(answer, first=peer, failover=failover)
+        return Meeting(answer, links={0: peer}, failover=failover)
     failover.close()
     peer.close()
     if isinstance(answer, Refusal):

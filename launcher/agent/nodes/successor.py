@@ -55,7 +55,7 @@ def follow_or_lead(before: Meeting, args: Arguments) -> Meeting | None:
                     wait,
                     connect_s=limits.LOSS_SPREAD_S,
                 )
-                return dataclasses.replace(before, assignment=new.assignment, first=new.first)
+                return dataclasses.replace(before, assignment=new.assignment, links=new.links)
     except Refused as refused:
         say(refused.message)
     return None
@@ -101,7 +101,7 @@ def _become_first(before: Meeting, me: Member, args: Arguments) -> Meeting:
         raise refused
 
     took_over = [f"{me.host} replaces {old.hosts[0]}"] if is_spare else []
-    took_over += team.refill() if team.lost else []
+    took_over += team.refill()
     listener = checkin.listen(me.address, 0)
     own = team.assign(old.attempt + 1, me.address, listener.getsockname()[1])[me.node_id]
     return Meeting(own, listener, team, took_over=took_over)

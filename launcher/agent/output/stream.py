@@ -10,7 +10,6 @@ import math
 import os
 import pty
 import re
-import select
 import termios
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from typing import IO, Any
 
 from launcher.agent.output import noise
 from launcher.agent.output.tracebacks import HeldTraceback
+from launcher.descriptors import wait_for_input
 from launcher.screen import View
 from launcher.terminal import Terminal
 from launcher.text import open_own, short_host_name, warn
@@ -252,9 +252,7 @@ class Stream:
 
     def drain(self) -> None:
         """Read what a dead rank left, without waiting for children that hold the pipe open."""
-        ready = select.poll()
-        ready.register(self.fd, select.POLLIN)
-        while ready.poll(0) and self.pump():
+        while wait_for_input([self.fd], 0) and self.pump():
             pass
 
     def end(self, *, is_consequence: bool = False) -> None:
