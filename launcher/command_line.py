@@ -4,7 +4,7 @@ import itertools
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
-from launcher.text import Environ
+from launcher.text import Environ, whole
 from launcher.wire.limits import GRACE_S, SILENCE_S
 
 _FLAGS = (  # options without a value
@@ -22,7 +22,7 @@ _FLAGS = (  # options without a value
 RANGE_CURE = "a range needs --rdzv-backend c10d; add it, or give one number"
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Return torchrun's options, and the program with its arguments.
 
     No parser may see the program's arguments: argparse would reject a script's `--log` as
@@ -32,12 +32,12 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "-":
         word = arguments[at].replace("_", "-")
         if word == "--":
-            return [*arguments[:at]], [*arguments[at + 1 :]]
+            return arguments[:at], arguments[at + 1 :]
 
         has_own_value = "=" in word or (word[1] != "-" and len(word) > 2)  # such as -r3
         is_flag = any(flag.startswith(word) for flag in _FLAGS)  # options may be abbreviated
         at += 1 if has_own_value or is_flag else 2  # the next word is the value
-    return [*arguments[:at]], [*arguments[at:]]
+    return arguments[:at], arguments[at:]
 
 
 def find_option(arguments: Sequence[str], name: str) -> str:
@@ -71,8 +71,7 @@ def read_grace(arguments: Sequence[str], environ: Environ) -> float:
 
 def read_silence(environ: Environ) -> float:
     """Return after how many seconds without a heartbeat another node or the launcher is lost."""
-    given = environ.get("SILENCE_SECONDS", "")
-    return float(given) if given.isdecimal() and int(given) else SILENCE_S  # 0 is not valid
+    return whole(environ.get("SILENCE_SECONDS", "")) or SILENCE_S  # 0 is not valid
 
 
 def read_for_torch(parse: Callable[[list[str]], Namespace], arguments: Sequence[str]) -> Namespace:

@@ -63,7 +63,7 @@ def _find_last(lines: Sequence[str], accepts: Callable[[str], object]) -> int:
 def _python_stack(lines: Sequence[str]) -> list[str]:
     """Return the frames of the main thread, which faulthandler writes last, innermost first."""
     begin = _find_last(lines, lambda line: "most recent call first" in line)
-    return [line for line in lines[begin:] if match_frame(line)] if begin >= 0 else []
+    return [line for line in lines[begin:] if match_frame(line)]
 
 
 def _explain_mismatch(stack: Sequence[str]) -> str:

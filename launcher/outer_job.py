@@ -7,7 +7,7 @@ from distributed.job import ask_scheduler
 from launcher.outer_run import remove_variables
 from launcher.proc import read_proc
 from launcher.processes import PARENT, read_stat
-from launcher.text import OwnEnviron
+from launcher.text import OwnEnviron, whole
 
 _OF_A_STEP = "SLURM_(STEP|SRUN|PTY|LAUNCH|DISTRIBUTION)"
 _OF_A_TASK = f"{_OF_A_STEP}|SLURM_(PROCID|NODEID|LOCALID|TASK_PID|GPUS_ON_NODE)"
@@ -64,7 +64,7 @@ def _read_owner(process: str) -> tuple[str, str]:
     `process` is its process id. Its parent, slurmstepd, shows them in its title: [12.batch] or
     [12.0].
     """
-    stat = read_stat(int(process)) if process.isdecimal() else []
+    stat = read_stat(whole(process))
     title = read_proc(int(stat[PARENT]), "cmdline").decode(errors="replace") if stat else ""
     found = re.search(r"\[(\d+)\.(\w+)", title)
     return (found[1], found[2]) if found else ("", "")

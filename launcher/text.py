@@ -85,6 +85,13 @@ def open_own(path: Path, mode: str, **options: Any) -> IO[Any]:
     return open(path, mode, opener=opener, **options)
 
 
+def read_text(file: Path) -> str:
+    """Return a file's text; empty if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return file.read_text(errors="surrogateescape")
+    return ""
+
+
 def warn(text: str) -> None:
     """Print a line to stderr."""
     print(text, file=sys.stderr)
@@ -200,6 +207,11 @@ def torch_cure() -> str:
     if not has_environment and (root / "Makefile").exists():
         command = f"make -C {root} setup"
     return f"set PYTHON to a Python that has it, or run {command}"
+
+
+def whole(text: str) -> int:
+    """Return a whole number; 0 for any other text."""
+    return int(text) if text.isdecimal() else 0
 
 
 def unwritable_fault(error: OSError) -> str:

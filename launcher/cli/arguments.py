@@ -15,7 +15,7 @@ from distributed.job import job_id
 from launcher.cli.options import COMMANDS, COMMON, TASKS, options_of
 from launcher.plan.plan import ROOT
 from launcher.plan.typed import Typed, Values, Words, is_same
-from launcher.text import Environ, PlanError, did_you_mean
+from launcher.text import Environ, PlanError, did_you_mean, read_text
 
 _SETTING = re.compile(r"[A-Za-z_+~][A-Za-z0-9_.+-]*=")
 _ARRAY_INDEXES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID")  # Torque has the last
@@ -72,11 +72,8 @@ def read_usage(file: str) -> str:
 
     A backslash at the end of a line joins the next one to it.
     """
-    try:
-        text = Path(file).read_text(errors="replace")
-    except OSError:
-        return ""
-    line = re.search(r"(?m)^# usage: (.*)$", re.sub(r"\\\n# *", "", text))
+    text = re.sub(r"\\\n# *", "", read_text(Path(file)))
+    line = re.search(r"(?m)^# usage: (.*)$", text)
     return line[1] if line else ""
 
 

@@ -120,8 +120,7 @@ def _join_config(script: Path, folder: str, name: str) -> str:
 
 def _read_config_variable(values: Values, environ: Environ) -> None:
     """Use qsub's `-v CONFIG=FILE` if no config was typed: qsub passes no arguments to a script."""
-    if environ.get("CONFIG"):
-        values.setdefault("config", environ["CONFIG"])
+    values.setdefault("config", environ.get("CONFIG") or None)
 
 
 def _pass_to_test(values: Values, _environ: Environ) -> None:

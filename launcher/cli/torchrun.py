@@ -66,7 +66,7 @@ def set_nodes(values: Values, nodes: str, backend: str, endpoint: str, *, in_ste
         if ":" in endpoint:
             address, _, port = endpoint.rpartition(":")
             values.setdefault("port", port)
-        values.setdefault("master", address.removeprefix("[").removesuffix("]"))
+        values.setdefault("master", address.strip("[]"))
 
 
 def leave_to_torch(values: Values, nodes: str, backend: str, endpoint: str) -> None:

@@ -153,7 +153,7 @@ def read(file: Path) -> list[Sighting]:
             break
 
     earliest = min(tables, default=first_seen)  # a table has a time; other reports have none
-    return _apply_first(earliest, sightings) if earliest else sightings
+    return [*_apply_first(earliest, sightings)] if earliest else sightings
 
 
 def _add_traceback(seen: Sighting, above: str, line: str) -> Sighting | None:
@@ -317,7 +317,7 @@ def _read_first(text: str) -> First | None:
     return First(first["time"] or "", rank, host, first["code"] or "")
 
 
-def _apply_first(first: First, sightings: Sequence[Sighting]) -> list[Sighting]:
+def _apply_first(first: First, sightings: Sequence[Sighting]) -> Iterator[Sighting]:
     """Return the sightings, changed by a launcher's report on the process that failed first.
 
     - If a sighting names no rank or that rank, it gets the rank and its host.
@@ -325,7 +325,6 @@ def _apply_first(first: First, sightings: Sequence[Sighting]) -> list[Sighting]:
     - If that code shows that the rank was not killed, other ranks were killed as a consequence.
     """
     has_killed_others = first.code not in ("", "-9")  # torch's agent kills the other ranks then
-    result = []
     for seen in sightings:
         changed = seen
         is_its_code = first.code and seen.kind == Kind.CODE
@@ -333,5 +332,4 @@ def _apply_first(first: First, sightings: Sequence[Sighting]) -> list[Sighting]:
             changed = replace(seen, rank=first.rank, host=seen.host or first.host)
         if has_killed_others and seen.fault == "rank-killed":
             changed = replace(changed, kind=Kind.CONSEQUENCE)
-        result.append(changed)
-    return result
+        yield changed

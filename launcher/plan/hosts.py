@@ -17,8 +17,10 @@ _IPV6 = re.compile(r"([^:]*@)?\[([^]]*:[^]]*)\](?::(.+))?")  # [fd00::1]:4
 _MASTER = re.compile(r"(?:\[(.*)\]|([^:]*))(?::(\d+))?")
 # Labels of 1 to 63 characters, or IPv6.
 _ADDRESS = re.compile(r"(?:[^\s,;/:.\ud800-\udfff]{1,63}(?:\.|$))*|[^\s,;/]*:[^\s,;/]*:[^\s,;/]*")
-_SGE = re.compile(r"(\S+) (\d+) \S+ \S+")  # $PE_HOSTFILE: host, slots, queue, processors
-_SLOTS = re.compile(r"(\S+) (?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d+)?")
+# Open MPI's line, or one of $PE_HOSTFILE (SGE): host, slots, queue, processors.
+_SLOTS = re.compile(
+    r"(\S+) (?:(?:max[-_]slots=\d+ )?slots=(\d+)(?: max[-_]slots=\d+)?|(\d+) \S+ \S+)"
+)
 _NODES = re.compile(r"(?:--nodes=|-N ?|select=|nodes=)(\d+)")
 _TASKS = re.compile(r"--ntasks-per-node=(\d+)")
 _GPUS = re.compile(r"(?:--gpus-per-node=|--gres=gpu:|n?gpus=)(?:[a-z]\w*:)?(\d+)")
@@ -116,8 +118,8 @@ def read_hostfile(file: Path) -> list[str]:
         fields = line.partition("#")[0].split()
         if len(fields) < 2:
             words += fields
-        elif match := _SLOTS.fullmatch(" ".join(fields)) or _SGE.fullmatch(" ".join(fields)):
-            words.append(f"{match[1]}:{match[2]}")
+        elif match := _SLOTS.fullmatch(" ".join(fields)):
+            words.append(f"{match[1]}:{match[2] or match[3]}")
         else:
             raise PlanError(
                 f"line {number} of {str(file)!r} is {line!r}; "

@@ -3,7 +3,7 @@
 from distributed.job import in_slurm_step, is_task
 from launcher.plan import pbs
 from launcher.plan.plan import Plan
-from launcher.text import Environ
+from launcher.text import Environ, whole
 
 
 def find_idle(plan: Plan) -> str:
@@ -41,7 +41,7 @@ def _job_size(environ: Environ) -> tuple[int, int]:
         per_node = environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # a100:2
         given = environ.get("SLURM_GPUS_ON_NODE") or per_node  # salloc's shell has only the latter
         sizes = (environ.get("SLURM_JOB_NUM_NODES", ""), given)
-        nodes, gpus = (int(size) if size.isdecimal() else 0 for size in sizes)
+        nodes, gpus = map(whole, sizes)
         return nodes, gpus
     nodes = pbs.count_nodes(environ)
     cards = pbs.read_lines(environ, "PBS_GPUFILE")

@@ -13,7 +13,7 @@ from shutil import which
 from distributed.job import ask_scheduler
 from launcher.plan.plan import NodePlan
 from launcher.plan.typed import Words
-from launcher.text import Environ, OwnEnviron, PlanError, count
+from launcher.text import Environ, OwnEnviron, PlanError, count, read_text, whole
 from launcher.wire import limits
 
 # What scripts read of a job, and what is the same on each of its nodes.
@@ -40,11 +40,11 @@ def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
 
     lines = read_lines(environ)
     names = dict.fromkeys(lines)
-    asked = environ.get("PBS_NUM_NODES", "")  # set by Torque
+    asked = whole(environ.get("PBS_NUM_NODES", ""))  # set by Torque
     is_complete = bool(lines)
-    if lines and asked.isdecimal() and len(names) != int(asked):
+    if lines and asked and len(names) != asked:
         # Torque counts what was requested; a scheduler may put several of these nodes on one host.
-        requested = int(environ.get("PBS_NUM_PPN") or 1) * int(asked)
+        requested = int(environ.get("PBS_NUM_PPN") or 1) * asked
         is_complete = requested in (0, len(lines))  # 0: no nodes were requested
     if not is_complete:
         raise PlanError(
@@ -72,8 +72,7 @@ def asked_ranks(environ: Environ) -> int | None:
 
 def read_lines(environ: Environ, name: str = "PBS_NODEFILE") -> list[str]:
     """Return the lines of a variable's file, if any; the node file has one for each MPI process."""
-    file = Path(environ.get(name) or "/nonexistent")
-    return file.read_text(errors="surrogateescape").split() if file.is_file() else []
+    return read_text(Path(environ.get(name, ""))).split()
 
 
 def count_nodes(environ: Environ) -> int:
@@ -103,7 +102,7 @@ def count_ranks(
 
     is_chosen = any("mpiprocs" in chunk for chunk in chunks)
     is_default = max(counts.values()) == 1
-    return {} if is_default else dict(counts), is_chosen
+    return {} if is_default else counts, is_chosen
 
 
 def add_tools_to_path(environ: OwnEnviron) -> None:
@@ -116,8 +115,7 @@ def add_tools_to_path(environ: OwnEnviron) -> None:
     if not environ.get("PBS_JOBID") or which("qstat", path=path):
         return
 
-    file = _conf_file(environ)
-    text = file.read_text(errors="replace") if file.is_file() else ""
+    text = read_text(_conf_file(environ))
     if found := re.search(r"^\s*PBS_EXEC=[\"']?([^\"'\s]+)", text, re.MULTILINE):
         environ["PATH"] = f"{path}:{found[1]}/bin"
 

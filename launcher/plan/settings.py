@@ -30,7 +30,7 @@ class Setting:
     words: Sequence[str] = ()
     least: str = ""
     most: str = ""
-    shape: str = ""
+    shape: str = "(?s).*"
     resume: str = ""
     resume_over_ssh: str = ""
     agent: str = ""
@@ -95,14 +95,12 @@ def read_value(name: str, given: str) -> str:
         return check_run_id(given)
 
     setting = VARIABLES[name]
-    if not (setting.words or setting.most or setting.shape):
-        return given
-    if setting.shape and re.fullmatch(setting.shape, given):
-        return given
     if found := [word for word in setting.words if word.lower() == given.lower()]:
         return found[0]
     if setting.most:
         return str(read_number(name, given, *setting.bounds))
+    if not setting.words and re.fullmatch(setting.shape, given):
+        return given
 
     cure = f"choose from {', '.join(setting.words)}" if setting.words else "see --help"
     raise PlanError(f"{name} is {given!r}; {did_you_mean(given, setting.words)}{cure}")

@@ -13,7 +13,7 @@ from launcher.plan.plan import World
 from launcher.plan.settings import read_nproc, read_number
 from launcher.plan.typed import Typed, Words
 from launcher.slurm_node import find_address, slurm_node
-from launcher.text import Environ, PlanError, warn
+from launcher.text import Environ, PlanError, warn, whole
 
 _REPEATED = {  # sbatch's options that a resumed job needs, and where its record has their values
     "--mem": "MinMemoryNode",
@@ -183,11 +183,10 @@ def warn_of_part(typed: Typed, *, needs_srun: bool = False) -> None:
 
 def _describe_part(environ: Environ) -> str:
     """Return in words which part of the job's nodes a step has; "" if all, or outside a step."""
-    step = environ.get("SLURM_STEP_NUM_NODES", "")
-    job = environ.get("SLURM_JOB_NUM_NODES", "")
-    if not (in_slurm_step(environ) and step.isdecimal() and job.isdecimal()):
-        return ""
-    return f"this step has {step} of the job's {job} nodes" if int(step) < int(job) else ""
+    step = whole(environ.get("SLURM_STEP_NUM_NODES", ""))
+    job = whole(environ.get("SLURM_JOB_NUM_NODES", ""))
+    is_part = in_slurm_step(environ) and 0 < step < job
+    return f"this step has {step} of the job's {job} nodes" if is_part else ""
 
 
 def _on_all_nodes(environ: Environ) -> str:

@@ -6,7 +6,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.text import count
+from launcher.text import count, read_text
 from launcher.wire.messages import Fault, Faults
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -84,7 +84,7 @@ def _limits(*names: str) -> Iterator[tuple[int, int]]:
 
 def _groups() -> Iterator[Path]:
     """Yield the folders of this process's cgroups, each followed by those of its parents."""
-    for line in MINE.read_text(errors="surrogateescape").splitlines() if MINE.exists() else ():
+    for line in read_text(MINE).splitlines():
         _, controllers, name = line.split(":", 2)
         top = CGROUPS / controllers  # cgroups v1 have a tree for each controller
         group = top / name.lstrip("/")
@@ -93,7 +93,4 @@ def _groups() -> Iterator[Path]:
 
 def _read(file: Path) -> list[str]:
     """Return the words in a file; none if it cannot be read."""
-    try:
-        return file.read_text().split()
-    except OSError:
-        return []
+    return read_text(file).split()

@@ -17,7 +17,7 @@ from launcher.master_port import open_master_port
 from launcher.preflight import between_nodes, cgroup, infiniband, must_match
 from launcher.preflight.checks import CHECKS, Machine, check_gpus, warning
 from launcher.preflight.gpus import GpuError, visible_gpus
-from launcher.text import Environ, short_host_name
+from launcher.text import Environ, short_host_name, whole
 from launcher.typed_json import parse
 from launcher.wire.launcher_link import Answers, send_message
 from launcher.wire.meeting import Wait
@@ -126,10 +126,7 @@ def _look_at_machine(request: Request, environ: Environ, port: int, port_error: 
         gpus = ()
         gpu_error = str(error)
 
-    nproc = request.nproc or len(gpus)
-    slurms_gpus = environ.get("SLURM_GPUS_ON_NODE", "")
-    if nproc == 0 and slurms_gpus.isdecimal():
-        nproc = int(slurms_gpus)
+    nproc = request.nproc or len(gpus) or whole(environ.get("SLURM_GPUS_ON_NODE", ""))
     if nproc == 0 and not gpu_error:
         nproc = request.cpu_nproc
 

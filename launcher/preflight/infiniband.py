@@ -1,12 +1,11 @@
 """The ports of this machine's InfiniBand and RoCE cards, as the kernel shows them (no torch)."""
 
-import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.text import Environ
+from launcher.text import Environ, read_text
 
 SYSFS = Path("/sys/class/infiniband")
 DEVICES = Path("/dev/infiniband")
@@ -46,9 +45,7 @@ def read_ports() -> list[Port]:
 
 def _read(file: Path) -> str:
     """Return the word in a state such as "4: ACTIVE"; empty if there is none."""
-    with contextlib.suppress(OSError):
-        return file.read_text().partition(":")[2].strip()
-    return ""
+    return read_text(file).partition(":")[2].strip()
 
 
 def is_wanted(environ: Environ) -> bool:

@@ -219,13 +219,11 @@ def _try_member(other: Member, deadline: float) -> tuple[str, str] | None:
 
 def find_loss(connection: socket.socket, within_s: float) -> str:
     """Wait until the other end's kernel has all data. Returns why it has not; "" if it has."""
-    end = time.monotonic() + within_s
-    while is_busy(connection):
-        if time.monotonic() > end:
-            size = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-            return f"it answers, but packets of {size} bytes are lost"
-        time.sleep(limits.POLL_S)
-    return ""
+    for _ in own_time.turns(within_s):
+        if not is_busy(connection):
+            return ""
+    size = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+    return f"it answers, but packets of {size} bytes are lost"
 
 
 def is_busy(connection: socket.socket) -> bool:
