@@ -157,7 +157,6 @@ def set_up_blocks(model: nn.Module, settings: Train) -> None:
             block.forward = torch.compile(block.forward)
 
 
-@torch.no_grad()
 def validate(
     task: Task, model: nn.Module, batch_size: int, settings: Settings, step: int
 ) -> dict[str, float]:

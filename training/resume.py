@@ -87,7 +87,7 @@ def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None
     _log.info(f"resumed    after step {saved.progress['step']}{source}")
 
     now: Tree = progress["settings"]
-    told = [*_changed_settings(saved.progress.get("settings", now), now)]
+    told = [*_changed_settings(saved.progress["settings"], now)]
     before = saved.progress["global_batch_size"]
     samples = progress["global_batch_size"]
     if samples != before:
