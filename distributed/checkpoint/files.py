@@ -132,8 +132,8 @@ def hash_file(file: Path) -> str:
 
 
 def pack(content: object) -> bytes:
-    """Return tensors and plain types in the format of torch.save."""
-    torch.save(content, file := io.BytesIO())
+    """Return tensors and plain types in the format of torch.save; NumPy's numbers as Python's."""
+    torch.save(plain(content), file := io.BytesIO())
     return file.getvalue()
 
 

@@ -25,7 +25,6 @@ from .files import (
     candidates,
     pack,
     parse_file,
-    plain,
     read_files,
     set_aside,
     step_of,
@@ -152,7 +151,7 @@ def gather_ranks(own: dict[str, Any]) -> Ranks:
 
     All ranks must call this.
     """
-    gathered = gather_bytes(pack(plain(own)))
+    gathered = gather_bytes(pack(own))
     return Ranks(gathered if own_rank() == 0 else [])
 
 

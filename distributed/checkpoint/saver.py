@@ -30,7 +30,6 @@ from .files import (
     commit,
     delete_leftovers,
     pack,
-    plain,
     prune,
     unpack,
     write_files,
@@ -269,7 +268,7 @@ def check_loadable(contents: Mapping[str, Any]) -> None:
     """
     for name, one in contents.items():
         try:
-            unpack(one if isinstance(one, bytes) else pack(plain(one)))
+            unpack(one if isinstance(one, bytes) else pack(one))
         except Exception as error:  # torch's, or that of an object's own pickling
             kind = re.search(r"GLOBAL ([\w.]+)", str(error))
             raise CheckpointError(

@@ -22,7 +22,7 @@ from ..collectives import gather_bytes, to_bytes
 from ..heartbeat import beat, find_record
 from ..torch_internals import copy_each, tree_map_only
 from .exchange import Neighbours, agree_on_step, deliver_copies
-from .files import pack, plain, unpack
+from .files import pack, unpack
 from .memory import BEGIN, FILES, Header, Memory, to_overwrite
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
@@ -187,7 +187,7 @@ class Snapshots:
         rest = {
             **about,
             "progress": json.dumps(about["progress"]),
-            "trees": with_leaves(plain(trees), marks),
+            "trees": with_leaves(trees, marks),
             "shapes": [tensor.shape for tensor in tensors.values()],
             "places": kinds_of(parts),
             "shared": shared,
