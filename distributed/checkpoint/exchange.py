@@ -154,7 +154,7 @@ def _transfer(
     their_size = torch.zeros(1, dtype=torch.int64)
     swap(own_size, their_size)
     if theirs is not None:
-        theirs.set_header(None)
+        theirs.set_header(Header())
         os.ftruncate(theirs.fd, int(their_size))
 
     out = _content(mine, int(own_size))

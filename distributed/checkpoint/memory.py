@@ -50,9 +50,9 @@ class Memory:
         found = Header(*_HEADER.unpack(data)) if len(data) == _HEADER.size else Header()
         return found if found.magic == _MAGIC else Header()
 
-    def set_header(self, header: Header | None) -> None:
-        """Write the header or, with None, mark the buffer as empty."""
-        os.pwrite(self.fd, _HEADER.pack(*header) if header else bytes(_HEADER.size), 0)
+    def set_header(self, header: Header) -> None:
+        """Write the header; `Header()` marks the buffer as empty."""
+        os.pwrite(self.fd, _HEADER.pack(*header), 0)
 
 
 def to_overwrite(buffers: Sequence[AnyMemory], step: int) -> AnyMemory:

@@ -94,7 +94,7 @@ class Buffer(Memory):
         self, step: int, holders: int, tensors: Sequence[Tensor], rest: bytes, rank: int = 0
     ) -> None:
         """Fill the buffer, which counts as empty until it is full. `seal` adds the checksum."""
-        self.set_header(None)
+        self.set_header(Header())
         end = _offsets(tensors)[-1]
         if kinds_of(tensors) != kinds_of(self._views):
             os.ftruncate(self.fd, end)
@@ -241,7 +241,7 @@ def recover_snapshot(folder: Path) -> Snapshot | None:
 
     for step, (buffer, _) in (*own.items(), *copies.items()):
         if step > newest:  # other ranks lack it, so the run repeats this step
-            buffer.set_header(None)
+            buffer.set_header(Header())
     if lacking:
         copy = copies[newest][0] if newest in copies else None
         deliver_copies(lacking, copy, to_overwrite(opened[:2], newest))

@@ -30,7 +30,7 @@ from distributed.checkpoint import (
     snapshots,
     weights_hash,
 )
-from distributed.checkpoint.memory import BEGIN, FILES, Memory
+from distributed.checkpoint.memory import BEGIN, FILES, Header, Memory
 from distributed.checkpoint.snapshots import Buffer, _open_buffers
 from distributed.heartbeat import name_record
 from launcher.agent.snapshots.memory import Snapshots as NodeSnapshots
@@ -235,7 +235,7 @@ def _lose_parts(
     for buffer in _open_buffers():
         header = buffer.header()
         if header.step == 3 and header.rank in (own if header.rank == rank else copies):
-            buffer.set_header(None)
+            buffer.set_header(Header())
     found = state_of(folder / "run")
     wanted = make_shared_state(2 if missed or {*own} & {*copies} else 3, "ddp")
     assert found.is_snapshot
