@@ -168,7 +168,7 @@ def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
             _fill_target(targets[name], one)
     if "rng" in mine and not is_new:
         loader.set_rng_state(mine["rng"])
-    return {"step": progress.pop("step"), **progress}
+    return progress
 
 
 def _state_of(one: Any) -> dict[str, Any]:
