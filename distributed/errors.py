@@ -1,8 +1,9 @@
-"""Exit codes, and errors that name their fault."""
+"""Exit codes, and errors that name their fault or the wrong value."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 # A run exits with 0 on success, otherwise with the code of the rank that failed first, or with:
 BAD_INPUT = 2  # the arguments, the config or the environment are wrong; nothing was started
@@ -45,3 +46,16 @@ def with_fault(kind: type[Exception], fault: str, message: str) -> Exception:
     error = kind(f"{message} [{fault}]")
     error.fault = fault  # type: ignore[attr-defined]
     return error
+
+
+def as_number(what: str, value: Any) -> float:
+    """Return a number, or the only element of a tensor or an array.
+
+    Raises a TypeError that begins with `what` for any other value.
+    """
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"{what} is {value!r:.60}; pass a number, or a tensor with one element"
+        ) from None

@@ -41,7 +41,7 @@ from torch import Tensor
 from . import collectives
 from .collectives import barrier, broadcast, gather, gather_bytes, gather_json, main_first, mean
 from .environment import BACKENDS, Environment, check_numbers, detect
-from .errors import STOPPED
+from .errors import STOPPED, as_number
 from .exit import before_finish, finish
 from .heartbeat import beat
 from .loader import get_dataloader_for_distributed, seed_everything
@@ -162,7 +162,7 @@ def sync_metrics(
     process group's and, on every rank, for names that differ.
     """
     check_numbers("this run's is", ("world_size", world_size, collectives.count_ranks()))
-    own = {name: _to_number(name, value) for name, value in values.items()}
+    own = {name: as_number(f"sync_metrics: {name}", value) for name, value in values.items()}
     if not dist.is_initialized():
         return own if weight else dict.fromkeys(own, math.nan)
 
@@ -171,15 +171,6 @@ def sync_metrics(
     *sums, total = collectives.add_up([*parts, weight], "sync_metrics", *names)
     sum_of = dict(zip(names, sums, strict=True))
     return {name: sum_of[name] / (total or math.nan) for name in own}
-
-
-def _to_number(name: str, value: Any) -> float:
-    try:
-        return float(value.detach() if isinstance(value, Tensor) else value)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
-            f"sync_metrics: {name} is {value!r:.60}; pass a number, or a tensor with one element"
-        ) from None
 
 
 def cleanup_distributed() -> None:

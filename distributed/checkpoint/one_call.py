@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..collectives import barrier, own_rank
-from ..errors import STOPPED
+from ..errors import STOPPED, as_number
 from ..exit import before_finish
 from ..heartbeat import beat
 from ..models import is_sharded, unwrap
@@ -51,16 +51,17 @@ def save(
     sharded model too. With `in_memory`, the copy is a snapshot in the node agent's memory, not a
     save; without a node agent, nothing is copied.
 
-    Raises the errors of Saver, TypeError for a score that is no number, CheckpointError if the
-    previous save failed, or if this state could not be loaded again, and ValueError for a snapshot
-    of a model that is sharded other than by rows.
+    Raises the errors of Saver, TypeError for a score or a validation loss that is no number,
+    CheckpointError if the previous save failed, or if this state could not be loaded again, and
+    ValueError for a snapshot of a model that is sharded other than by rows.
     """
     objects = {name: one for name, one in more.items() if hasattr(one, "state_dict")}
     progress = files.plain(
         {"step": step, **{n: one for n, one in more.items() if n not in objects}}
     )
-    if not isinstance(progress.get("score", 0), int | float):
-        raise TypeError(f"the score is {progress['score']!r}; pass a number")
+    for name in {"score", "validation_loss"} & progress.keys():
+        if name == "score" or progress[name] is not None:
+            progress[name] = as_number(f"the {name}", progress[name])
 
     # Of a model or an optimizer, one state is saved; of any other object, that of each rank.
     shared = {n: _state_of(one) for n, one in objects.items() if isinstance(one, _SHARED)}

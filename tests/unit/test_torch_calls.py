@@ -2,11 +2,12 @@
 
 import contextlib
 import io
-import json
 import os
 import random
+import re
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from distributed import checkpoint
 from distributed import torch as helper
+from distributed.checkpoint.files import read_progress
 from distributed.checkpoint.one_call import complete
 from distributed.collectives import gloo_group
 from distributed.torch_internals import default_store
@@ -480,19 +482,37 @@ save("run", 1, model, torch.optim.SGD(model.parameters()))
 
 def test_what_could_not_be_loaded_is_refused_at_once(tmp_path: Path) -> None:
     loop = Loop()
-    with pytest.raises(TypeError, match=r"^the score is tensor\(1\.\); pass a number"):
-        loop.save(str(tmp_path), 1, score=torch.ones(()))
+    for name, odd in (
+        ("score", None),
+        ("score", torch.ones(2)),
+        ("validation_loss", torch.ones(2)),
+        ("validation_loss", "low"),
+        ("validation_loss", {"loss": 1.0}),
+    ):
+        told = f"^the {name} is {re.escape(repr(odd))}; pass a number, or a tensor with one element"
+        with pytest.raises(TypeError, match=told):
+            loop.save(str(tmp_path), 1, **{name: odd})
     with pytest.raises(
         checkpoint.CheckpointError, match=r"^since holds datetime\.timedelta, which"
     ):
         loop.save(str(tmp_path), 1, since=timedelta(1))
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+def _of_tensors(score: float) -> dict[str, Any]:
+    return {"validation_loss": torch.full((1,), score, requires_grad=True)}
+
+
+@pytest.mark.parametrize(
+    "given", [lambda score: {"score": score, "validation_loss": None}, _of_tensors]
+)
+def test_the_newest_and_the_best_are_kept(
+    tmp_path: Path, given: Callable[[float], dict[str, Any]]
+) -> None:
     loop = Loop()
     for step, score in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5)):
-        loop.save(str(tmp_path / "run"), step, score=score)
+        loop.save(str(tmp_path / "run"), step, **given(score))
     complete(0)
     names = {path.name for path in (tmp_path / "run").iterdir() if path.name.startswith("step")}
     assert names == {"step-2", "step-3", "step-4"}
-    assert json.loads((tmp_path / "run/step-4/progress.json").read_text())["step"] == 4
+    assert loop.load(str(tmp_path / "run")) == {"step": 4, **given(2.5)}
+    assert read_progress(tmp_path / "run/step-4") == {"step": 4, **given(2.5)}
