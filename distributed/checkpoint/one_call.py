@@ -140,10 +140,11 @@ def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
     is_new = rank >= len(state.ranks)
     mine = state.ranks[0 if is_new else rank] if state.ranks else {}
     progress = {**mine.get("progress", state.progress)}
-    # Earlier versions of train.py saved its objects beside the random state.
-    own = {**mine.get("objects", {name: mine[name] for name in mine.keys() - {"rng"}})}
-    if "scaler" in progress:  # as saved by earlier versions
-        own["scaler"] = progress.pop("scaler")
+    own = mine.get("objects")
+    if own is None:  # train.py 0.2.0 saved its objects beside the random state, and the scaler here
+        own = {name: mine[name] for name in mine.keys() - {"rng"}}
+        if "scaler" in progress:
+            own["scaler"] = progress.pop("scaler")
 
     # What was saved once for all ranks.
     optimizer = {**state.optimizer}

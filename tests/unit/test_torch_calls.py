@@ -516,3 +516,23 @@ def test_the_newest_and_the_best_are_kept(
     assert names == {"step-2", "step-3", "step-4"}
     assert loop.load(str(tmp_path / "run")) == {"step": 4, **given(2.5)}
     assert read_progress(tmp_path / "run/step-4") == {"step": 4, **given(2.5)}
+
+
+def test_a_value_may_have_the_name_scaler(tmp_path: Path) -> None:
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters())
+    helper.save(tmp_path / "run", 1, net, optimizer, scaler="standard")
+    assert helper.load(tmp_path / "run", net, optimizer) == {"step": 1, "scaler": "standard"}
+
+
+def test_what_train_py_0_2_0_has_saved_beside_the_random_state_still_loads(tmp_path: Path) -> None:
+    loop = Loop(dtype="float16")
+    scaler = {**loop.scaler.state_dict(), "scale": 2.0}
+    rank = {"rng": checkpoint.rng_state(), "meter": {"loss": 1.5}}
+    progress = {"step": 1, "scaler": scaler}
+    weights = loop.model.state_dict()
+    state = checkpoint.State(weights, loop.optimizer.state_dict(), progress, [rank])
+    saver = checkpoint.Saver(tmp_path / "run", keep_last=1)
+    saver.save(1, state)
+    assert loop.load(str(tmp_path / "run")) == {"step": 1}
+    assert loop.scaler.state_dict()["scale"] == 2.0
