@@ -270,11 +270,13 @@ def _open_buffers() -> list[Buffer]:
 
 
 def copy_all(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    """Copy each tensor into its counterpart, with several threads on a CPU; wait for a GPU."""
-    if any(tensor.is_cuda for tensor in theirs):
+    """Copy each tensor into its counterpart, with several threads on a CPU; wait for all GPUs."""
+    devices = {tensor.device for tensor in theirs if tensor.is_cuda}
+    if devices:
         for memory, tensor in zip(ours, theirs, strict=True):
             memory.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
+        for device in devices:  # each copy is in the stream of the GPU that it reads
+            torch.cuda.current_stream(device).synchronize()
     else:
 
         def copy_share(first: int) -> None:

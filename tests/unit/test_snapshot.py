@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,6 +214,20 @@ def on_nodes(ranks: int, function: Callable[..., None], folder: Path, *more: Any
     files = [node.variables(rank)[FILES] for rank in range(ranks)]
     on_ranks(ranks, function, folder, files, *more)
     return node
+
+
+def test_a_copy_waits_for_every_gpu_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    ours = [SimpleNamespace(copy_=lambda one, **_: calls.append("copy")) for _ in range(3)]
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")]
+    theirs = [SimpleNamespace(device=one, is_cuda=one.type == "cuda") for one in gpus]
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda device=None: SimpleNamespace(synchronize=lambda: calls.append(device)),
+    )
+    snapshots.copy_all(ours, theirs)  # type: ignore[arg-type]
+    assert calls[:3] == ["copy"] * 3 and {*calls[3:]} == {*gpus[:2]} and len(calls) == 5
 
 
 Lost = tuple[list[int], list[int], list[int]]  # ranks without the third, their own part, a copy
