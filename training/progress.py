@@ -48,16 +48,17 @@ class ConsoleLog(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.1
 
 
 @contextlib.contextmanager
-def may_be_lost(folder: Path, what: str = "") -> Iterator[None]:
+def may_be_lost(what: str | Path) -> Iterator[None]:
     """If the body fails to show or record something, report it once; the run continues.
 
-    `what` describes the failure; by default, that the body cannot write to the folder.
+    `what` describes the failure; a folder means that the body cannot write to it.
     """
     try:
         yield
     except Exception as error:
         why = getattr(error, "strerror", "") or str(error) or type(error).__name__
-        _tell_lost(what or f"cannot write to {str(folder)!r}", why.splitlines()[0])
+        told = f"cannot write to {str(what)!r}" if isinstance(what, Path) else what
+        _tell_lost(told, why.splitlines()[0])
 
 
 @functools.cache
@@ -128,7 +129,7 @@ class Progress:
                 self._file = self._metrics.open("a")  # a new file: an earlier process keeps its own
             is_terminal = sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
             if is_terminal and is_installed("rich", "no progress bar, only lines"):
-                with may_be_lost(folder, "no progress bar"):
+                with may_be_lost("no progress bar"):
                     self._bar = _open_bar(limits)
 
     def close(self) -> None:
@@ -137,7 +138,7 @@ class Progress:
         Waits for the trackers, for up to CLOSE_S seconds.
         """
         if self._bar is not None:
-            with may_be_lost(self._folder, "no progress bar"):
+            with may_be_lost("no progress bar"):
                 self._bar.stop()
         if self._trackers.close():
             self._draw_at = 0.0
@@ -163,7 +164,7 @@ class Progress:
         if self._bar is None:
             _log.info("%s", text)
         else:
-            with may_be_lost(self._folder, "no progress bar"):
+            with may_be_lost("no progress bar"):
                 self._bar.update(self._bar.task_ids[0], completed=step, description=text)
                 self._bar.refresh()
 
@@ -210,7 +211,7 @@ class Progress:
         """
         began = time.monotonic()
         if self._enabled and began >= self._draw_at and is_installed("matplotlib", "no loss plot"):
-            with may_be_lost(self._folder, "no loss plot"):
+            with may_be_lost("no loss plot"):
                 plot.draw({"": self._folder}, self._folder / "loss.png", ["loss"], plot.SMALL)
             self._draw_at = began + 100 * (time.monotonic() - began)
 
