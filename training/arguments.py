@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distributed import __version__
-from distributed.environment import Environment, LauncherError
+from distributed.environment import BACKENDS, Environment, LauncherError
 from distributed.errors import BAD_INPUT, Leave, Refused
 from distributed.job import in_slurm_step
 from distributed.strategy import check_strategy
@@ -206,8 +206,7 @@ def _parse_arguments(description: str) -> argparse.Namespace:
     parser.add_argument(
         "--evaluate", metavar="CHECKPOINT", help="only evaluate a checkpoint, or a run's newest"
     )
-    backends = "nccl", "gloo"
-    parser.add_argument("--distributed-backend", choices=backends, help="default: the config's")
+    parser.add_argument("--distributed-backend", choices=BACKENDS, help="default: the config's")
     parser.add_argument(
         "--log-level",
         metavar="LEVEL",
