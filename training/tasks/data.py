@@ -190,12 +190,12 @@ def _read_facts(name: Path, facts: Path, train: list[Piece], validation: list[Pi
 
 
 def text_files(
-    folder: Path | None, leave_out: Callable[[OSError], None] | None = None
+    folder: Path | None, leave_out: Callable[[OSError], None]
 ) -> list[tuple[bytes, Path]]:
     """Return (SHA-256 of the name, path) of each file, sorted by hash: a fixed shuffle.
 
     These are all files below the folder; without one, the standard library's *.py files.
-    `leave_out`, if given, is called with the error of each folder that cannot be read.
+    `leave_out` is called with the error of each folder that cannot be read.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
     skipped = () if folder else SKIPPED_FOLDERS
