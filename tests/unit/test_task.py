@@ -2,6 +2,7 @@
 
 import math
 import types
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from training.config_file import SettingsError
 from training.model import mean_metrics, set_up_blocks
 from training.optimizer import Schedule, choose_optimizer
 from training.settings import Settings, Train
-from training.tasks import evaluate, metrics_of, scores_of
+from training.tasks import Task, evaluate, metrics_of, scores_of
 
 pytestmark = pytest.mark.slow
 
@@ -354,3 +355,20 @@ def test_a_model_without_blocks_recomputes_nothing_and_says_so(
     set_up_blocks(blocks, Train(batch_size=1, max_steps=1, activation_checkpointing=1))
     set_up_blocks(nn.Linear(1, 1), Train(batch_size=1, max_steps=1))
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(3, 2),
+        [torch.zeros(3, 2), torch.zeros(3)],
+        ([torch.zeros(5), torch.zeros(7), torch.zeros(9)], [0, 1, 2]),  # samples of unequal sizes
+        {"tokens": torch.zeros(3, 2), "labels": torch.zeros(3)},
+        {"texts": ["a", "b", "c"]},
+        {"inputs": {"tokens": torch.zeros(3, 2)}, "labels": torch.zeros(3)},
+        ({"tokens": torch.zeros(3, 2)}, torch.zeros(3)),
+        (UserDict(tokens=torch.zeros(3, 2)), torch.zeros(3)),
+    ],
+)
+def test_the_weight_is_the_number_of_samples(batch: Any) -> None:
+    assert Task.weight(Work, batch) == 3  # type: ignore[arg-type]

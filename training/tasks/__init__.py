@@ -59,8 +59,14 @@ class Task(Protocol):
         ...
 
     def weight(self, batch: Any) -> int:
-        """Return how many terms `loss` is the mean of, for exact averages and for the speed."""
-        return len(batch if isinstance(batch, Tensor) else next(iter(batch)))
+        """Return how many terms `loss` is the mean of, for exact averages and for the speed.
+
+        By default, this is the length of the batch's first tensor, or of its first list of samples.
+        """
+        first = batch if isinstance(batch, Tensor | Mapping) else next(iter(batch))
+        while isinstance(first, Mapping):
+            first = next(iter(first.values()))
+        return len(first)
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[float | Tensor, float]]:
         """Return (sum, weight) of each metric over a batch.
