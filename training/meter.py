@@ -57,8 +57,8 @@ class Meter:
         return time.perf_counter() - self._start
 
     def add(self, step: int, loss: Tensor, terms: int) -> None:
-        """Add one micro-batch: its mean loss, a scalar, over a number of terms."""
-        self._new.append((step, loss.detach(), terms))
+        """Add one micro-batch: its mean loss, one number of any shape, over a number of terms."""
+        self._new.append((step, loss.detach().view(()), terms))
 
     def state_dict(self) -> dict[str, float]:
         """Return sums of loss and terms since the last reading; waits for the device."""

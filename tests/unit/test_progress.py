@@ -660,7 +660,7 @@ def test_the_part_of_the_time_that_data_takes(clock: list[float]) -> None:
 def test_the_meter_weighs_its_losses_and_leaves_pauses_out(clock: list[float]) -> None:
     meter = Meter()
     meter.add(1, torch.tensor(1.0), 30)
-    meter.add(1, torch.tensor(5.0), 10)
+    meter.add(1, torch.tensor([5.0]), 10)
     clock[0] += 2
     with meter.paused():
         clock[0] += 8
