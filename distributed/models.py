@@ -57,15 +57,9 @@ class Scaler(torch.amp.GradScaler):
 
 
 @overload
-def setup_distributed_models(
-    model: nn.Module, /, *, strategy: str = ..., **options: Any
-) -> nn.Module: ...
+def setup_distributed_models(model: nn.Module, /, **options: Any) -> nn.Module: ...
 @overload
-def setup_distributed_models(
-    *models: nn.Module | None,
-    strategy: str = ...,
-    **options: Any,
-) -> tuple[Any, ...]: ...
+def setup_distributed_models(*models: nn.Module | None, **options: Any) -> tuple[Any, ...]: ...
 def setup_distributed_models(
     *models: nn.Module | None,
     strategy: str = "auto",
