@@ -24,8 +24,8 @@ fsdp2 = import_fsdp()
 
 def shard(
     model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, how: Sharding
-) -> nn.Module:
-    """Shard a model in place, block by block, with rank 0's weights; returns the model.
+) -> None:
+    """Shard a model in place, block by block, with rank 0's weights.
 
     All ranks must call this. If each group of ranks shards separately, the groups hold replicas
     (HSDP). Raises LauncherError if the ranks cannot form groups of `how.shard`, if this torch
@@ -66,7 +66,6 @@ def shard(
         )
         if is_cpu:  # sum first, then divide: an older gloo cannot average
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-    return model
 
 
 def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
@@ -83,7 +82,7 @@ def _mesh(device: torch.device, size: str | int) -> DeviceMesh:
     in_group = int(size)
     check_strategy("fsdp", ranks, in_group)
     if in_group == ranks:
-        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+        return init_device_mesh(device.type, (ranks,))
     return init_device_mesh(
         device.type, (ranks // in_group, in_group), mesh_dim_names=("replicate", "shard")
     )
