@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .environment import LauncherError, detect
 from .errors import some_of, with_fault
-from .torch_internals import references, time_limit
+from .torch_internals import device_of, references, time_limit
 
 _ROOM = 60  # values in the first message of a call, beside the hash
 _MARKS = 1 << 20  # hashes: the squares of 8,192 ranks' hashes have an exact sum
@@ -110,7 +110,7 @@ def add_up(
 
 
 def _sum(numbers: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
-    sums = torch.tensor(numbers, dtype=torch.float64, device=_device(group))
+    sums = torch.tensor(numbers, dtype=torch.float64, device=device_of(group))
     with held_by_gloo(sums):
         dist.all_reduce(sums, group=group)
     return sums.tolist()
@@ -154,7 +154,7 @@ def gather_bytes(
     if not has_group():
         return [data]
     mine = torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)[:-1]  # rejects b""
-    return [to_bytes(one.cpu()) for one in _gather(mine.to(_device(group)), call, group)]
+    return [to_bytes(one.cpu()) for one in _gather(mine.to(device_of(group)), call, group)]
 
 
 def _gather(mine: Tensor, call: str, group: dist.ProcessGroup | None = None) -> list[Tensor]:
@@ -250,7 +250,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's content, one-dimensional, on the device of the process group."""
-    whole = tensor.detach().resolve_conj().resolve_neg().to(_device()).contiguous()
+    whole = tensor.detach().resolve_conj().resolve_neg().to(device_of()).contiguous()
     return whole.view(-1).view(torch.uint8)
 
 
@@ -292,7 +292,7 @@ def mean(tensor: Tensor) -> Tensor:
         return tensor.detach().to(dtype, copy=True)
     add_up([], "mean", f"the shape {[*tensor.shape]}", f"the type {_dtype_name(tensor)}")
     whole = tensor.detach().resolve_conj().resolve_neg()
-    sums = whole.to(_device(), dtype, copy=True).contiguous()
+    sums = whole.to(device_of(), dtype, copy=True).contiguous()
     with held_by_gloo(sums):
         dist.all_reduce(sums)
     return (sums / count_ranks()).to(tensor.device)
@@ -316,10 +316,6 @@ def main_first() -> Iterator[None]:
         yield
     else:
         raise RuntimeError("rank 0 failed in main_first(); its message says why")
-
-
-def _device(group: dist.ProcessGroup | None = None) -> str:
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def to_bytes(tensor: Tensor) -> bytes:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .collectives import broadcast_weights
 from .environment import LauncherError, detect
 from .strategy import Sharding, check_strategy
-from .torch_internals import import_fsdp, set_time_limit
+from .torch_internals import device_of, import_fsdp, set_time_limit
 
 fsdp2 = import_fsdp()
 
@@ -38,7 +38,7 @@ def shard(
             "install torch 2.8 or newer, or use ddp",
             "env-missing",
         )
-    if how.cpu_offload and dist.get_backend() == "nccl":
+    if how.cpu_offload and device_of() == "cuda":
         raise LauncherError(
             "fsdp.cpu_offload needs collectives on the CPU, which NCCL does not have; "
             "set it to false, or use the gloo backend"

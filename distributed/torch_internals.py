@@ -38,6 +38,16 @@ def set_time_limit(groups: Iterable[Any]) -> None:
         distributed_c10d._set_pg_timeout(time_limit(), group)
 
 
+def device_of(group: Any = None) -> str:
+    """Return the type of device on which a process group exchanges tensors: the CPU if it can.
+
+    By default, this is the group of all ranks. get_backend() does not tell: it is "undefined" if
+    the script has chosen none (torch 2.6 and newer), and "cuda:nccl" if it has named the device.
+    """
+    types = (group or distributed_c10d._get_default_group())._device_types
+    return "cpu" if torch.device("cpu") in types else "cuda"
+
+
 _kept: list[Any] = []
 
 

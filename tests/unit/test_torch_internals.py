@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from agents import MODULES, ROOT, rarely, run_agent
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from distributed import torch_internals
+from distributed import collectives, torch_internals
 from distributed.environment import LauncherError
 from distributed.errors import Refused
 from distributed.strategy import Sharding
@@ -93,10 +95,22 @@ def test_fsdp_on_a_cpu_is_refused_where_torch_cannot(monkeypatch: pytest.MonkeyP
     assert str(error.value) == f"{told}or use ddp [env-missing]"
 
 
+@pytest.mark.parametrize(
+    ("devices", "chosen"), [("cpu", "cpu"), ("cuda", "cuda"), ("cuda cpu", "cpu")]
+)
+def test_tensors_are_exchanged_where_the_group_can_whatever_its_backend_is_called(
+    monkeypatch: pytest.MonkeyPatch, devices: str, chosen: str
+) -> None:
+    group: Any = SimpleNamespace(_device_types=[*map(torch.device, devices.split())])
+    for name in ("undefined", "cuda:nccl", "cpu:gloo,cuda:nccl", "nccl", "gloo"):
+        monkeypatch.setattr(torch.distributed, "get_backend", lambda _, name=name: name)
+        assert collectives.device_of(group) == chosen
+
+
 def test_offload_to_the_cpu_is_refused_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     from distributed import fsdp
 
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(fsdp, "device_of", lambda: "cuda")
     with pytest.raises(LauncherError, match=r"cpu_offload needs collectives on the CPU.*gloo"):
         fsdp.shard(nn.Linear(2, 2), [], torch.device("cuda"), Sharding(cpu_offload=True))
 
