@@ -157,10 +157,10 @@ def no_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
         for layer in _layers(model) if enabled else ():
             if isinstance(layer, DistributedDataParallel):
                 stack.enter_context(layer.no_sync())
-        if enabled and is_sharded(model):
-            choose: Any = unwrap(model).set_requires_gradient_sync
-            choose(False)
-            stack.callback(choose, True)
+            elif is_sharded(layer):
+                choose: Any = layer.set_requires_gradient_sync
+                choose(False)
+                stack.callback(choose, True)
         yield
 
 
