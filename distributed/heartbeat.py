@@ -104,7 +104,7 @@ class Heart:
                 marks=marks,
                 saved=saved,
                 time=now,
-                limit_s=self._limit_s or self._usual_limit(step or last.step),
+                limit_s=self._limit_s or self._usual_limit(step),
                 limit_by=self._limit_by,
                 is_counted=self.is_counted,
             )
