@@ -137,9 +137,14 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the repeated parts of a model: the contents of its outermost ModuleLists."""
-    for child in model.children():
-        yield from child if isinstance(child, nn.ModuleList) else blocks(child)
+    """Yield the repeated parts of a model: the contents of its outermost ModuleLists.
+
+    Lists within these lists are not parts themselves, but their contents are. A layer that is in a
+    list several times is yielded once.
+    """
+    for child in model.children():  # each once
+        is_block = isinstance(model, nn.ModuleList) and not isinstance(child, nn.ModuleList)
+        yield from [child] if is_block else blocks(child)
 
 
 def is_sharded(model: nn.Module) -> bool:

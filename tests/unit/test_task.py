@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from distributed.checkpoint import weights_hash
 from distributed.checkpoint.files import read_progress
+from distributed.models import blocks
 from training.config_file import SettingsError
 from training.model import mean_metrics, set_up_blocks
 from training.optimizer import Schedule, choose_optimizer
@@ -346,15 +347,22 @@ def test_a_best_that_no_validation_returns_is_told() -> None:
 def test_a_model_without_blocks_recomputes_nothing_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    blocks = nn.Sequential(nn.ModuleList([nn.Linear(1, 1)]))
+    model = nn.Sequential(nn.ModuleList([nn.Linear(1, 1)]))
     set_up_blocks(
         nn.Linear(1, 1), Train(batch_size=1, max_steps=1, activation_checkpointing="full")
     )
     assert "recompute  nothing: the model has no blocks (nn.ModuleList)" in caplog.text
     caplog.clear()
-    set_up_blocks(blocks, Train(batch_size=1, max_steps=1, activation_checkpointing=1))
+    set_up_blocks(model, Train(batch_size=1, max_steps=1, activation_checkpointing=1))
     set_up_blocks(nn.Linear(1, 1), Train(batch_size=1, max_steps=1))
     assert not caplog.text
+
+
+def test_the_blocks_of_lists_within_lists_are_found_once() -> None:
+    first, shared = nn.Linear(1, 1), nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(1, 1)])})
+    stages = nn.ModuleList([nn.ModuleList([first, shared, shared]), nn.ModuleList([nn.Tanh()])])
+    found = [*blocks(nn.ModuleDict({"stages": stages}))]
+    assert found[:2] == [first, shared] and [type(one) for one in found[2:]] == [nn.Tanh]
 
 
 @pytest.mark.parametrize(
