@@ -35,7 +35,7 @@ class Stop:
         max_seconds: float | None = None,
         *,
         save_seconds: float | None = None,  # between one save and the next
-        folder: Path | None = None,
+        folder: Path | str | None = None,
     ) -> None:
         self.reason = ""  # why this rank asks to stop; empty if it does not
         self.is_save_agreed = False  # `agreed` found a request to save and none to stop
@@ -96,7 +96,7 @@ class Stop:
         """Delete the user's file with this name, if there is one; returns whether there was."""
         if self._folder is not None:
             with contextlib.suppress(OSError):
-                (self._folder / name).unlink()
+                Path(self._folder, name).unlink()
                 return True
         return False
 

@@ -38,8 +38,11 @@ def own_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_file_is_one_request(tmp_path: Path, own_clock: list[float]) -> None:
-    stop = Stop(folder=tmp_path)
+@pytest.mark.parametrize("kind", [Path, str])
+def test_a_file_is_one_request(
+    tmp_path: Path, own_clock: list[float], kind: type[Path] | type[str]
+) -> None:
+    stop = Stop(folder=kind(tmp_path))
     for _ in range(2):
         (tmp_path / "save").touch()
         assert [take_step(stop) for _ in range(4)] == [True, False, False, False]
