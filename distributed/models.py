@@ -114,8 +114,8 @@ def setup_distributed_models(
         return DistributedDataParallel(
             model,
             device_ids=[device()] if device().type == "cuda" else None,
-            gradient_as_bucket_view=True,  # avoids a copy of the gradients
-            **options,
+            # The first avoids a copy of the gradients.
+            **{"gradient_as_bucket_view": True, **options},
         )
 
     wrapped = tuple(None if model is None else move_and_wrap(model) for model in models)

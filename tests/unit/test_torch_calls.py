@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,16 @@ def _join_after_torch() -> str:
 def test_a_group_that_the_script_made_is_taken() -> None:
     first, other = run_ranks(_join_after_torch, ranks=[0, 1], world_size=2)
     assert first == other and "Error" not in first
+
+
+def _wrap(**options: Any) -> bool:
+    helper.init_distributed()
+    return bool(helper.setup_distributed_models(nn.Linear(1, 1), **options).gradient_as_bucket_view)
+
+
+def test_a_script_may_choose_every_option_of_ddp() -> None:
+    assert both(_wrap) == [True, True]
+    assert both(partial(_wrap, gradient_as_bucket_view=False)) == [False, False]
 
 
 # --- values -------------------------------------------------------------------------------------
