@@ -26,10 +26,10 @@
 #          pip installs it as: launch --nproc-per-node 4 train.py config/x.py --batch_size=32
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-PROGRAM=launch.sh
+KIT_NAME=launch.sh KIT_ROOT=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}
 # SLURM and PBS run a copy of this file. SLURM knows the original; else search the submit folder.
-FILE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" |
+KIT_HERE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" |
   sed -n '/^ *Command=/{s///; s/\.sh .*/.sh/; p; q}') || true
-HERE=$(dirname -- "$(readlink -f -- "${FILE:-$0}")") ROOT=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}
-source "$(readlink -e -- {"$HERE"{,/..},"$ROOT"{,/launch-kit}/scripts}/lib/launch.sh | sed q)"
+KIT_HERE=$(dirname -- "$(readlink -f -- "${KIT_HERE:-$0}")")
+source "$(readlink -e {"$KIT_HERE"{,/..},"$KIT_ROOT"{,/launch-kit}/scripts}/lib/launch.sh | sed q)"
 run_command launch "$@"

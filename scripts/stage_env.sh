@@ -41,8 +41,9 @@ pack() { # <python> <folder of logs> <folder on the nodes>
   hold "$packed/$key.lock" --exclusive # only one of several launches packs
   [[ -r $archive ]] || pack_environment "$folders" "$archive" "$packed/$key-"
   archive=${archive%.tar*} key=$packed/$key.python
-  printf '#!/usr/bin/env bash\nexec bash %q --run %q %q %q "$@"\n' "$ROOT/scripts/stage_env.sh" \
-    "$archive$end" "$3/launch-kit-$UID/${archive##*/}" "$1" >"$key.new"
+  printf '#!/usr/bin/env bash\nexec bash %q --run %q %q %q "$@"\n' \
+    "$KIT_ROOT/scripts/stage_env.sh" "$archive$end" "$3/launch-kit-$UID/${archive##*/}" "$1" \
+    >"$key.new"
   chmod +x -- "$key.new" && mv -- "$key.new" "$key"
   echo "$key"
 }
@@ -77,9 +78,9 @@ pack_environment() { # <file with the folders> <archive> <beginning of the archi
   mv -- "$2.new" "$2"
 }
 
-WAIT_S=280 # for another process to pack or unpack the environment
-READERS=8  # each reads a part of the archive: a slow file server serves several at once
-MIB=1048576
+KIT_WAIT_S=280 # for another process to pack or unpack the environment
+KIT_READERS=8  # each reads a part of the archive: a slow file server serves several at once
+KIT_MIB=1048576
 
 run_staged() { # <archive> <folder> <python> <argument...>
   # Only these commands, on the nodes, unpack the archive. A machine that only launches need not.
@@ -113,8 +114,8 @@ hold_unpacked() { # <archive> <folder>
 
 hold() { # <file> <--shared|--exclusive>
   exec 9>>"$1"
-  flock "$2" --wait "$WAIT_S" 9 ||
-    fail env-missing "another process has held $1 for more than $WAIT_S s; find out why"
+  flock "$2" --wait "$KIT_WAIT_S" 9 ||
+    fail env-missing "another process has held $1 for more than $KIT_WAIT_S s; find out why"
 }
 
 # Creates a folder that belongs to this user, so that no other user's programs are run from it.
@@ -134,7 +135,7 @@ unpack_environment() { # <archive> <folder>
   remove_unused "${2%/*}"
   mapfile -t facts <"$1.facts"
   ((facts[1] + $(stat -L -c %s -- "$1") < $(df --output=avail -B1 -- "${2%/*}" | tail -n 1))) ||
-    fail disk-low "${2%/*} has no room for $((facts[1] / MIB)) MiB and the archive;" \
+    fail disk-low "${2%/*} has no room for $((facts[1] / KIT_MIB)) MiB and the archive;" \
       "give stage_env.sh a folder with more space"
   echo "stage_env.sh: $(uname -n | cut -d . -f 1): unpacking $1" >&2
   rm -rf -- "$new"
@@ -160,8 +161,8 @@ unpack_environment() { # <archive> <folder>
 read_in_parts() { # <file> <its copy>
   local size part at reader readers=()
   size=$(stat -L -c %s -- "$1")
-  part=$((size / READERS / MIB + 1))
-  for ((at = 0; at * MIB < size; at += part)); do
+  part=$((size / KIT_READERS / KIT_MIB + 1))
+  for ((at = 0; at * KIT_MIB < size; at += part)); do
     dd if="$1" of="$2" bs=1M skip="$at" seek="$at" count="$part" \
       iflag=fullblock conv=notrunc status=none &
     readers+=("$!")

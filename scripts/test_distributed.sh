@@ -18,9 +18,9 @@
 # It runs in the project's folder, logs where you start it, and ignores TRAIN_SCRIPT, CONFIG_FLAG.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-PROGRAM=test_distributed.sh
-FILE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" |
+KIT_NAME=test_distributed.sh KIT_ROOT=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}
+KIT_HERE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" |
   sed -n '/^ *Command=/{s///; s/\.sh .*/.sh/; p; q}') || true
-HERE=$(dirname -- "$(readlink -f -- "${FILE:-$0}")") ROOT=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}
-source "$(readlink -e -- {"$HERE"{,/..},"$ROOT"{,/launch-kit}/scripts}/lib/launch.sh | sed q)"
+KIT_HERE=$(dirname -- "$(readlink -f -- "${KIT_HERE:-$0}")")
+source "$(readlink -e {"$KIT_HERE"{,/..},"$KIT_ROOT"{,/launch-kit}/scripts}/lib/launch.sh | sed q)"
 run_command test_distributed "$@"

@@ -29,7 +29,7 @@ main() {
   unset TRAIN_SCRIPT
   (run_command test_distributed_integration)
 
-  local steps train=("$ROOT/scripts/slurm/slurm_train.sh" "$ROOT/config/local3.yaml")
+  local steps train=("$KIT_ROOT/scripts/slurm/slurm_train.sh" "$KIT_ROOT/config/local3.yaml")
   export RUN_ID=integration-$SLURM_JOB_ID
   for steps in 20 40; do # the second one resumes
     "${train[@]}" "train.max_steps=$steps" train.global_batch_size=null train.batch_size=4

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Every entry script sources this file. bash only finds the Python, and passes all arguments to it
-# unparsed: launcher/cli/ has the grammar.
+# unparsed: launcher/cli/ has the grammar. A variable that the user exports stays exported when bash
+# assigns it, so those that live until the exec begin with KIT_.
 
 set +o posix # if sh is bash
 unset CDPATH # with it, cd prints a path, and may find another folder
@@ -20,20 +21,20 @@ as_typed() { # <path without links> <folders as typed...>
   echo "$1"
 }
 
-ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." && pwd)
-ROOT=$(as_typed "$ROOT" "$PWD" "$(cd -- "$(dirname -- "$0")" && pwd)")
-[[ ${0##*/} == @(*.SC|slurm_script) ]] || PROGRAM=${0##*/} # schedulers' copies set it themselves
-PROGRAM=${PROGRAM:-$(sed -n 's|^# usage: .*/\([a-z_]*\.sh\).*|\1|p' "$0")}
-SUBMITTED=$0 # or the file that a scheduler was given
-ACTIVATED=() # names of the variables that the environment of PYTHON has changed
-INSIDE=''    # the Python in the container
-SITE_ROW=''  # a row of the plan
+KIT_ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." && pwd)
+KIT_ROOT=$(as_typed "$KIT_ROOT" "$PWD" "$(cd -- "$(dirname -- "$0")" && pwd)")
+[[ ${0##*/} == @(*.SC|slurm_script) ]] || KIT_NAME=${0##*/} # schedulers' copies set it themselves
+KIT_NAME=${KIT_NAME:-$(sed -n 's|^# usage: .*/\([a-z_]*\.sh\).*|\1|p' "$0")}
+KIT_FILE=${KIT_FILE:-$0} # or the file that a scheduler was given
+KIT_ACTIVATED=()         # names of the variables that the environment of PYTHON has changed
+KIT_INSIDE=''            # the Python in the container
+KIT_SITE_ROW=''          # a row of the plan
 
-source "$ROOT/scripts/lib/python.sh"
-source "$ROOT/scripts/lib/site.sh"
+source "$KIT_ROOT/scripts/lib/python.sh"
+source "$KIT_ROOT/scripts/lib/site.sh"
 
 die() { # <exit code> <"cause; cure", in one word or more>
-  printf '%s: %s\n' "$PROGRAM" "${*:2}" >&2
+  printf '%s: %s\n' "$KIT_NAME" "${*:2}" >&2
   exit "$1"
 }
 
@@ -44,11 +45,20 @@ refuse() { # <"cause; cure", in one word or more>: this machine lacks something
 
 # Starts a command of launcher/cli/options.py; does not return. LAUNCH_AS: pip's name for it.
 run_command() { # <command> <word...>
-  local s name script=${LAUNCH_AS:-$0}
-  [[ $script == */* ]] || script=./$script
+  KIT_SCRIPT=${LAUNCH_AS:-$0}
+  [[ $KIT_SCRIPT == */* ]] || KIT_SCRIPT=./$KIT_SCRIPT
   unset LAUNCH_AS
   answer "${2:-}" "$1"
+  prepare
+  read_site
+  choose_inside
+  choose_python
+  exec "$PYTHON" "$KIT_ROOT/scripts/lib/start.py" "$1" "$KIT_NAME" "$KIT_FILE" "$PWD" \
+    "${KIT_INSIDE:-$PYTHON}" "$KIT_SITE_ROW" "${KIT_ACTIVATED[*]}" "$KIT_SCRIPT" "${@:2}"
+}
 
+prepare() { # for signals; ends this process if the kit or the working directory is incomplete
+  local s name
   for s in HUP USR1 USR2 TERM; do
     # shellcheck disable=SC2064 # of this signal
     trap "echo 'stopped  by SIG$s; nothing was started' >&2; exit $((128 + $(kill -l "$s")))" "$s"
@@ -56,15 +66,9 @@ run_command() { # <command> <word...>
   pwd -P &>/dev/null ||
     die 2 "the working directory has been removed; cd to one that exists [dir-unwritable]"
   for name in launcher/start.py distributed/environment.py; do
-    [[ -r $ROOT/$name ]] || die 2 "there is no $name in $ROOT; keep scripts/, launcher/ and" \
-      "distributed/ of this project together (make init DIR=...) [env-missing]"
+    [[ -r $KIT_ROOT/$name ]] || die 2 "there is no $name in $KIT_ROOT; keep scripts/, launcher/" \
+      "and distributed/ of this project together (make init DIR=...) [env-missing]"
   done
-
-  read_site
-  choose_inside
-  choose_python
-  exec "$PYTHON" "$ROOT/scripts/lib/start.py" "$1" "$PROGRAM" "$SUBMITTED" "$PWD" \
-    "${INSIDE:-$PYTHON}" "$SITE_ROW" "${ACTIVATED[*]}" "$script" "${@:2}"
 }
 
 # Edited copies of older batch scripts call this.
@@ -77,33 +81,29 @@ run_tool() { # <argument...>
   answer "${1:-}" ''
   read_site
   choose_python
-  exec "$PYTHON" "$ROOT/scripts/lib/start.py" launcher.cli.tools "${LAUNCH_AS:-$PROGRAM}" "$@"
+  exec "$PYTHON" "$KIT_ROOT/scripts/lib/start.py" launcher.cli.tools "${LAUNCH_AS:-$KIT_NAME}" "$@"
 }
 
 # Answers options that need no Python. Above entries, help.txt names the commands that show them.
 answer() { # <first word> <command, or '' if the header of the script is the whole help>
-  local print codes
-  case $1 in
-    -h | --help) print=print_help ;;
-    --version) print=print_version ;;
-    *) return ;;
-  esac
-  "$print" "$@" | cat 2>/dev/null && exit
+  local codes
+  [[ $1 == @(-h|--help|--version) ]] || return 0
+  print_answer "$@" | cat 2>/dev/null && exit
   codes=("${PIPESTATUS[@]}")
   ((codes[1] != 1)) || die 1 "cannot write the output; free some disk space [disk-full]"
   exit $((codes[1] == 141 ? 0 : codes[0])) # 141: the reader has closed the pipe
 }
 
-print_version() {
-  echo "$PROGRAM $(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$ROOT/distributed/__init__.py")"
-}
-
-print_help() { # <-h|--help> <command>
+print_answer() { # <-h|--help|--version> <command>
+  if [[ $1 == --version ]]; then
+    sed -n "s/^__version__ = \"\(.*\)\"$/$KIT_NAME \1/p" "$KIT_ROOT/distributed/__init__.py"
+    return
+  fi
   # A backslash at the end joins two lines.
   sed -n '1d; /^#/!q; /^#[A-Z]/d; / \\$/{N; s/\\\n# *//}; s/^# \{0,1\}//; p' "$0" || return
   [[ -n $2 ]] || return 0
-  ! grep -q '^# usage: .* NODE\.\.\.' "$0" || { echo && cat "$ROOT/scripts/lib/nodes.txt"; }
+  ! grep -q '^# usage: .* NODE\.\.\.' "$0" || { echo && cat "$KIT_ROOT/scripts/lib/nodes.txt"; }
   echo
-  [[ $1 != -h ]] || { echo "--help also shows the options and variables of $PROGRAM." && return; }
-  sed -nE "/^#/{h;d};G;/\n#!.* $2( |\$)/d;/\n#(!|.* $2( |\$)|\$)/P" "$ROOT/scripts/lib/help.txt"
+  [[ $1 != -h ]] || { echo "--help also shows the options and variables of $KIT_NAME." && return; }
+  sed -nE "/^#/{h;d};G;/\n#!.* $2( |\$)/d;/\n#(!|.* $2( |\$)|\$)/P" "$KIT_ROOT/scripts/lib/help.txt"
 }

@@ -1,21 +1,21 @@
 # shellcheck shell=bash disable=SC2154 # of launch.sh
 # Finds the Python that runs the job: environment modules, conda, virtual environments.
 
-# Sets PYTHON to an absolute path, and ACTIVATED.
+# Sets PYTHON to an absolute path, and KIT_ACTIVATED.
 choose_python() {
   local name
-  local -A before=()
+  local -A KIT_BEFORE=() # `before` may be exported
   [[ -z ${PYTHON:-} ]] || type -P -- "$PYTHON" >/dev/null ||
     ! ignore_foreign PYTHON "which is not a program" || PYTHON=''
   [[ -z ${VENV:-} || -d $VENV ]] || ! ignore_foreign VENV "which is not a folder" || VENV=''
   [[ -z ${CONDA_ENV:-} ]] || type -P -- "${CONDA_EXE:-conda}" >/dev/null ||
     ! ignore_foreign CONDA_ENV "and this machine has no conda" || CONDA_ENV=''
-  for name in $(compgen -A export); do before[$name]=${!name}; done
+  for name in $(compgen -A export); do KIT_BEFORE[$name]=${!name}; done
   [[ ${MODULES:-none} == [Nn]one ]] || load_modules
   [[ -n ${PYTHON:-} ]] || find_python
   check_python
   for name in $(compgen -A export); do
-    [[ ${before[$name]-unset} == "${!name}" ]] || ACTIVATED+=("$name")
+    [[ ${KIT_BEFORE[$name]-unset} == "${!name}" ]] || KIT_ACTIVATED+=("$name")
   done
 }
 
@@ -29,8 +29,9 @@ find_python() {
   elif [[ -n ${LAUNCH_PYTHON:-} ]]; then # a command that pip installed
     PYTHON=$LAUNCH_PYTHON
   elif ! use_active; then
-    PYTHON=$ROOT/.venv/bin/python
-    [[ -x $PYTHON || $ROOT != */site-packages/* ]] || PYTHON=${ROOT%/lib*/python*}/bin/python
+    PYTHON=$KIT_ROOT/.venv/bin/python
+    [[ -x $PYTHON || $KIT_ROOT != */site-packages/* ]] ||
+      PYTHON=${KIT_ROOT%/lib*/python*}/bin/python
     [[ -x $PYTHON ]] || PYTHON=python3
   fi
 }
@@ -42,7 +43,7 @@ check_python() { # and make it an absolute path
     refuse "there is no Python at ${PYTHON@Q}$(name_target "$PYTHON");" \
       "set PYTHON to Python 3.10 or newer"
   [[ $found == /* ]] || found=$PWD/$found
-  PYTHON=$(as_typed "$found" "$PWD" "$ROOT")
+  PYTHON=$(as_typed "$found" "$PWD" "$KIT_ROOT")
 
   unset PYTHONINSPECT # if it is set, each process waits for input before it exits
   "$PYTHON" -S -c "$check" 2>/dev/null || code=$?
@@ -56,15 +57,15 @@ check_python() { # and make it an absolute path
 
 # In launch.sh, which replaces torchrun, a value that we cannot use belongs to another program.
 ignore_foreign() { # <variable> <"why">
-  [[ $PROGRAM == launch.sh && ${!1} != */* ]] || return 1
-  echo "$PROGRAM: warning: $1 is ${!1@Q}, $2; ignored" >&2
+  [[ $KIT_NAME == launch.sh && ${!1} != */* ]] || return 1
+  echo "$KIT_NAME: warning: $1 is ${!1@Q}, $2; ignored" >&2
 }
 
 # If CONTAINER is set, PYTHON and VENV are paths inside it. The launcher uses this machine's Python.
 choose_inside() {
   is_image "${CONTAINER:-}" || ! ignore_foreign CONTAINER "which is not an image" || CONTAINER=''
   [[ -n ${CONTAINER:-} ]] || return 0
-  INSIDE=${PYTHON:-${VENV:+$VENV/bin/}python3}
+  KIT_INSIDE=${PYTHON:-${VENV:+$VENV/bin/}python3}
   PYTHON='' VENV='' CONDA_ENV=''
 }
 
@@ -92,7 +93,7 @@ use_active() {
 
   if has_torch "$first"; then
     PYTHON=$first
-    echo "$PROGRAM: warning: ${named[0]} is ${!named[0]@Q}, but PATH leads to $first, which is" \
+    echo "$KIT_NAME: warning: ${named[0]} is ${!named[0]@Q}, but PATH leads to $first, which is" \
       "used; to use another, set VENV" >&2
     return
   fi
@@ -100,7 +101,7 @@ use_active() {
   for name in "${named[@]}"; do
     [[ ! -x ${!name}/bin/python ]] || { use_folder "$name" && return; }
   done
-  echo "$PROGRAM: warning: ${named[0]} is ${!named[0]@Q}, which has no bin/python; ignored" >&2
+  echo "$KIT_NAME: warning: ${named[0]} is ${!named[0]@Q}, which has no bin/python; ignored" >&2
   return 1
 }
 

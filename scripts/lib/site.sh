@@ -1,10 +1,10 @@
 # shellcheck shell=bash disable=SC2154 # of launch.sh
 # The cluster's own settings: config/site.env, or the file that SITE names.
 
-# Exports the file's variables that the user has not set; adds to ACTIVATED, and sets SITE_ROW.
+# Exports the file's variables that the user has not set; adds to KIT_ACTIVATED, sets KIT_SITE_ROW.
 read_site() {
   [[ -z ${SITE:-} || -r $SITE ]] || ! ignore_foreign SITE "which is not a file" || unset SITE
-  local file=${SITE-$ROOT/config/site.env} line name value number=0 names=()
+  local file=${SITE-$KIT_ROOT/config/site.env} line name value number=0 names=()
   [[ -n $file && (-e $file || $file == "${SITE:-}") ]] || return 0
   [[ -r $file ]] ||
     die 2 "SITE names ${file@Q}, which cannot be read; correct its path [config-invalid]"
@@ -20,8 +20,8 @@ read_site() {
     export "$name=$value"
     names+=("$name")
   done <"$file"
-  ACTIVATED+=("${names[@]}")
-  SITE_ROW="$file sets ${names[*]:-nothing that is not set already}"
+  KIT_ACTIVATED+=("${names[@]}")
+  KIT_SITE_ROW="$file sets ${names[*]:-nothing that is not set already}"
 }
 
 # [a-z] means the ASCII letters in every locale.

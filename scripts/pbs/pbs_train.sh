@@ -23,9 +23,9 @@
 set -euo pipefail
 cd -- "${PBS_O_WORKDIR:-.}"
 [[ -z ${PBS_O_WORKDIR:-} ]] || mkdir -p logs 2>/dev/null || true # PBS writes the output there
-PROGRAM=pbs_train.sh FOLDER=$(dirname -- "$(readlink -f -- "$0")")
-LIB=$(readlink -e -- {"$FOLDER/..","$PWD"{,/launch-kit}/scripts}/lib/launch.sh || true)
-[[ $LIB ]] || { echo "$PROGRAM: this copy cannot find scripts/lib; submit it from the project's" \
-  "folder or the one containing launch-kit/ [env-missing]" >&2 && exit 3; }
-source "${LIB%%$'\n'*}"
+KIT_NAME=pbs_train.sh KIT_FOLDER=$(dirname -- "$(readlink -f -- "$0")")
+KIT_LIB=$(readlink -e -- {"$KIT_FOLDER/..","$PWD"{,/launch-kit}/scripts}/lib/launch.sh || true)
+[[ $KIT_LIB ]] || { echo "$KIT_NAME: this copy cannot find scripts/lib; submit it from the" \
+  "project's folder or the one containing launch-kit/ [env-missing]" >&2 && exit 3; }
+source "${KIT_LIB%%$'\n'*}"
 run_command pbs_train "$@"

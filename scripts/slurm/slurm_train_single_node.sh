@@ -27,25 +27,24 @@
 #SBATCH --open-mode=append
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-PROGRAM=slurm_train_single_node.sh # the rest is the same in both: SLURM copies only one file
+KIT_NAME=slurm_train_single_node.sh # the rest is the same in both: SLURM copies only one file
 
 # sbatch sends the path without links. If a node lacks it, SLURM starts in /tmp; $PWD was typed.
 if [[ $PWD == /tmp && ! -d ${SLURM_SUBMIT_DIR:-/} ]]; then
   cd -- "$(sed -zn 's/^PWD=//p' /proc/$$/environ | tr -d '\0')" 2>/dev/null || true
-  [[ $PWD != /tmp ]] || { echo "$PROGRAM: $(uname -n): there is no folder" \
+  [[ $PWD != /tmp ]] || { echo "$KIT_NAME: $(uname -n): there is no folder" \
     "$SLURM_SUBMIT_DIR, where the job was submitted; submit it from one that all nodes have," \
     "or give sbatch --chdir=FOLDER [dir-not-shared]" >&2 && exit 3; }
   export SLURM_SUBMIT_DIR=$PWD
 fi
 
-FILE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null |
-  sed -n '/^ *Command=/{s///p; q}') || true # FILE and its arguments: SLURM runs a copy
-while [[ ! -e $FILE && $FILE == *' '* ]]; do FILE=${FILE% *}; done
-[[ -e $FILE ]] || FILE=$0
-HERE=$(dirname -- "$(readlink -f -- "$FILE")") ROOT=${SLURM_SUBMIT_DIR:-}
-LIB=$(readlink -e -- {"$HERE"/..,{"$HERE","$ROOT"}{,/launch-kit}/scripts}/lib/launch.sh || true)
-[[ $LIB ]] || { echo "$PROGRAM: this copy cannot find scripts/lib; submit it from the project's" \
-  "folder or the one containing launch-kit/ [env-missing]" >&2 && exit 3; }
-source "${LIB%%$'\n'*}"
-SUBMITTED=$FILE
+KIT_FILE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null |
+  sed -n '/^ *Command=/{s///p; q}') || true # the file and its arguments: SLURM runs a copy
+while [[ ! -e $KIT_FILE && $KIT_FILE == *' '* ]]; do KIT_FILE=${KIT_FILE% *}; done
+[[ -e $KIT_FILE ]] || KIT_FILE=$0
+find_lib() { readlink -e -- {"$1"/..,{"$1","$2"}{,/launch-kit}/scripts}/lib/launch.sh | sed q; }
+KIT_LIB=$(find_lib "$(dirname -- "$(readlink -f -- "$KIT_FILE")")" "${SLURM_SUBMIT_DIR:-}" || true)
+[[ $KIT_LIB ]] || { echo "$KIT_NAME: this copy cannot find scripts/lib; submit it from the" \
+  "project's folder or the one containing launch-kit/ [env-missing]" >&2 && exit 3; }
+source "$KIT_LIB"
 run_command slurm_train_single_node "$@"

@@ -6,9 +6,9 @@
 # example: scripts/ssh/launch_pdsh_multinode.sh config/local3.yaml 8 node1 node2
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-PROGRAM=launch_pdsh_multinode.sh
-FILE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" |
+KIT_NAME=launch_pdsh_multinode.sh KIT_ROOT=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}
+KIT_HERE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" |
   sed -n '/^ *Command=/{s///; s/\.sh .*/.sh/; p; q}') || true
-HERE=$(dirname -- "$(readlink -f -- "${FILE:-$0}")") ROOT=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}
-source "$(readlink -e -- {"$HERE"{,/..},"$ROOT"{,/launch-kit}/scripts}/lib/launch.sh | sed q)"
+KIT_HERE=$(dirname -- "$(readlink -f -- "${KIT_HERE:-$0}")")
+source "$(readlink -e {"$KIT_HERE"{,/..},"$KIT_ROOT"{,/launch-kit}/scripts}/lib/launch.sh | sed q)"
 run_command launch_pdsh_multinode "$@"

@@ -10,9 +10,9 @@
 # example: scripts/ssh/launch_singlenode.sh config/local3.yaml 2 train.max_steps=100
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-PROGRAM=launch_singlenode.sh
-FILE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" |
+KIT_NAME=launch_singlenode.sh KIT_ROOT=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}
+KIT_HERE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" |
   sed -n '/^ *Command=/{s///; s/\.sh .*/.sh/; p; q}') || true
-HERE=$(dirname -- "$(readlink -f -- "${FILE:-$0}")") ROOT=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}
-source "$(readlink -e -- {"$HERE"{,/..},"$ROOT"{,/launch-kit}/scripts}/lib/launch.sh | sed q)"
+KIT_HERE=$(dirname -- "$(readlink -f -- "${KIT_HERE:-$0}")")
+source "$(readlink -e {"$KIT_HERE"{,/..},"$KIT_ROOT"{,/launch-kit}/scripts}/lib/launch.sh | sed q)"
 run_command launch_singlenode "$@"

@@ -314,6 +314,37 @@ make_repository() {
   [[ $status == 2 && $output == *"SITE names 'missing/site.env', which cannot be read"* ]]
 }
 
+# Variables of the user's that a script of ours might assign.
+OTHERS=(HERE FILE ROOT PROGRAM LIB FOLDER INSIDE SUBMITTED ACTIVATED SITE_ROW WAIT_S READERS MIB NAME
+  SCRIPT s name script before after file line value number names codes print found code check conda path
+  real folder first named archive part size reader readers facts link cure packed why steps train salloc)
+
+@test "the ranks see the user's own variables, whatever their names" {
+  cat >seen.py <<'PY'
+import os, sys
+print("seen", [name for name in sys.argv[1:] if os.environ.get(name) != f"my {name}"])
+PY
+  local mine=() name script
+  for name in "${OTHERS[@]}"; do mine+=("$name=my $name"); done
+  run env "${mine[@]}" "$ROOT/scripts/launch.sh" seen.py "${OTHERS[@]}"
+  [[ $status == 0 && $output == *"seen []"* ]]
+
+  # What each script becomes shows the variables instead, here and from a copy that SLURM runs.
+  # shellcheck disable=SC2016 # the tool expands it
+  fake_tool python3.fake '[[ $1 != -S ]] || exit 42; exec env'
+  mkdir spool
+  for script in {launch,run_ddp,cluster_train,test_distributed} slurm/slurm_train{,_single_node} pbs/pbs_train \
+    ssh/launch_{multinode,pdsh_multinode,singlenode,torchrun_auto,torchrun_multinode}; do
+    cp -- "$ROOT/scripts/$script.sh" spool/slurm_script
+    for name in "$ROOT/scripts/$script.sh" spool/slurm_script; do
+      run env "${mine[@]}" PYTHON=python3.fake SLURM_SUBMIT_DIR="$ROOT" PBS_O_WORKDIR="$ROOT" bash "$name" x
+      [[ $status == 0 && $(grep -cE '^([A-Za-z_]+)=my \1$' <<<"$output") == "${#OTHERS[@]}" ]]
+    done
+  done
+  run env "${mine[@]}" "$ROOT/scripts/stage_env.sh" --run archive folder env x=1
+  [[ $status == 0 && $(grep -cE '^([A-Za-z_]+)=my \1$' <<<"$output") == "${#OTHERS[@]}" ]]
+}
+
 # Shows the Python that a dry run would use, after a warning about a variable.
 python_of() { # <variable>... <command>
   local output

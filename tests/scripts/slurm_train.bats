@@ -70,7 +70,7 @@ load helper
 }
 
 @test "both SLURM batch scripts find the project in the same way" {
-  code_of() { sed -n '/^set -euo/,$p' "$ROOT/scripts/slurm/$1.sh" | sed 's/^PROGRAM=[^ ]*//; s/^run_command [^ ]*//'; }
+  code_of() { sed -n '/^set -euo/,$p' "$ROOT/scripts/slurm/$1.sh" | sed 's/^KIT_NAME=[^ ]*//; s/^run_command [^ ]*//'; }
   [[ $(code_of slurm_train) == *"scontrol show job"* ]]
   diff <(code_of slurm_train) <(code_of slurm_train_single_node)
 }
