@@ -257,7 +257,7 @@ def end_chain(code: int, environ: Environ) -> None:
     name = chain_of(environ)
     is_needed = code in (STOPPED, 128 + signal.SIGKILL)  # the latter also after a node was lost
     if name and in_batch_script(environ) and not (is_needed or is_at_time_limit(environ)):
-        subprocess.run(["scancel", "--state=PENDING", f"--name={name}"])
+        subprocess.run(["scancel", "--state=PENDING", f"--name=chain-{name}"])
 
 
 def end_step(environ: Environ) -> None:

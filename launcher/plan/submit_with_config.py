@@ -197,9 +197,9 @@ def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Words, *, 
     """Submit the preparation job, if there is one, and the training job or jobs.
 
     In a chain, each job starts after the previous one, and resumes its run. The job that ends the
-    run cancels the rest, which it finds by their name, `chain` (slurm.end_chain). Returns the exit
-    code: the job's with --wait, and REFUSED if SLURM could never start the job. Exits with REFUSED
-    if sbatch fails. A dry run prints the commands.
+    run cancels the rest, which it finds by their name (slurm.end_chain). `chain` is its run id.
+    Returns the exit code: the job's with --wait, and REFUSED if SLURM could never start the job.
+    Exits with REFUSED if sbatch fails. A dry run prints the commands.
     """
     common = [f"--{name}={own[name]}" for name in SBATCH_OPTIONS if own[name]]
     common += [f"--chdir={typed.here}"] if typed.here != Path.cwd() else []  # a path through a link
@@ -224,7 +224,7 @@ def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Words, *, 
         why_unstarted = f": job {prepared} failed; see logs/slurm-{prepared}.out"
 
     if (number := int(own["chain"] or 1)) > 1:
-        common += ["--no-requeue", f"--job-name={chain}"]  # the next job continues instead
+        common += ["--no-requeue", f"--job-name=chain-{chain}"]  # the next job continues instead
         common += [f"--export=ALL,RUN_ID={chain},CHAIN={chain}"]
         for _ in range(number):
             after = f"afterany:{jobs.submit([*start_after(after), *common, *job])}"

@@ -130,7 +130,7 @@ field() { # <job> <name>
 @test "a script that does not handle the notice gets a warning, then [time-limit]" {
   echo 'import time; time.sleep(600)' >plain.py
   local code=0 next
-  next=$(on login sbatch --parsable --hold --job-name=linked --wrap true)
+  next=$(on login sbatch --parsable --hold --job-name=chain-linked --wrap true)
   CHAIN=linked TRAIN_SCRIPT=plain.py job --nodes=2 --gpus-per-node=1 --time=1 --signal=B:USR1@30 scripts/slurm/slurm_train.sh - || code=$?
   echo "exit code $code: $(<job.out)"
   ((code == 143))

@@ -332,7 +332,7 @@ def test_the_rest_of_a_chain_is_cancelled_unless_it_is_needed(
     slurm.end_chain(code, {**captured("batch-step"), **linked})
     told = tmp_path / "told"
     assert (told.read_text() if told.exists() else "") == (
-        "--state=PENDING --name=linked\n" if is_cancelled else ""
+        "--state=PENDING --name=chain-linked\n" if is_cancelled else ""
     )
     slurm.end_chain(0, linked)  # no batch script
 
@@ -510,7 +510,9 @@ def test_the_last_number_that_a_sites_sbatch_prints_is_the_job(
     told = capfd.readouterr().err
     assert re.findall(r"^job +(\S+)", told, re.M) == ["41", "42"]
     assert "Welcome to cluster 9\n" in told
-    assert "--dependency=afterany:41 " in (tools / "calls").read_text().splitlines()[1]
+    calls = (tools / "calls").read_text().splitlines()
+    assert "--dependency=afterany:41 " in calls[1]
+    assert all(" --job-name=chain-it " in call for call in calls)
 
 
 @pytest.mark.parametrize(
