@@ -346,5 +346,4 @@ def _describe_preflight(plan: Plan, preflight: Preflight | None) -> str:
     warnings = len(preflight.findings)
     verdict = count(warnings, "warning") if warnings else "ok"
     checks = f"{count(preflight.num_checks, 'check')} on {count(preflight.num_nodes, 'node')}"
-    digits = 2 if plan.nodes else 3
-    return f"{checks}: {verdict} in {preflight.seconds:.{digits}f} s"
+    return f"{checks}: {verdict} in {preflight.seconds:.3g} s"
