@@ -3,7 +3,7 @@
 They are tried in this order, before those in signs.py: the first rule that matches a line wins.
 """
 
-from launcher.explain.kinds import cause, consequence, end
+from launcher.explain.kinds import cause, consequence
 
 CAUSES = (
     consequence(
@@ -24,7 +24,6 @@ CAUSES = (
         Unable to register memory|ibv_reg_mr\w*(\(\))? failed
         """,
     ),
-    end("nccl-error", r"Call to ibv_\w+ failed.*, retrying"),
     cause("nccl-error", r"Call to ibv_\w+ failed"),
     cause(
         "low-nofile",
@@ -127,14 +126,6 @@ CAUSES = (
         r"""
         EADDRINUSE|[Aa]ddress already in use
         [Pp]ort `?\d+`?,? (is already in use|but another process)
-        """,
-    ),
-    end("name-unresolved", r"\[W.*socket\.cpp.*(gai error|cannot be retrieved)"),
-    end(
-        "host-unreachable",
-        r"""
-        \[W.*socket\.cpp.*(timed out|No route to host|unreachable)
-        NCCL INFO .*(timed out|No route to host).*retrying
         """,
     ),
     cause(

@@ -55,6 +55,11 @@ _EXCEPTION = re.compile(
     r"|[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|TimeoutExpired))(?:\(\w+\))?(?:: |:?$)"
 )
 _RANK = re.compile(r"(?<!local_)(?<!local )\b[Rr]ank ?:? ?(\d+)|: task (\d+): Exited")
+# Warnings that quote an error, as of a download or a connection that is tried again.
+_WARNED = re.compile(
+    r"Warning: |\b[Rr]etrying\b|\[W.*socket\.cpp|thrown while requesting|mkdir -p failed"
+    r"|^wandb: .*[Nn]etwork error"
+)
 _NAMED = re.compile(r" \[([a-z-]+)\]$")  # how our own lines name a fault
 _PROGRAM = re.compile(r"(?:node agent|[\w.-]+): ")  # begins a line that refuses a start
 # In a log of several starts, a row that begins or ends a start.
@@ -177,7 +182,7 @@ def find_sighting(line: str) -> Sighting | None:
     if fault := own_fault(text):
         kind = min((rule.kind for rule in RULES if rule.fault == fault), default=Kind.CAUSE)
     elif rule := match(text):
-        kind = rule.kind
+        kind = max(rule.kind, Kind.WARNING) if _WARNED.search(text) else rule.kind
         fault = rule.fault
     elif _EXCEPTION.match(text):
         kind = Kind.EXCEPTION

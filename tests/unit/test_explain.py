@@ -296,6 +296,27 @@ def test_a_retry_of_nccl_that_succeeds_is_no_cause(tmp_path: Path) -> None:
     assert cause is not None and cause.fault == "nccl-error"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "'(Max(\"host='huggingface.co': [Errno -3] Temporary failure in name resolution\"))'"
+        " thrown while requesting HEAD https://huggingface.co/gpt2/resolve/main/config.json",
+        "Retrying (Retry(total=2)) after 'NewConnectionError("
+        "<HTTPSConnection>: [Errno -2] Name or service not known)'",
+        "wandb: Network error (ConnectionError), entering retry loop. Name or service not known",
+        "mkdir -p failed for path /home/a/.config: [Errno 13] Permission denied: '/home/a/.config'",
+        "/x/cuda/__init__.py:129: UserWarning: The NVIDIA driver on your system is too old",
+    ],
+)
+def test_a_warning_that_quotes_an_error_is_no_cause_if_an_exception_follows(
+    text: str, tmp_path: Path
+) -> None:
+    cause = explain(written(tmp_path / "a.log", f"{text}\n{SOURCE}"))
+    assert cause is not None and cause.text == "RuntimeError: no batch"
+    cause = explain(written(tmp_path / "b.log", f"{text}\n"))
+    assert cause is not None and cause.text == text
+
+
 def test_a_log_without_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "well.log").write_text("step 1\ndone\n")
     assert main([str(tmp_path / "well.log")], {}) == 1
