@@ -15,12 +15,12 @@ def set_aside(world: World, environ: Environ, fanout: str, engine: str, max_rest
     """Return the world with its last SPARES nodes as spares, no longer counted in `num_nodes`.
 
     `min_nodes` becomes MIN_NODES or, if that is unset, all other nodes. The world is unchanged if
-    neither variable asks for anything, and in a dry run of a batch script outside a job. Raises
-    PlanError if the numbers are not valid, or if this launcher cannot replace a node.
+    neither variable asks for anything, and outside the job that a script submits. Raises PlanError
+    if the numbers are not valid, or if this launcher cannot replace a node.
     """
     given = {name: environ[name] for name in NAMES if environ.get(name)}
     spares = int(given.get("SPARES", 0))
-    if (not spares and "MIN_NODES" not in given) or fanout == "job_command":
+    if (not spares and "MIN_NODES" not in given) or fanout in ("job_command", "check"):
         return world
 
     names = " ".join(f"{name}={value}" for name, value in given.items())

@@ -252,6 +252,8 @@ def test_fewer_nodes_that_cannot_share_the_batch_are_told(
         # On a single node, MASTER_ADDR is left over from another run.
         ("master_addr", SRUN, captured("requeued-batch-step", MASTER_ADDR="x"), "node1"),
         ("num_nodes", SRUN, {**captured("batch-step"), **SPARE}, 1),
+        # The job that submit_with_config.sh submits sets them aside, not the check of the config.
+        ("num_nodes", {**BY_HAND, "fanout": "check"}, {**SPARE, "MIN_NODES": "1"}, 2),
         ("num_nodes", LIKE, captured("one-per-node-step"), 2),
         ("node_rank", LIKE, captured("one-per-node-step"), 1),
         ("num_nodes", {**LIKE, "nnodes": "1"}, captured("one-per-node-step"), 1),
