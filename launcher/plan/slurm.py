@@ -231,7 +231,8 @@ def job_command(environ: Environ, script: str | None, typed: Words) -> list[str]
         return ["sbatch", *words, script, *typed[1:]]
     if is_in_batch:  # the user's own file, which contains the command
         file = (ask_squeue(f"--job={job_id(environ)}", "--format=%o") or "").split()
-        return file and ["sbatch", *words, *file]
+        is_known = file not in ([], ["(null)"])  # the latter: sbatch --wrap, or a pipe
+        return ["sbatch", *words, *file] if is_known else []
     if gres not in _UNSET and not gpus:  # salloc sets no variable for --gres
         words.append(f"--gres={gres}")
     return ["salloc", *words, *typed]

@@ -284,14 +284,23 @@ def test_the_options_of_our_batch_scripts_are_not_repeated(gres: str, tools: Pat
         assert "\n#SBATCH --time=24:00:00\n" in text
 
 
-@pytest.mark.parametrize("file", ["/home/me/job.sh 5", ""])
-def test_the_batch_file_of_a_users_own_is_submitted_again(tools: Path, file: str) -> None:
-    make_tool(tools / "squeue", f'[ "$2" = --job=9_1 ] && echo "{file}"')
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ("/home/me/job.sh 5", ["/home/me/job.sh", "5"]),
+        ("(null)", []),  # of sbatch --wrap, or of a pipe
+        ("", []),
+    ],
+)
+def test_the_batch_file_of_a_users_own_is_submitted_again(
+    tools: Path, told: str, words: list[str]
+) -> None:
+    make_tool(tools / "squeue", f'[ "$2" = --job=9_1 ] && echo "{told}"')
     task = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "1"}  # the id 9 may mean all tasks
     environ = {**captured("batch-step"), **task}
     command = slurm.job_command(environ, None, ["launch.sh", "--hosts", "job", "x.py"])
     sizes = "sbatch --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --array=1"
-    assert shlex.join(command) == (f"{sizes} {file}" if file else "")
+    assert command == ([*sizes.split(), *words] if words else [])
 
 
 @pytest.mark.parametrize(
@@ -367,7 +376,8 @@ def test_a_file_that_may_not_be_read_is_one_line(
     monkeypatch.setattr(start, "make_plan", fail)
     call = Call("slurm_train", "x.sh", "", "/", "", "", "", "x.sh")
     assert start.main(call, {}) == REFUSED
-    told = "'logs/49.head/run.json': Permission denied; set LOG_DIR [dir-unwritable]\n"
+    told = "'logs/49.head/run.json': Permission denied; correct its permissions, or choose another "
+    told += "(logs: LOG_DIR) [dir-unwritable]\n"
     assert capsys.readouterr().err.endswith(told)
 
 
