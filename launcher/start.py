@@ -65,7 +65,7 @@ def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
     except PermissionError as error:
         warn(
             f"{call.program}: {short_host_name()}: {error.filename!r}: {error.strerror}; "
-            "set LOG_DIR [dir-unwritable]"
+            "correct its permissions, or choose another (logs: LOG_DIR) [dir-unwritable]"
         )
         code = REFUSED
     except SystemExit as leave:  # a wrong config, or a stop before the start
