@@ -22,13 +22,15 @@ def read_like_torchrun(values: Values, environ: Environ) -> None:
     backend = values.pop("rdzv_backend", "")
     endpoint = values.pop("rdzv_endpoint", "")
     is_alone = values.pop("standalone", False)
-    if not values.get("hosts"):
-        values.setdefault("nproc", find_value("NPROC_PER_NODE", environ) or "1")
+    hosts = values.get("hosts")
+    default = None if hosts else "1"  # torchrun's; of --hosts, one per GPU
+    values.setdefault("nproc", find_value("NPROC_PER_NODE", environ) or default)
+    if not hosts:
         nodes = "1" if is_alone else values.get("nnodes", "")
         set_nodes(values, nodes, backend, endpoint, in_step=bool(environ.get("SLURM_STEP_ID")))
 
     cpus = os.sysconf("SC_NPROCESSORS_ONLN")
-    nproc = values.get("nproc")
+    nproc = values["nproc"]
     if nproc == "cpu":
         values["nproc"] = str(cpus)
     elif nproc == "auto":

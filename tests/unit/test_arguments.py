@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -208,6 +209,22 @@ def test_variables_of_torchrun_do_not_contradict_hosts_that_were_typed(
     assert len(told) == 4
     assert all(name in "".join(told) for name in given)
     assert all(line.endswith(" is ignored; --hosts names the nodes") for line in told)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("gpu", {"nproc": "auto", "cpu_nproc": 0}),
+        ("CPU", {"nproc": str(os.sysconf("SC_NPROCESSORS_ONLN"))}),
+        ("3", {"nproc": "3"}),
+        ("many", {}),
+    ],
+)
+def test_words_for_a_number_of_processes_also_stand_in_the_variable(
+    given: str, expected: dict[str, object]
+) -> None:
+    found = read("launch", "--hosts=n1,n2", "x.py", environ={"NPROC_PER_NODE": given})
+    assert found == {"hosts": "n1,n2", "rest": ("x.py",), **expected}
 
 
 def test_what_only_launch_takes_from_the_environment() -> None:
