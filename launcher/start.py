@@ -94,7 +94,7 @@ def _start(call: Call, words: Sequence[str], environ: OwnEnviron) -> int:
         return runs.main(
             typed.fanout,
             typed.rest,
-            Path(environ.get("LOG_DIR") or DEFAULT_LOG_DIR),
+            Path(typed.log_dir or environ.get("LOG_DIR") or DEFAULT_LOG_DIR),
             typed.program,
             is_dry_run=typed.is_dry_run,
         )

@@ -106,9 +106,9 @@ class _Reader:
         self.see = f"see {values['program']} --help"
 
     def read(self) -> Values:
-        """Return the values; after an option such as --status, only those of its task.
+        """Return the values. Reads all words.
 
-        Reads all words. Raises PlanError if the command does not accept one.
+        Raises PlanError if the command does not accept one.
         """
         for word in self.words:
             if word == "--":
@@ -142,7 +142,7 @@ class _Reader:
     def _read_option(self, word: str) -> None:
         """Add an option to the values, with its value from the same word or from the next one.
 
-        An option such as --status replaces all values. Raises PlanError if the option is unknown,
+        An option such as --status replaces the run. Raises PlanError if the option is unknown,
         lacks a value, has one too many, or does not apply to a job.
         """
         name, value = self._split_option(word)
@@ -197,7 +197,7 @@ class _Reader:
     # --- options that replace a run ---
 
     def _replace_run(self, option: str, words: Iterable[str]) -> None:
-        """Replace all values by those of a task: --help, --version, or --status RUN and the like.
+        """Replace the run by a task: --help, --version, or --status RUN and the like.
 
         `words` are those that were read with the option; all unread ones belong to it, too. Raises
         PlanError for --status or --stop of a job, and for options that do not go with the task.
@@ -214,8 +214,7 @@ class _Reader:
         if is_about_runs and others:
             raise PlanError(f"{others[0]} cannot be used with {option}; give only run ids")
 
-        self.values = {
-            "program": self.values["program"],
+        self.values |= {
             "fanout": task,
             "is_dry_run": "--dry-run" in words or self.values.get("is_dry_run", False),
             "rest": tuple(word for word in words if word != "--dry-run"),

@@ -51,8 +51,9 @@ def fork_launcher(plan: Plan, script: str) -> Callable[[], None]:
         os.close(writer)
         code = _wait_for_start(child, reader)
         if code is None:
-            variables = [] if plan.log_dir == Path(DEFAULT_LOG_DIR) else [f"LOG_DIR={plan.log_dir}"]
-            again = shlex.join([*variables, script])
+            again = shlex.quote(script)
+            if plan.log_dir != Path(DEFAULT_LOG_DIR):
+                again = f"LOG_DIR={shlex.quote(str(plan.log_dir))} {again}"
             print_row("detached", f"tail -f {shlex.quote(str(log))}")
             print_row("status", f"{again} --status {shlex.quote(plan.run_id)}")
             print_row("stop", f"{again} --stop {shlex.quote(plan.run_id)}")

@@ -105,6 +105,16 @@ the end of 0"* ]]
   eventually is_gone "rdzv-id attached "
 }
 
+@test "the printed commands find a folder of logs whose name has a space" {
+  echo pass >own.py
+  TRAIN_SCRIPT=own.py RUN_ID=mine LOG_DIR="my logs" SKIP_PREFLIGHT=1 run --separate-stderr launch --detach - 1
+  # shellcheck disable=SC2154 # bats sets it
+  [[ $status == 0 && $stderr == *"status     LOG_DIR='my logs' $ROOT/scripts/"* ]]
+  eventually grep -q '"exit_code": 0' "my logs/mine/run.json"
+  run bash -c "$(sed -n 's/^status  *//p' <<<"$stderr")"
+  [[ $status == 0 && $output == "mine  ended, code 0 "* ]]
+}
+
 # bats test_tags=slow
 @test "a refusal is printed on the terminal, and leaves nothing behind" {
   run launch --detach

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed.run as torchrun
 
-from launcher import command_line
+from distributed.errors import BAD_INPUT
+from launcher import command_line, start
 from launcher.agent import torchrun_arguments
 from launcher.cli.arguments import Call, parse, read_usage
 from launcher.cli.options import COMMANDS, Option, options_of
@@ -300,6 +301,15 @@ def test_a_task_of_an_array_has_its_number_in_its_settings(name: str) -> None:
 def test_questions_about_runs(words: list[str], expected: tuple[object, ...]) -> None:
     typed = parse(call_of("launch_singlenode"), words, {})
     assert (typed.fanout, typed.rest, typed.is_dry_run) == expected
+
+
+@pytest.mark.parametrize("task", ["status", "stop", "stacks"])
+def test_questions_about_runs_are_asked_in_the_log_folder_that_was_typed(
+    task: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [*call_of("launch"), "--log-dir", "my runs", f"--{task}", "it"]
+    assert start.main(words, {"LOG_DIR": "others"}) == BAD_INPUT
+    assert "there is no run 'it' in my runs; " in capfd.readouterr().err
 
 
 def test_in_a_job_stacks_can_be_asked_for() -> None:
