@@ -131,10 +131,7 @@ class Team:
         others = [(self.members[rank], peer) for rank, peer in self.peers.items()]
         for member, peer in (*others, *self.spares.items()):
             own = assignments.get(member.node_id)
-            if verdict is not None:
-                peer.send(dataclasses.replace(verdict, next=own))
-            elif own is not None:
-                peer.send(own)
+            peer.send(dataclasses.replace(verdict, next=own) if verdict else own)
 
     # --- spares during an attempt, which continues if one is lost -------------------------------
 
