@@ -328,6 +328,7 @@ def _handle_message(attempt: Attempt, node: int, peer: Link, message: object) ->
             _end_stuck(attempt, message.stuck)
         case RanksSave():
             attempt.savers.others_s = attempt.grace_s
+            attempt.over = Deadline()  # until _wait_is_over() sets it with that time
             if attempt.is_first_node:
                 attempt.send_all(message, but=peer)
         case _:

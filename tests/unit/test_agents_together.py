@@ -32,7 +32,8 @@ from agents import (
 from ports import free_port
 
 from distributed.errors import Refused
-from launcher import handshake, processes
+from launcher import handshake, own_time, processes
+from launcher.agent import attempt as attempts
 from launcher.agent.attempt import Attempt
 from launcher.agent.facts import Facts
 from launcher.agent.join import versions
@@ -45,7 +46,7 @@ from launcher.preflight import must_match
 from launcher.preflight.must_match import ARGUMENTS
 from launcher.wire import limits, meeting, messages
 from launcher.wire.meeting import Wait
-from launcher.wire.messages import NodeReport
+from launcher.wire.messages import NodeReport, RanksSave
 from launcher.wire.node_link import Link
 
 pytestmark = pytest.mark.slow
@@ -365,33 +366,55 @@ def test_a_node_that_comes_when_the_run_has_begun_is_told(start: Start, port: in
     assert "or the run has started" in err and "[port-in-use]" in err
 
 
+def attempt_on(node_rank: int, folder: Path, **peers: Any) -> Attempt:
+    """Return an attempt of a node whose ranks, 2 and 3, are no processes. `peers` are `node0` &c."""
+    streams = Mock(view=None, traceback_line=0, last_line=0, last_text="", recent_lines=[])
+    streams.log.path = None
+    ranks = [
+        Rank(rank, rank - 2, 10 + rank, (streams, streams), folder / f"{rank}") for rank in (2, 3)
+    ]
+    return Attempt(
+        NodeRanks(ranks, Heartbeats(2), node_rank, "here"),
+        peers={int(name.removeprefix("node")): peer for name, peer in peers.items()},
+        spares=list,
+        supervisor=Mock(),
+        earlier=(),
+        facts=Facts(host="here", node_rank=node_rank),
+        grace_s=30.0,
+        is_last=False,
+        query=Mock(hosts=["a", "b", "c"]),
+        snapshots=Mock(parts=lambda: ({}, {})),
+        on_beat=Mock(),
+    )
+
+
 def test_a_node_whose_ranks_exit_together_reports_its_end_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     first = Mock()
-    ranks = [
-        Rank(rank, rank - 2, 10 + rank, (Mock(view=None), Mock(view=None)), tmp_path / f"{rank}")
-        for rank in (2, 3)
-    ]
-    node = NodeRanks(ranks, Heartbeats(2), 1, "here")
-    attempt = Attempt(
-        node,
-        peers={0: first},
-        spares=list,
-        supervisor=Mock(),
-        earlier=(),
-        facts=Facts(host="here", node_rank=1),
-        grace_s=30.0,
-        is_last=False,
-        query=Mock(),
-        snapshots=Mock(parts=lambda: ({}, {})),
-        on_beat=Mock(),
-    )
+    attempt = attempt_on(1, tmp_path, node0=first)
     monkeypatch.setattr(processes, "reap", lambda: iter([(12, 0), (13, 0)]))
-    for each in node.reap():
+    for each in attempt.ranks.reap():
         attempt._on_death(each)
     ((told,),) = (call.args for call in first.send.call_args_list)
     assert isinstance(told, NodeEnd) and told.codes == [0, 0]
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_a_node_that_waits_already_waits_longer_for_ranks_that_save(
+    node_rank: int, tmp_path: Path
+) -> None:
+    other = Mock()
+    attempt = attempt_on(node_rank, tmp_path, **{f"node{1 - node_rank}": other})
+    attempt.is_last = True
+    for each in attempt.ranks.all:
+        each.code = 1
+    attempt.facts.failures.append(Failure("rank-error", "", 1, "here", node_rank, time.time(), 2))
+    assert not attempt._wait_is_over()
+    assert attempt.over.at < own_time.now() + 3 * limits.VERDICT_S
+    attempts._handle_message(attempt, 1 - node_rank, other, RanksSave())
+    assert not attempt._wait_is_over()
+    assert attempt.over.at > own_time.now() + attempt.grace_s
 
 
 # --- strangers at the ports of a run --------------------------------------------------------------
