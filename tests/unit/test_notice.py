@@ -114,6 +114,14 @@ def test_a_notice_reaches_who_handles_it_and_nobody_dies_of_it(group: Group) -> 
     assert group.all["none"].wait() == 0  # the signal did not kill it
 
 
+def test_a_rank_that_was_just_reaped_gets_none_and_the_others_do(group: Group) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    living = group.living()
+    group.notice.ranks = ranks_of([SimpleNamespace(rank=9, pid=gone.pid), *living])
+    assert group.look() == {"handler", "sigwait"}
+
+
 def test_a_rank_that_has_the_handlers_of_its_agent_is_left_alone() -> None:
     process = start(HANDLES, "pass", start_new_session=False)
     facts = Facts()
