@@ -149,9 +149,8 @@ class NodeAgent:
                 verdict = replace(verdict, parts=parts)  # for a checkpoint, if this is the end
             if not self._join_next_attempt(facts, verdict):
                 break
-        is_told = facts.verdict is not None
-        outcome = self._save_or_hand_over(verdict, is_told=is_told)
-        self._report(outcome, is_told=is_told)
+        outcome = self._save_or_hand_over(verdict, facts)
+        self._report(outcome, is_told=facts.verdict is not None)
         return outcome.code
 
     @property
@@ -210,7 +209,7 @@ class NodeAgent:
     def _join_next_attempt(self, facts: Facts, verdict: Verdict) -> bool:
         """Take part in the next attempt, for which node rank 0 decides. Returns False if none."""
         team, first = self.meeting.team, verdict.outcome.failure
-        can_follow = not (self.is_last or facts.signals)
+        can_follow = not (self.is_last or facts.stops)
         if team:  # node rank 0 decides for all nodes
             assignments = self._try_restart(team, facts, first) if first and can_follow else {}
             team.send_assignments(assignments, verdict)
@@ -284,19 +283,20 @@ class NodeAgent:
             nodes = [member.node_id for member in (*team.members, *team.spares)]
             self.outputs.send(Membership(self.own.attempt, nodes), self.supervisor.control)
 
-    def _save_or_hand_over(self, verdict: Verdict, *, is_told: bool) -> Outcome:
+    def _save_or_hand_over(self, verdict: Verdict, facts: Facts) -> Outcome:
         """Save a snapshot that is newer than the last checkpoint; a later start resumes from it.
 
-        With `is_told`, node rank 0 saves: hand over this node's parts, and wait for it. Nothing is
-        saved after code 0, or if other agents may continue. Returns the outcome, with the new step.
+        If node rank 0 has sent the verdict, it saves: hand over this node's parts, and wait for it.
+        Nothing is saved after code 0, or if other agents may continue. Returns the outcome, with
+        the new step.
         """
         outcome, limit_s = verdict.outcome, self.args.grace_s
-        if self.signals:  # the ranks have used up GRACE; the supervisor and launchers wait longer
+        if facts.stops:  # the ranks have used up GRACE; the supervisor and launchers wait longer
             limit_s = min(limit_s, limits.STOP_SNAPSHOT_S)
-        if is_told and 0 in self.meeting.peers:
+        if facts.verdict and 0 in self.meeting.peers:
             parts = None if self.is_spare else verdict.parts
             self.snapshots.hand_over(self.meeting.peers[0], parts, limit_s)
-        if outcome.code == 0 or is_told or self.may_go_on_elsewhere:
+        if outcome.code == 0 or facts.verdict or self.may_go_on_elsewhere:
             return outcome
 
         if verdict.parts is not None:

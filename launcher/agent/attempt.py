@@ -180,7 +180,7 @@ class Attempt:
         if self.facts.is_ending:  # otherwise, ranks of the other nodes may still be working
             save_s = self.grace_s if self.facts.signals_sent else self.savers.others_s
             verdict_s = limits.for_nodes(limits.VERDICT_S, len(self.query.hosts))
-            limit_s = verdict_s if self.is_last or self.facts.signals else limits.RANKS_END_S
+            limit_s = verdict_s if self.is_last or self.facts.stops else limits.RANKS_END_S
             times = 1 if self.is_first_node else 2  # node rank 0 waits as well
             self.over.set_within(times * limit_s + save_s)
         return self.over.expire()
@@ -213,8 +213,7 @@ class Attempt:
     def _fail(self, first: Failure) -> None:
         """Record a failure, and end the ranks of all nodes; after a stop request, let them save."""
         self._record_failure(first)
-        if self.facts.signals_sent:
-            self.kill.set_within(self.grace_s)
+        if self.facts.stops:  # they have what is left of GRACE
             return
         if self.is_first_node and self.facts.failures == [first]:
             self.send_all(EndRanks())  # once: in a large run, thousands of failures may follow
@@ -280,7 +279,7 @@ class Attempt:
         """Do what is due every BEAT_S: send a heartbeat; check for hung ranks and silent nodes."""
         self.on_beat(self.peers)
         self.notice.deliver()
-        if not (self.facts.is_ending or self.facts.signals):  # otherwise, ranks may be saving
+        if not (self.facts.is_ending or self.facts.stops):  # otherwise, ranks may be saving
             for each in self.ranks.time_exits(self.grace_s):
                 self._on_error(each)
         here = self.ranks.straggler()

@@ -37,7 +37,12 @@ class Facts:
         Notices count only if a rank here was sent one, or was killed by one.
         """
         is_known = self.noticed or any(128 + one in self.codes.values() for one in notices())
-        return [signum for signum in self.signals if signum not in notices() or is_known]
+        return self.signals if is_known else self.stops
+
+    @property
+    def stops(self) -> list[int]:
+        """The signals from outside that ask for a stop: after a notice alone, the run may go on."""
+        return [signum for signum in self.signals if signum not in notices()]
 
     @property
     def is_ending(self) -> bool:
@@ -61,12 +66,18 @@ class Facts:
     def is_requested_stop(self, end: Failure, *, has_saved: bool) -> bool:
         """Whether a rank that exited with a code other than 0 stopped on request.
 
-        After a stop signal, every exit counts except the script's own errors. Without one, code 75
-        means a stop on request if a rank of this node has reported a checkpoint.
+        After a stop signal, every exit counts except the script's own errors. After a notice, code
+        75 and the notice's own signal do, and what follows from such an exit of a rank here.
+        Without either, code 75 does if a rank of this node has reported a checkpoint.
         """
+        if self.stops:
+            return end.has_left or end.is_consequence or end.code - 128 in stop_signals()
         if not self.signals_sent:
             return end.code == STOPPED and has_saved
-        return end.has_left or end.is_consequence or end.code - 128 in stop_signals()
+        asked = {STOPPED, *(128 + signum for signum in self.signals)}
+        return end.code in asked or (
+            end.is_consequence and not asked.isdisjoint(self.codes.values())
+        )
 
     def is_consequence(self, first: Failure | None, rank: int) -> bool:
         """Whether a rank of this node exited only because another rank failed first."""

@@ -150,6 +150,32 @@ def test_one_notice_after_the_other_reaches_the_rank_and_a_stop_is_named_first(
     assert "stopped  by SIGTERM: rank 0 exited with code 3 (code 3)" in err
 
 
+GOES_ON_THEN_FAILS = """
+import os, signal, sys, time
+came = []
+signal.signal(signal.SIGUSR1, lambda *_: came.append(1))
+print("ready", flush=True)
+while not came:
+    time.sleep(0.01)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise ValueError("after the notice")
+print("restarted", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_after_a_notice_a_failure_restarts_the_ranks_which_get_it_too(
+    tmp_path: Path, runs: list[Run]
+) -> None:
+    run = Run(["--max-restarts=1", str(written(tmp_path / "x.py", GOES_ON_THEN_FAILS))])
+    runs.append(run)
+    run.wait_for("ready")
+    run.process.send_signal(signal.SIGUSR1)
+    err = run.finish()
+    run.assert_gone()
+    assert "restarted" in run.output and run.process.returncode == 0, err
+
+
 HANDLES_ALL = """
 import os, signal, sys, time
 came = []

@@ -46,7 +46,7 @@ from launcher.preflight import must_match
 from launcher.preflight.must_match import ARGUMENTS
 from launcher.wire import limits, meeting, messages
 from launcher.wire.meeting import Wait
-from launcher.wire.messages import NodeReport, RanksSave
+from launcher.wire.messages import EndRanks, NodeReport, RanksSave
 from launcher.wire.node_link import Link
 
 pytestmark = pytest.mark.slow
@@ -367,7 +367,7 @@ def test_a_node_that_comes_when_the_run_has_begun_is_told(start: Start, port: in
 
 
 def attempt_on(node_rank: int, folder: Path, **peers: Any) -> Attempt:
-    """Return an attempt of a node whose ranks, 2 and 3, are no processes. `peers` are `node0` &c."""
+    """Return an attempt of a node whose ranks, 2 and 3, are no processes, with its `peers`."""
     streams = Mock(view=None, traceback_line=0, last_line=0, last_text="", recent_lines=[])
     streams.log.path = None
     ranks = [
@@ -415,6 +415,21 @@ def test_a_node_that_waits_already_waits_longer_for_ranks_that_save(
     attempts._handle_message(attempt, 1 - node_rank, other, RanksSave())
     assert not attempt._wait_is_over()
     assert attempt.over.at > own_time.now() + attempt.grace_s
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM])
+def test_after_a_notice_an_error_ends_the_ranks_of_all_nodes_at_once(
+    signum: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(processes, "send", Mock())
+    other = Mock()
+    attempt = attempt_on(0, tmp_path, node1=other)
+    attempt._request_stop(signum)
+    attempt.facts.noticed.add((2, 0.0))
+    attempt._fail(Failure("rank-error", "", 1, "here", 0, time.time(), 2))
+    is_notice = signum == signal.SIGUSR1
+    assert (EndRanks() in [call.args[0] for call in other.send.call_args_list]) == is_notice
+    assert (attempt.term.at <= own_time.now()) == is_notice
 
 
 # --- strangers at the ports of a run --------------------------------------------------------------

@@ -108,6 +108,27 @@ def test_which_ends_were_asked_for(
     assert facts.is_requested_stop(end, has_saved=has_saved) == bool(signals)
 
 
+@pytest.mark.parametrize(
+    ("code", "codes", "is_consequence", "is_asked"),
+    [
+        (1, {}, False, False),  # the script's own error, or sys.exit(1)
+        (1, {}, True, False),
+        (1, {0: 75}, True, True),  # rank 0 has saved and left
+        (1, {0: 75}, False, False),
+        (75, {}, False, True),
+        (138, {}, False, True),
+        (143, {}, False, False),
+    ],
+)
+def test_after_a_notice_only_its_own_ends_were_asked_for(
+    code: int, codes: dict[int, int], is_consequence: bool, is_asked: bool
+) -> None:
+    facts = Facts(signals=[10], noticed={(1, 0.0)}, codes={**codes, 1: code})
+    end = replace(failed(1, code=code, is_consequence=is_consequence), has_left=code < 128)
+    assert facts.is_requested_stop(end, has_saved=False) == is_asked
+    assert facts.stops == []
+
+
 RAISED = RaisedError("ValueError: bad; give a good one [my-fault]", "", 1, 5.0, "my-fault")
 
 
