@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from distributed.checkpoint.snapshots import Buffer
 from distributed.environment import detect
 from distributed.lock import _COMMIT, _set_lock
 from launcher import processes
+from launcher.agent.snapshots import memory
 from launcher.agent.snapshots.memory import PIECE, Incoming, Outgoing, Snapshots
 from launcher.agent.snapshots.save import save
 from launcher.outcome import NodeEnd
@@ -187,6 +189,27 @@ def test_a_copy_on_its_way_leaves_the_one_before(buffers: list[Buffer], outgoing
         for piece in [*pieces(outgoing, parts)][: None if step == 5 else -1]:
             incoming.store_piece(piece)
     assert sorted(one.header().step for one in incoming.buffers) == [-1, 5]
+
+
+def test_the_node_that_replaces_the_keeper_gets_a_whole_copy(
+    buffers: list[Buffer], outgoing: Outgoing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "is_busy", lambda connection: False)
+    fill(buffers[0], 5, 3 * PIECE)
+    keepers = [Incoming() for _ in range(3)]
+    held = []
+    opened = len(os.listdir("/proc/self/fd"))
+    for keeper, most in zip(keepers, (2, 9, 9), strict=True):  # the first is lost while it receives
+        link = Mock()
+        outgoing.begin()
+        for _ in range(20):
+            outgoing.next_at = 0.0
+            outgoing.on_time({1: link})
+        for sent in link.send.call_args_list[:most]:
+            keeper.store_piece(*sent.args)
+        held.append(max(one.header().step for one in keeper.buffers))
+    assert held == [-1, 5, 5]
+    assert len(os.listdir("/proc/self/fd")) <= opened
 
 
 def test_what_its_rank_overwrites_is_sent_as_it_was(

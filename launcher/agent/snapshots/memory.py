@@ -197,12 +197,16 @@ class Outgoing:
     def __init__(self, buffers: Sequence[Memory]) -> None:
         """Send nothing until `begin` is called."""
         self._buffers = buffers
-        self._pieces = self.pieces()
+        self._image = descriptors.anonymous_file("snapshot")
         self.rest_s = 0.0  # until the next piece
         self.next_at = math.inf
 
     def begin(self) -> None:
-        """Start sending: this is node rank 0 of several nodes, and another node keeps a copy."""
+        """Start sending: this is node rank 0 of several nodes, and another node keeps a copy.
+
+        In a new attempt, that may be another node, which has nothing yet: start from the beginning.
+        """
+        self._pieces = self.pieces()
         self.next_at = own_time.now()
 
     def on_time(self, peers: Peers) -> None:
@@ -223,7 +227,6 @@ class Outgoing:
         private copy, which the rank cannot overwrite. While it is made, also yields None, because
         that must not hold up the event loop.
         """
-        image = descriptors.anonymous_file("snapshot")
         sent_step = -1
         while True:
             newest = max(self._buffers, key=lambda buffer: buffer.header().step)
@@ -237,13 +240,14 @@ class Outgoing:
 
             self.rest_s = limits.SNAPSHOT_PIECE_S
             for start in range(0, header.size, _AT_ONCE):
-                os.pwrite(image, os.pread(newest.fd, _AT_ONCE, start), start)
+                os.pwrite(self._image, os.pread(newest.fd, _AT_ONCE, start), start)
                 yield None
             if newest.header() != header:  # its rank has begun to overwrite it
                 continue
 
             for start in (*range(BEGIN, header.size, PIECE), 0):
-                data = os.pread(image, min(PIECE, header.size - start) if start else BEGIN, start)
+                size = min(PIECE, header.size - start) if start else BEGIN
+                data = os.pread(self._image, size, start)
                 yield SnapshotData(SnapshotPiece(header.step, start, len(data)), data)
             sent_step = header.step
 
