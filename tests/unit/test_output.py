@@ -16,6 +16,7 @@ from launcher.agent.facts import Facts
 from launcher.agent.node_ranks import Heartbeats, NodeRanks, Rank
 from launcher.agent.output import stream as output
 from launcher.agent.output.noise import without_noise
+from launcher.agent.output.outputs import Outputs
 from launcher.agent.output.stream import NodeLog, RankView, Stream
 from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.agent.torchrun_arguments import parse
@@ -201,6 +202,21 @@ def test_the_launchers_own_text_may_name_files_in_any_encoding(tmp_path: Path) -
     screen.drain(PATIENCE_S)
     os.close(fd)
     assert (tmp_path / "shown").read_bytes() == b"resume   cd '/data/\\udcff'\n"
+
+
+def test_the_agents_own_text_may_hold_any_character(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "shown", os.O_WRONLY | os.O_CREAT)
+    outputs = Outputs.__new__(Outputs)
+    screen = Terminal(fd)
+    errors = screen.text.errors
+    screen.text.reconfigure(encoding="ascii", errors=errors)  # type: ignore[attr-defined]
+    outputs._terminals = screen, screen
+    outputs.say("error in '/data/\ud800' of J\xfcrgen")
+    screen.drain(PATIENCE_S)
+    os.close(fd)
+    assert (tmp_path / "shown").read_bytes() == (
+        b"node agent: error in '/data/\\ud800' of J\\xfcrgen\n"
+    )
 
 
 def test_a_terminal_that_gets_no_thread_writes_by_itself(

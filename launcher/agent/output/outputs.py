@@ -1,6 +1,5 @@
 """Where the ranks of one node write: the node log, the launcher's streams, and separate files."""
 
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -82,7 +81,7 @@ class Outputs:
 
     def say(self, text: str) -> None:
         """Print one of the agent's own messages below the ranks' output."""
-        self._terminals[1].write(os.fsencode(f"node agent: {text}\n"))
+        self._terminals[1].text.write(f"node agent: {text}\n")
 
     def show_step(self, step: int) -> None:
         """Print the step every PROGRESS_S seconds, on a node that shows no rank."""
