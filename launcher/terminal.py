@@ -155,7 +155,9 @@ class Terminal(io.RawIOBase):
             written = self._write(data[:_WRITE])
             data = data[written:]
             if not written:
-                select.select([], [self.fd], [])
+                room = select.poll()  # unlike select(), for any number of a descriptor
+                room.register(self.fd, select.POLLOUT)
+                room.poll()
                 continue
             with self._changed:
                 self._taken_at = time.monotonic()

@@ -1,7 +1,10 @@
 """The output of ranks: node logs that can be followed, and terminals without noise."""
 
+import fcntl
 import os
 import pty
+import resource
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -390,6 +393,25 @@ def test_a_slow_reader_gets_every_line(opened: Callable[[int], Terminal]) -> Non
     os.close(writer)
     slow.join()
     assert b"".join(taken) == LINE * NUMBER
+
+
+def test_a_slow_reader_of_a_descriptor_above_1023_gets_all() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    reader, writer = os.pipe()
+    fd = fcntl.fcntl(writer, fcntl.F_DUPFD, 1500)
+    os.close(writer)
+    os.set_blocking(fd, False)
+    screen = Terminal(fd)
+    screen.write(LINE * 100)  # more than a pipe holds
+    time.sleep(0.2)  # until it is full
+    taken = b""
+    while select.select([reader], [], [], 1.0)[0]:
+        taken += os.read(reader, 65536)
+    assert taken == LINE * 100
+    screen.drain(PATIENCE_S)
+    os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @by_launcher_and_agent
