@@ -166,7 +166,7 @@ def has_signal(pid: int, mask: str, signum: int) -> bool:
 
 
 def handles(pid: int, signum: int) -> bool:
-    """Whether a process handles or blocks a signal, so that the signal does not kill it."""
+    """Whether a process in a group of its own handles or blocks a signal, and so survives it."""
     with contextlib.suppress(ProcessLookupError):  # it has just been reaped
         has_it = any(has_signal(pid, mask, signum) for mask in ("SigCgt", "SigBlk"))
         return has_it and os.getpgid(pid) == pid
