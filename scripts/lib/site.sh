@@ -6,7 +6,7 @@ read_site() {
   [[ -z ${SITE:-} || -r $SITE ]] || ! ignore_foreign SITE "which is not a file" || unset SITE
   local file=${SITE-$KIT_ROOT/config/site.env} line name value number=0 names=()
   [[ -n $file && (-e $file || $file == "${SITE:-}") ]] || return 0
-  [[ -r $file ]] ||
+  [[ -r $file && ! -d $file ]] ||
     die 2 "SITE names ${file@Q}, which cannot be read; correct its path [config-invalid]"
 
   while read -r line || [[ -n $line ]]; do

@@ -34,10 +34,13 @@ SITE
   [[ $output == *"--nproc-per-node 3"* && $output != *$'\r'* ]]
 }
 
-@test "a line that is no setting is refused with its number; so is a missing file" {
+@test "a line that is no setting is refused with its number; so is a missing file, or a folder" {
   printf 'A=1\nmodule load cuda\n' >site.env
   assert_site_refused "site.env, line 2: 'module load cuda' sets nothing; write NAME=VALUE [config-invalid]"
   rm site.env
+  mkdir site.env
+  assert_site_refused "SITE names 'site.env', which cannot be read; correct its path [config-invalid]"
+  rmdir site.env
   assert_site_refused "SITE names 'site.env', which cannot be read; correct its path"
 }
 
