@@ -21,7 +21,7 @@
 #PBS -o logs/
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh cannot run this
 set -euo pipefail
-cd -- "${PBS_O_WORKDIR:-.}"
+[[ ${PBS_ENVIRONMENT:-} == PBS_INTERACTIVE ]] || cd -- "${PBS_O_WORKDIR:-.}"
 [[ -z ${PBS_O_WORKDIR:-} ]] || mkdir -p logs 2>/dev/null || true # PBS writes the output there
 KIT_NAME=pbs_train.sh KIT_FOLDER=$(dirname -- "$(readlink -f -- "$0")")
 KIT_LIB=$(readlink -e -- {"$KIT_FOLDER/..","$PWD"{,/launch-kit}/scripts}/lib/launch.sh || true)

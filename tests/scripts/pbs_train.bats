@@ -160,6 +160,13 @@ setup_folder() {
   [[ $output == "run_ddp.sh: "* ]]
 }
 
+@test "in an interactive job, it stays where it was typed" {
+  setup_folder
+  PBS_ENVIRONMENT=PBS_INTERACTIVE PBS_JOBID=7.host PBS_O_WORKDIR=/tmp PBS_NODEFILE=$PWD/nodes \
+    run scripts/pbs/pbs_train.sh plain.yaml --dry-run
+  [[ $status == 0 && $output == *"cd $PWD && "* ]]
+}
+
 # What follows `--` of qsub gets this environment; X/bin is the folder of PBS's commands.
 without_shell() { # <words of pbs_train.sh...>
   mkdir -p X
