@@ -41,9 +41,8 @@ pack() { # <python> <folder of logs> <folder on the nodes>
   hold "$packed/$key.lock" --exclusive # only one of several launches packs
   [[ -r $archive ]] || pack_environment "$folders" "$archive" "$packed/$key-"
   archive=${archive%.tar*} key=$packed/$key.python
-  printf '#!/usr/bin/env bash\nexec bash %q --run %q %q %q "$@"\n' \
-    "$KIT_ROOT/scripts/stage_env.sh" "$archive$end" "$3/launch-kit-$UID/${archive##*/}" "$1" \
-    >"$key.new"
+  printf '#!/usr/bin/env bash\nexec bash %q/scripts/stage_env.sh --run %q %q %q "$@"\n' \
+    "$KIT_ROOT" "$archive$end" "$3/launch-kit-$UID/${archive##*/}" "$1" >"$key.new"
   chmod +x -- "$key.new" && mv -- "$key.new" "$key"
   echo "$key"
 }

@@ -1,7 +1,6 @@
 # shellcheck shell=bash
-# Every entry script sources this file. bash only finds the Python, and passes all arguments to it
-# unparsed: launcher/cli/ has the grammar. A variable that the user exports stays exported when bash
-# assigns it, so those that live until the exec begin with KIT_.
+# Every entry script sources this file. bash only finds the Python: launcher/cli/ has the grammar.
+# What lives until the exec begins with KIT_: bash exports a name that the user has exported.
 
 set +o posix # if sh is bash
 unset CDPATH # with it, cd prints a path, and may find another folder
@@ -44,11 +43,13 @@ refuse() { # <"cause; cure", in one word or more>: this machine lacks something
 }
 
 # Starts a command of launcher/cli/options.py; does not return. LAUNCH_AS: pip's name for it.
+# PBS starts a script that was submitted directly in the home folder.
 run_command() { # <command> <word...>
   KIT_SCRIPT=${LAUNCH_AS:-$0}
   [[ $KIT_SCRIPT == */* ]] || KIT_SCRIPT=./$KIT_SCRIPT
   unset LAUNCH_AS
   answer "${2:-}" "$1"
+  [[ ${PBS_ENVIRONMENT:-} != PBS_BATCH || $0 != /* || ! . -ef ~ ]] || cd -- "$PBS_O_WORKDIR"
   prepare
   read_site
   choose_inside

@@ -167,6 +167,29 @@ setup_folder() {
   [[ $status == 0 && $output == *"cd $PWD && "* ]]
 }
 
+@test "other scripts that qsub was given directly leave the home folder; in a shell of the job, they stay" {
+  mkdir work
+  echo pass | tee work/own.py >~/own.py
+  local script words
+  export PBS_ENVIRONMENT=PBS_BATCH PBS_O_WORKDIR=$PWD/work TRAIN_SCRIPT=own.py
+  for script in launch run_ddp test_distributed; do
+    words=(--dry-run)
+    [[ $script != launch ]] || words+=(own.py)
+    cp -- "$ROOT/scripts/$script.sh" ~/7.host.SC
+    ln -sfn -- "$ROOT/scripts" work/scripts
+    cd
+    run ~/7.host.SC "${words[@]}"
+    cd "$PBS_O_WORKDIR/.."
+    [[ $status == 0 ]]
+    [[ $script == test_distributed || $output == *"cd $PBS_O_WORKDIR && "* ]]
+    [[ $script != test_distributed || $output == *"--log-dir $PBS_O_WORKDIR/logs"* ]]
+  done
+  ln -s -- "$ROOT/scripts" ~/kit
+  cd
+  run kit/launch.sh --dry-run own.py
+  [[ $status == 0 && $output == *"cd $HOME && "* ]]
+}
+
 # What follows `--` of qsub gets this environment; X/bin is the folder of PBS's commands.
 without_shell() { # <words of pbs_train.sh...>
   mkdir -p X
