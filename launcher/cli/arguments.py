@@ -209,7 +209,7 @@ class _Reader:
             self._refuse_scheduled(option)
 
         others = [flag for flag in ("--strict", "--detach") if self.values.get(COMMON[flag].field)]
-        known = ("--dry-run", *(["--all"] if task == "status" else []))
+        known = ["--dry-run", "--all"] if task == "status" else ["--dry-run"]
         others += [word for word in words if word.startswith("-") and word not in known]
         if is_about_runs and others:
             raise PlanError(f"{others[0]} cannot be used with {option}; give only run ids")

@@ -15,8 +15,14 @@ from launcher.text import PlanError, did_you_mean, warn
 MARK = b"# launch-kit: answers --check"  # the line by which we recognize our train.py
 OURS = ROOT / "train.py"
 _OTHER = (".yaml", ".yml", ".json", ".toml", ".sh")
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-_ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+_ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
 
 
 def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
