@@ -67,17 +67,15 @@ class Facts:
         """Whether a rank that exited with a code other than 0 stopped on request.
 
         After a stop signal, every exit counts except the script's own errors. After a notice, code
-        75 and the notice's own signal do, and what follows from such an exit of a rank here.
-        Without either, code 75 does if a rank of this node has reported a checkpoint.
+        75 and the notice's own signal do, and what follows from code 75 of a rank here. Without
+        either, code 75 does if a rank of this node has reported a checkpoint.
         """
         if self.stops:
             return end.has_left or end.is_consequence or end.code - 128 in stop_signals()
         if not self.signals_sent:
             return end.code == STOPPED and has_saved
-        asked = {STOPPED, *(128 + signum for signum in self.signals)}
-        return end.code in asked or (
-            end.is_consequence and not asked.isdisjoint(self.codes.values())
-        )
+        has_followed = end.is_consequence and STOPPED in self.codes.values()
+        return has_followed or end.code == STOPPED or end.code - 128 in self.signals
 
     def is_consequence(self, first: Failure | None, rank: int) -> bool:
         """Whether a rank of this node exited only because another rank failed first."""
