@@ -119,7 +119,9 @@ def read_hostfile(file: Path) -> list[str]:
         if len(fields) < 2:
             words += fields
         elif match := _SLOTS.fullmatch(" ".join(fields)):
-            words.append(f"{match[1]}:{match[2] or match[3]}")
+            # An IPv6 address needs brackets before its number.
+            node = f"{match[1]}:{match[2] or match[3]}"
+            words.append(re.sub(r"^([^[]*:.*):", r"[\1]:", node))
         else:
             raise PlanError(
                 f"line {number} of {str(file)!r} is {line!r}; "

@@ -467,6 +467,8 @@ def test_the_nodes_of_a_step_meet_at_one_port_before_they_know_the_run() -> None
     [
         (b"\xef\xbb\xbfn1\r\nn2\r\n", ["n1", "n2"]),  # written on Windows
         (b"n1\nn1\nn2\nn1\n", ["n1:3", "n2:1"]),  # written by LSF and OAR
+        (b"fd00::1 slots=8\n[fd00::2] slots=4\n", ["[fd00::1]:8", "[fd00::2]:4"]),
+        (b"me@fd00::1 slots=8\nme@n1 slots=4\n", ["[me@fd00::1]:8", "me@n1:4"]),
         (b"n1:2\nn1:2\n", ["n1:2", "n1:2"]),  # rejected later, because node n1 is named twice
     ],
 )
