@@ -54,7 +54,8 @@ def as_number(what: str, value: Any) -> float:
     Raises a TypeError that begins with `what` for any other value.
     """
     try:
-        return float(value.item() if hasattr(value, "item") else value)
+        number = value.item() if hasattr(value, "item") else value
+        return float(+number)  # text, which float() would read, has no sign
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
             f"{what} is {value!r:.60}; pass a number, or a tensor with one element"

@@ -498,6 +498,7 @@ def test_what_could_not_be_loaded_is_refused_at_once(tmp_path: Path) -> None:
         ("score", torch.ones(2)),
         ("validation_loss", torch.ones(2)),
         ("validation_loss", "low"),
+        ("validation_loss", "0.5"),
         ("validation_loss", {"loss": 1.0}),
     ):
         told = f"^the {name} is {re.escape(repr(odd))}; pass a number, or a tensor with one element"
