@@ -56,7 +56,8 @@ def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: Supervi
         args, beyond_static = parse(arguments, environ)
         for_torch = elastic.read_arguments(arguments) if beyond_static else None
     except ValueError as error:
-        say(f"{error} [config-invalid]")
+        has_fault = getattr(error, "fault", "")  # then the text ends with it
+        say(f"{error}{'' if has_fault else ' [config-invalid]'}")
         return BAD_INPUT
     environ.pop("RUN_SECRET", None)  # no rank needs it
     if for_torch is not None:

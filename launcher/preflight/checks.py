@@ -152,7 +152,7 @@ def _check_rocm_variables(environ: Environ) -> Faults:
     if shown is None or not numbers:
         return
 
-    left = len(shown.split(","))
+    left = len(shown.split(",")) if shown else 0
     if max(numbers) >= left:
         cause = f"{name}={wanted} asks for GPU {max(numbers)}, but ROCR_VISIBLE_DEVICES={shown}"
         cause += f" leaves only {count(left, 'GPU')}, numbered from 0"

@@ -293,6 +293,11 @@ def amd(**chosen: str) -> dict[str, Any]:
             "HIP_VISIBLE_DEVICES=0 but CUDA_VISIBLE_DEVICES=0,1",
         ),
         (
+            *({"hip": "6.4"}, amd(ROCR="", HIP="0"), "visible-devices"),
+            "HIP_VISIBLE_DEVICES=0 asks for GPU 0, but ROCR_VISIBLE_DEVICES= leaves "
+            "only 0 GPUs, numbered from 0",
+        ),
+        (
             *({"hip": "6.4"}, amd(ROCR="2,3", CUDA="2,3"), "visible-devices"),
             "CUDA_VISIBLE_DEVICES=2,3 asks for GPU 3, but ROCR_VISIBLE_DEVICES=2,3 leaves "
             "only 2 GPUs, numbered from 0",
