@@ -127,7 +127,7 @@ def deliver_copies(lacking: Sequence[tuple[int, int]], copy: Memory | None, own:
 
 
 def _transfer(
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
     mine: Memory | None = None,
     to: int = -1,
     theirs: Memory | None = None,

@@ -91,7 +91,7 @@ class Buffer(Memory):
         self._views: list[Tensor] = []  # one for each tensor's place in it
 
     def write(
-        self, step: int, holders: int, tensors: Sequence[Tensor], rest: bytes, rank: int = 0
+        self, step: int, holders: int, tensors: Sequence[Tensor], rest: bytes, rank: int
     ) -> None:
         """Fill the buffer, which counts as empty until it is full. `seal` adds the checksum."""
         self.set_header(Header())

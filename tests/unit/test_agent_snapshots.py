@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_at_the_start(job: Job) -> None:
 
 
 def fill(buffer: Buffer, step: int, size: int) -> None:
-    buffer.write(step, 1, [torch.full((size,), step % 251, dtype=torch.uint8)], b"rest")
+    buffer.write(step, 1, [torch.full((size,), step % 251, dtype=torch.uint8)], b"rest", 0)
     buffer.seal()
 
 
