@@ -170,6 +170,7 @@ def _restore(state: State, targets: dict[str, Any]) -> dict[str, Any]:
             _fill_target(targets[name], one)
     if "rng" in mine and not is_new:
         loader.set_rng_state(mine["rng"])
+    progress["step"]  # raises if there is none: it is not from a training loop
     return progress
 
 
