@@ -1,4 +1,5 @@
 #!/usr/bin/env bats
+# shellcheck disable=SC2030,SC2031 # each test is a subshell, on purpose
 bats_require_minimum_version 1.5.0
 load helper
 

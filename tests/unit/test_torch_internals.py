@@ -16,7 +16,7 @@ from agents import MODULES, ROOT, rarely, run_agent
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from distributed import collectives, torch_internals
+from distributed import torch_internals
 from distributed.environment import LauncherError
 from distributed.errors import Refused
 from distributed.strategy import Sharding
@@ -104,7 +104,7 @@ def test_tensors_are_exchanged_where_the_group_can_whatever_its_backend_is_calle
     group: Any = SimpleNamespace(_device_types=[*map(torch.device, devices.split())])
     for name in ("undefined", "cuda:nccl", "cpu:gloo,cuda:nccl", "nccl", "gloo"):
         monkeypatch.setattr(torch.distributed, "get_backend", lambda _, name=name: name)
-        assert collectives.device_of(group) == chosen
+        assert torch_internals.device_of(group) == chosen
 
 
 def test_offload_to_the_cpu_is_refused_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -387,7 +387,7 @@ def test_resume_never_and_resume_from_a_path(trained: Path, text: Path) -> None:
     saver.save(1, State({}, {}, {"step": 1}, [{}]))
     saver.wait()
     another = run_tiny(trained, text, "third", "resume=own/run", processes=1, code=2)
-    assert "train.py: resume: another script's checkpoint; " in another.stderr
+    assert "train.py: resume: the checkpoint is another script's; " in another.stderr
 
 
 def test_files_in_the_runs_folder_save_and_stop(tmp_path: Path, text: Path) -> None:
