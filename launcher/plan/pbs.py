@@ -72,7 +72,8 @@ def asked_ranks(environ: Environ) -> int | None:
 
 def read_lines(environ: Environ, name: str = "PBS_NODEFILE") -> list[str]:
     """Return the lines of a variable's file, if any; the node file has one for each MPI process."""
-    return read_text(Path(environ.get(name, ""))).split()
+    file = Path(environ.get(name) or "/nonexistent")
+    return file.read_text(errors="surrogateescape").split() if file.is_file() else []
 
 
 def count_nodes(environ: Environ) -> int:

@@ -1058,3 +1058,17 @@ def test_a_task_that_refuses_ends_its_step(
     assert (told.read_text() if told.exists() else "") == (
         "--quiet --signal=TERM 7.3\n" if is_ended else ""
     )
+
+
+def test_a_node_file_that_cannot_be_read_is_no_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the run would train on this node alone."""
+    (tmp_path / "nodes").write_text("n1\nn2\n")
+
+    def refuse(file: Path, **_: str) -> str:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(PermissionError):
+        pbs.read_lines({"PBS_NODEFILE": str(tmp_path / "nodes")})
