@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from agents import PATIENCE_S, ROOT, execute, rarely, with_limits
+from agents import PATIENCE_S, ROOT, eventually, execute, rarely, with_limits
 
 from launcher import terminal
 from launcher.agent.facts import Facts
@@ -23,6 +23,7 @@ from launcher.agent.output.outputs import Outputs
 from launcher.agent.output.stream import NodeLog, RankView, Stream
 from launcher.agent.output.tracebacks import HeldTraceback
 from launcher.agent.torchrun_arguments import parse
+from launcher.descriptors import wait_for_input
 from launcher.failure import Failure
 from launcher.fanout.terminals import Terminals
 from launcher.screen import LONGEST_HELD, View
@@ -404,9 +405,11 @@ def test_a_slow_reader_of_a_descriptor_above_1023_gets_all() -> None:
     os.set_blocking(fd, False)
     screen = Terminal(fd)
     screen.write(LINE * 100)  # more than a pipe holds
-    time.sleep(0.2)  # until it is full
+    room = select.poll()
+    room.register(fd, select.POLLOUT)
+    eventually(lambda: not room.poll(0), "the pipe to be full")
     taken = b""
-    while select.select([reader], [], [], 1.0)[0]:
+    while len(taken) < len(LINE * 100) and wait_for_input([reader], PATIENCE_S):
         taken += os.read(reader, 65536)
     assert taken == LINE * 100
     screen.drain(PATIENCE_S)
