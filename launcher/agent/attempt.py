@@ -43,7 +43,7 @@ from launcher.wire.messages import (
 from launcher.wire.node_link import Link, Peers, Pulse
 
 
-@dataclass
+@dataclass(repr=False)  # signal.getsignal() would write out all that the handler's object holds
 class Attempt:
     """The ranks of this node, and the connections to the other nodes' agents."""
 

@@ -46,22 +46,22 @@ class Link:
         self._sending = threading.RLock()  # a signal handler may send during a send
 
     def send(self, message: object, *, may_wait: bool = True) -> None:
-        """Send one message. If the node is gone, the next read reports that.
+        """Send a message, or one as written. If the node is gone, the next read reports that.
 
         A node that has not accepted it after `silence_s` seconds counts as gone. Without
         `may_wait`, send nothing while another thread is sending.
         """
-        line = message
         data = b""
         if isinstance(message, SnapshotData):
-            line = message.piece
             data = message.data
+            message = message.piece
+        line = message if isinstance(message, str) else messages.write(message)
         if not self._sending.acquire(blocking=may_wait):
             return
 
         try:
             self.socket.settimeout(self.silence_s)
-            self.socket.sendall(f"{messages.write(line)}\n".encode() + data)
+            self.socket.sendall(f"{line}\n".encode() + data)
         except OSError as error:
             self._error = error.errno or 0
             with contextlib.suppress(OSError):

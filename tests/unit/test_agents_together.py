@@ -400,6 +400,14 @@ def test_a_node_whose_ranks_exit_together_reports_its_end_once(
     assert isinstance(told, NodeEnd) and told.codes == [0, 0]
 
 
+def test_to_ask_for_a_signals_handler_does_not_write_out_all_nodes(tmp_path: Path) -> None:
+    attempt = attempt_on(0, tmp_path)
+    before = signal.signal(signal.SIGUSR1, attempt._on_signal)
+    attempt.peers = Mock(__repr__=Mock(side_effect=AssertionError))
+    assert signal.getsignal(signal.SIGUSR1) == attempt._on_signal
+    signal.signal(signal.SIGUSR1, before)
+
+
 @pytest.mark.parametrize("node_rank", [0, 1])
 def test_a_node_that_waits_already_waits_longer_for_ranks_that_save(
     node_rank: int, tmp_path: Path

@@ -5,6 +5,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from agents import PATIENCE_S, Run, eventually, world, written
@@ -12,7 +13,9 @@ from ports import free_port
 
 from launcher.agent.nodes.team import Team
 from launcher.failure import Failure
-from launcher.wire.messages import Member
+from launcher.outcome import Outcome
+from launcher.wire import messages
+from launcher.wire.messages import Member, Verdict
 from launcher.wire.node_link import Link
 
 # Every rank records its place, and trains forever, or exits in the given attempt.
@@ -185,6 +188,21 @@ def test_who_takes_whose_place(
     counts = [team.members[rank].nproc for rank in range(len(hosts))]
     assert firsts == [sum(counts[:rank]) for rank in range(len(hosts))]
     assert {part.attempt for part in parts.values()} == {1}
+
+
+def test_a_verdict_that_may_name_every_rank_is_written_once(
+    monkeypatch: pytest.MonkeyPatch, server: socket.socket
+) -> None:
+    write = Mock(wraps=messages.write)
+    monkeypatch.setattr(messages, "write", write)
+    team = team_of(server, [2, 2, 2], [2], 3)
+    first = Failure("stuck", "", 1, "n1", 1, 0.0, 2, frames=[], stacks={"at": [0, 1]})
+    verdict = Verdict(Outcome(1, first))
+    team.send_assignments({}, verdict)
+    assert write.call_count == 1
+    for _ in range(3):
+        with server.accept()[0] as end:
+            assert Link(end).receive() == [verdict]
 
 
 def test_a_spare_that_is_gone_is_told_and_counts_no_more(server: socket.socket) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from launcher.failure import Failure
 from launcher.text import count
-from launcher.wire import limits
+from launcher.wire import limits, messages
 from launcher.wire.messages import Assignment, Member, Verdict
 from launcher.wire.node_link import Link, Peers
 
@@ -129,9 +129,10 @@ class Team:
         The verdict is also sent to agents without an assignment: for them, no attempt follows.
         """
         others = [(self.members[rank], peer) for rank, peer in self.peers.items()]
+        last = messages.write(verdict) if verdict else ""  # written once: it may name every rank
         for member, peer in (*others, *self.spares.items()):
             own = assignments.get(member.node_id)
-            peer.send(dataclasses.replace(verdict, next=own) if verdict else own)
+            peer.send(dataclasses.replace(verdict, next=own) if verdict and own else own or last)
 
     # --- spares during an attempt, which continues if one is lost -------------------------------
 
