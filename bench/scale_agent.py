@@ -18,14 +18,13 @@ from pathlib import Path
 
 import torch
 from harness import AGENT
-from scale_cost import BEATS_S, USUAL_LIMIT, Cost, Meter, beat, wait_until
+from scale_cost import BEATS_S, REPEATS, USUAL_LIMIT, Cost, Meter, beat, median, wait_until
 from scale_nodes import NPROC, Nodes, is_assigned
 
 from distributed.environment import Environment
 from distributed.rendezvous import rendezvous
 from launcher.descriptors import raise_limit
 
-REPEATS = 3  # of an event; one run can cost twice as much as the next
 PROGRAM = """
 import time
 from torch_launch_kit.distributed.heartbeat import beat
@@ -180,7 +179,7 @@ def measure(number: int) -> Iterator[tuple[str, Cost]]:
     """Yield what each event costs the agent: the median of some runs, each with one event."""
     for event, act in EVENTS.items():
         costs = [_measure_once(number, act) for _ in range(1 if act is beat else REPEATS)]
-        yield event, sorted(costs, key=lambda cost: cost.cpu_s)[len(costs) // 2]
+        yield event, median(costs)
 
 
 def _measure_once(number: int, act: Callable[[Agent], None]) -> Cost:

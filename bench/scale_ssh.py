@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 
 from harness import ROOT
-from scale_cost import BEATS_S, USUAL_LIMIT, Cost, Meter, beat, wait_until
+from scale_cost import BEATS_S, REPEATS, USUAL_LIMIT, Cost, Meter, beat, median, wait_until
 from scale_nodes import NPROC
 
 from launcher.descriptors import raise_limit
@@ -253,7 +253,12 @@ EVENTS: dict[str, Callable[[Launcher], object]] = {
 
 
 def measure(number: int) -> Iterator[tuple[str, Cost]]:
-    """Yield what each event costs the launcher, one after the other."""
+    """Yield what each event costs the launcher: the median of some runs, each with all events."""
+    runs = [_measure_once(number) for _ in range(REPEATS)]
+    for event in EVENTS:
+        yield event, median([costs[event] for costs in runs])
+
+
+def _measure_once(number: int) -> dict[str, Cost]:
     with launched(number) as launcher:
-        for event, act in EVENTS.items():
-            yield event, launcher.measure(act)
+        return {event: launcher.measure(act) for event, act in EVENTS.items()}
