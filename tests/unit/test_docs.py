@@ -20,6 +20,7 @@ import pytest
 import yaml
 from agents import MODULES, ROOT, execute, written
 
+import distributed
 from distributed import errors
 from distributed.environment import DEFAULT_LOG_DIR
 from distributed.strategy import STRATEGIES
@@ -60,6 +61,8 @@ SLURM --nodes --gres --time --ntasks --ntasks-per-node --cpus-per-task --cpus-pe
 SLURM --mem-per-gpu --batch --start --jobid --account --partition --requeue --format
 SLURM --signal --het-group --output --error --array --gpus --gpus-per-task --gpu-bind
 docker --device --ipc --shm-size --ulimit --cpus --pids-limit, nsys --trace-fork-before-exec
+accelerate --num_processes --mixed_precision --num_machines --machine_rank --main_process_ip
+DeepSpeed --num_gpus --hostfile --include --deepspeed --local_rank, mpirun --hostfile
 nvidia-smi --query-gpu, tensorboard --logdir, mypy --strict, py-spy --pid
 bats --no-tempdir-cleanup
 a script of the reader's, or of the guide: --lr --name --conf
@@ -68,6 +71,10 @@ FOREIGN_VARIABLES = """
 NCCL_IB_DISABLE NCCL_IB_HCA NCCL_IB_GID_INDEX NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_TREE_THRESHOLD
 NCCL_CROSS_NIC
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE TORCHELASTIC_SIGNALS_TO_HANDLE TORCH_LOGS PYTORCH_ALLOC_CONF
+ACCELERATE_MIXED_PRECISION ACCELERATE_GRADIENT_ACCUMULATION_STEPS ACCELERATE_DYNAMO_BACKEND
+ACCELERATE_USE_FSDP ACCELERATE_USE_DEEPSPEED ACCELERATE_DEEPSPEED_CONFIG_FILE FSDP_VERSION
+FSDP_AUTO_WRAP_POLICY OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_SIZE
+TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC
 CUDA_LAUNCH_BLOCKING SLURM_NNODES SLURM_NPROCS SBATCH_PARTITION PBS_HOME PBS_NODENUM PDSH_SSH_ARGS
 RES_OPTIONS PR_SET_CHILD_SUBREAPER; a site's module file: LAUNCH_KIT
 """
@@ -367,6 +374,13 @@ def block_of(shown: str) -> list[str]:
     block = re.sub(r"\d+ s after the start", "N s after the start", block)
     block = re.sub(r"(node_0.log|~/launch-kit/\S+):\d+", r"\1:N", block)
     return [" ".join(line.split()) for line in block.splitlines() if line.strip()]
+
+
+def test_the_citation_names_the_newest_release() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == distributed.__version__
+    release = re.search(r"^## (\d.*)$", TEXT["CHANGELOG.md"], re.M)
+    assert release and release[1] == f"{cited['version']} - {cited['date-released']}"
 
 
 def test_the_figures_are_those_of_the_benches() -> None:
