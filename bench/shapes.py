@@ -1,10 +1,10 @@
 """Run scripts modelled on public ones under torchrun and our launchers: `make bench-shapes`, or
 python bench/shapes.py [NAME...].
 
-Each script of tests/shapes/ runs with two ranks: on this machine under torchrun and under
-scripts/launch.sh; and, if a cluster in a box can run here (as root), on two of its nodes under
-torchrun on each node, under scripts/ssh/launch_torchrun_auto.sh, and as a SLURM job. Our launchers
-are compared with torchrun on the same nodes:
+The scripts of tests/shapes/ and three of examples/ run with two ranks: on this machine under
+torchrun and under scripts/launch.sh; and, if a cluster in a box can run here (as root), on two of
+its nodes under torchrun on each node, under scripts/ssh/launch_torchrun_auto.sh, and as a SLURM
+job. Our launchers are compared with torchrun on the same nodes:
 
 - the exit code;
 - what all ranks print on stdout, line by line in any order, and whether all of stderr appears (with
@@ -32,7 +32,7 @@ import others
 from harness import ROOT, cluster, render, write_section
 from shape_runs import Launchers, Outcome, Shape, Way, differences
 
-SCRIPTS = ROOT / "tests/shapes"
+SCRIPTS = ROOT / "tests/shapes", ROOT / "examples"
 PACKAGES = ("accelerate", "transformers", "lightning", "hydra-core", "tqdm", "deepspeed")
 TRIES = 4
 
@@ -150,7 +150,8 @@ def run_once(way: Way, shape: Shape) -> Outcome:
     place = Path(tempfile.gettempdir(), f"bench-shapes-{os.getpid()}")
     place.mkdir()
     try:
-        shutil.copytree(SCRIPTS, place / "own")
+        for folder in SCRIPTS:
+            shutil.copytree(folder, place / "own", dirs_exist_ok=True)
         return way(shape, place / "own")
     finally:
         shutil.rmtree(place)

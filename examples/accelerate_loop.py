@@ -1,4 +1,8 @@
-"""A loop with Hugging Face's accelerate, modelled on its `nlp_example.py`."""
+"""A loop with Hugging Face's accelerate; nothing in it is ours.
+
+pip install accelerate
+scripts/launch.sh --nproc-per-node 2 examples/accelerate_loop.py
+"""
 
 import argparse
 
@@ -13,7 +17,8 @@ def main() -> None:
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     arguments = parser.parse_args()
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=arguments.gradient_accumulation_steps
+        cpu=not torch.cuda.is_available(),
+        gradient_accumulation_steps=arguments.gradient_accumulation_steps,
     )
     set_seed(42)
     data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))

@@ -1,4 +1,8 @@
-"""A LightningModule and its Trainer, modelled on Lightning's `boring_model`."""
+"""A LightningModule and its Trainer, which reads the world's size from the launcher's variables.
+
+pip install lightning
+scripts/launch.sh --nproc-per-node 2 examples/lightning_fit.py
+"""
 
 import os
 
@@ -25,7 +29,7 @@ class Model(lightning.LightningModule):
 if __name__ == "__main__":
     lightning.seed_everything(1, workers=True)
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator="auto",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         strategy="ddp",

@@ -1,4 +1,8 @@
-"""Hugging Face's Trainer on a tiny model, modelled on `run_clm.py`."""
+"""Hugging Face's Trainer trains a tiny language model; nothing in it is ours.
+
+pip install transformers accelerate
+scripts/launch.sh --nproc-per-node 2 examples/hf_trainer.py --output_dir out --max_steps 4
+"""
 
 import sys
 
