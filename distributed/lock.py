@@ -153,9 +153,12 @@ def _close_locks() -> None:
 os.register_at_fork(after_in_child=_close_locks)
 
 
-def lock_run(folder: Path) -> RunLock:
-    """Lock a run's folder for this process. May wait for squeue too (see this_process)."""
-    return RunLock(folder, this_process())
+def lock_run(folder: Path, **known: int) -> RunLock:
+    """Lock a run's folder for this process. May wait for squeue too (see this_process).
+
+    `known` replaces what this_process() reads: an agent, which is not a rank, knows its `attempt`.
+    """
+    return RunLock(folder, this_process() | known)
 
 
 def _set_lock(fd: int, kind: int, byte: int, how: int = _SET) -> bool:

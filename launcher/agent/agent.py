@@ -110,7 +110,6 @@ class NodeAgent:
         self.is_spare = own.node_rank < 0
         self.meeting, self.own = meeting, own
         self.store: object = None  # a new store per attempt: old keys would mislead ranks
-        args.environ["TORCHELASTIC_RESTART_COUNT"] = str(own.attempt)  # for locks (RunLock)
 
         if has_first_ranks and args.log_dir:
             self.folder = RunFolder(args.log_dir, own.run_id, own.node_rank, args.environ)
@@ -234,7 +233,8 @@ class NodeAgent:
             if followed.team:
                 self._record_restart(loss, -1, [loss.host], followed.took_over)
             saved = self.heartbeats.reached().saved  # the lost node cannot save its snapshot
-            self.snapshots.save(saved, is_first_node=False, limit_s=self.args.grace_s)
+            limit_s = self.args.grace_s
+            self.snapshots.save(saved, self.own.attempt, is_first_node=False, limit_s=limit_s)
         return True
 
     def _try_restart(self, team: Team, facts: Facts, first: Failure) -> Mapping[int, Assignment]:
@@ -301,11 +301,14 @@ class NodeAgent:
             return outcome
 
         if verdict.parts is not None:
-            step = self.snapshots.save_parts(verdict.parts, self.meeting.peers, limit_s)
+            attempt, peers = self.own.attempt, self.meeting.peers
+            step = self.snapshots.save_parts(verdict.parts, attempt, peers, limit_s)
         else:
             saved = self.heartbeats.reached().saved
             is_first = self.own.node_rank == 0
-            step = self.snapshots.save(saved, is_first_node=is_first, limit_s=limit_s)
+            step = self.snapshots.save(
+                saved, self.own.attempt, is_first_node=is_first, limit_s=limit_s
+            )
         return outcome.with_saved(step) if step >= 0 else outcome
 
     def _report(self, outcome: Outcome, *, is_told: bool) -> None:

@@ -276,7 +276,7 @@ class LiveRecord:
         """
         self._folder = folder
         with writing_to(folder):
-            self._lock = lock_run(folder)
+            self._lock = lock_run(folder, attempt=attempt)
         self.earlier = read(folder) or Record()
         self._job = self.earlier.job
         self._progress = (-1, -1)

@@ -308,7 +308,7 @@ def test_on_a_full_disk_nothing_is_left_behind(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # like a full disk for the writer
     try:
-        assert save(descriptors) == 1
+        assert save(descriptors, 0) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "warning: the snapshot of step 5 in memory was not saved: " in capfd.readouterr().err
@@ -318,7 +318,7 @@ def test_on_a_full_disk_nothing_is_left_behind(
 def test_what_a_killed_save_left_makes_room(tmp_path: Path) -> None:
     descriptors = take(Snapshots(1), tmp_path, 5)
     (tmp_path / "step-4.tmp-host-1").mkdir()
-    assert save(of_step(5, descriptors)) == 0
+    assert save(of_step(5, descriptors), 0) == 0
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-5"]
 
 
@@ -326,7 +326,7 @@ def test_a_damaged_one_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     descriptors = take(Snapshots(1), tmp_path, 5, 10)
     newest = max(map(Buffer, descriptors), key=lambda one: one.header().step)
     os.pwrite(newest.fd, b"damage", BEGIN)
-    assert save(of_step(10, descriptors)) == 1 and save(of_step(5, descriptors)) == 0
+    assert save(of_step(10, descriptors), 0) == 1 and save(of_step(5, descriptors), 0) == 0
     told = capfd.readouterr().err
     assert "warning: the snapshot of step 10 in memory was not saved: it is damaged\n" in told
     assert state_of(tmp_path).progress["step"] == 5
@@ -344,7 +344,7 @@ def test_a_part_that_is_missing_or_cut_short_is_told(
         part.set_header(header._replace(rank=1))
         other.write_bytes(os.pread(descriptor, header.size // 2, 0))
     part.set_header(header)
-    assert save([descriptor], "step-5.tmp-0f") == 1
+    assert save([descriptor], 0, "step-5.tmp-0f") == 1
     told = capfd.readouterr().err
     assert "warning: the snapshot of step 5 in memory was not saved: " in told and why in told
     assert [*tmp_path.glob("step-*")] == []
@@ -362,7 +362,7 @@ def test_of_parts_on_other_nodes_one_line_tells(capfd: pytest.CaptureFixture[str
         assert (found.step, found.lost) == (step, lost) if found else step == -1
     found = node.find_parts([third, NodeEnd(parts={"10": [3]})], 0)
     assert found and (found.step, found.lost) == (10, [])
-    assert node.save(is_first_node=True, saved_step=5, limit_s=9) == -1
+    assert node.save(5, 0, is_first_node=True, limit_s=9) == -1
     told = "node agent: warning: the snapshot in memory was not saved: parts of it are lost\n"
     assert capfd.readouterr().err == told
 

@@ -394,6 +394,17 @@ def test_who_takes_over_from_a_process_that_still_lives(
     first.close()
 
 
+def test_an_agent_takes_over_with_the_attempt_that_it_knows(tmp_path: Path) -> None:
+    os.environ |= {"LAUNCH_TOKEN": "launch.0", ATTEMPT: "0"}
+    first = lock_run(tmp_path, attempt=1)
+    with pytest.raises(Refused, match="run-is-live"):
+        lock_run(tmp_path)
+    lock_run(tmp_path, attempt=2).close()
+    with pytest.raises(Refused, match="node-lost"), first.committing():
+        pass
+    first.close()
+
+
 SUBMITTED = "2026-11-20T16:12:33"
 
 

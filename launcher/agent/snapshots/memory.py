@@ -8,7 +8,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from distributed.checkpoint.memory import BEGIN, FILES, Memory, whole_steps
 from distributed.heartbeat import name_record
@@ -86,25 +87,34 @@ class Snapshots:
         deadline = own_time.now() + limit_s
         processes.die_with_parent(os.getppid())  # the event loop no longer watches the supervisor
         if parts is not None:
-            _save_in_child(self._files(parts), parts.step, deadline, to_folder=parts.folder)
+            write = partial(_hand_over, self._files(parts), parts.folder)
+            _save_in_child(write, parts.step, deadline)
             first_node.send(HandedOver())
         while first_node.wait(deadline) is not None:
             pass  # such as a heartbeat
 
-    def save_parts(self, parts: Parts, peers: Peers, limit_s: float) -> int:
+    def save_parts(self, parts: Parts, attempt: int, peers: Peers, limit_s: float) -> int:
         """On node rank 0, save a snapshot with the parts that other nodes hand over.
 
         Takes up to `limit_s`, half of it to wait for the parts. Returns the step, or -1 if that
-        failed.
+        failed. `attempt` is the run's, with which this process locks the checkpoint folder.
         """
         deadline = own_time.now() + limit_s
         for peer in peers.values():
             while not isinstance(peer.wait(deadline - limit_s / 2), HandedOver | None):
                 pass  # such as a heartbeat
-        is_saved = _save_in_child(self._files(parts), parts.step, deadline, folder=parts.folder)
+        write = partial(_write, self._files(parts), attempt, parts.folder)
+        is_saved = _save_in_child(write, parts.step, deadline)
         return parts.step if is_saved else -1
 
-    def save(self, saved_step: int, *, is_first_node: bool, limit_s: float) -> int:
+    def save(
+        self,
+        saved_step: int,  # of the last checkpoint
+        attempt: int,  # of the run, with which this process locks the checkpoint folder
+        *,
+        is_first_node: bool,
+        limit_s: float,
+    ) -> int:
         """Save the newest snapshot as a checkpoint, if it is newer than the last checkpoint.
 
         If that fails, save the one before. A node other than node rank 0 saves its copy of node
@@ -121,7 +131,8 @@ class Snapshots:
 
         for step in sorted(newer, reverse=True):
             files = [buffer.fd for buffer in buffers if buffer.header().step == step]
-            if own_time.now() < deadline and _save_in_child(files, step, deadline):
+            write = partial(_write, files, attempt)
+            if own_time.now() < deadline and _save_in_child(write, step, deadline):
                 return step
         return -1
 
@@ -153,29 +164,32 @@ def _whole_steps(buffers: Sequence[Memory]) -> list[int]:
     return whole_steps([first | second for first, second in pairs])
 
 
-def _save_in_child(
-    files: Sequence[int],
-    step: int,
-    deadline: float,
-    *,
-    folder: str = "",  # with more parts, which other nodes have handed over
-    to_folder: str = "",  # copy the files only to this folder, for node rank 0 to save
-) -> bool:
-    """Save files in a child process, because the disk may hang. Returns whether that succeeded.
+def _write(files: Sequence[int], attempt: int, folder: str = "") -> int:
+    """Call save(), whose import is slow: only the child that saves makes it."""
+    from launcher.agent.snapshots.save import save
 
-    Waits until `deadline` (own_time), then warns and kills the child. From now on, this process
-    dies with the supervisor.
+    return save(files, attempt, folder)
+
+
+def _hand_over(files: Sequence[int], folder: str) -> int:
+    """Call hand_over(), in the child as well."""
+    from launcher.agent.snapshots.save import hand_over
+
+    return hand_over(files, folder)
+
+
+def _save_in_child(write: Callable[[], int], step: int, deadline: float) -> bool:
+    """Save a snapshot in a child process, because the disk may hang. Returns whether it succeeded.
+
+    `write` returns an exit code. Waits until `deadline` (own_time), then warns and kills the child.
+    From now on, this process dies with the supervisor.
     """
     agent = os.getpid()
     processes.die_with_parent(os.getppid())  # the event loop no longer watches the supervisor
     if (pid := os.fork()) == 0:
         processes.die_with_parent(agent)
         try:
-            from launcher.agent.snapshots import save as saving  # slow to import
-
-            if to_folder:
-                os._exit(saving.hand_over(files, to_folder))
-            os._exit(saving.save(files, folder))
+            os._exit(write())
         finally:
             os._exit(1)
 

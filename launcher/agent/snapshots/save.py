@@ -13,12 +13,12 @@ from distributed.lock import lock_run
 from launcher.agent.output.stream import say
 
 
-def save(fds: Sequence[int], folder_name: str = "") -> int:
+def save(fds: Sequence[int], attempt: int, folder_name: str = "") -> int:
     """Save a snapshot whose parts, one per rank, are in these files and, if given, in a folder.
 
-    That folder is in the run's checkpoint folder, and is deleted afterwards. Returns an exit code:
-    1 if a part is missing or damaged or cannot be saved, after a warning that says why; also 1,
-    silently, if a checkpoint is as new.
+    That folder is in the run's checkpoint folder, and is deleted afterwards. `attempt` is the
+    run's, which counts for the lock. Returns an exit code: 1 if a part is missing or damaged or
+    cannot be saved, after a warning that says why; also 1, silently, if a checkpoint is as new.
     """
     step = Buffer(fds[0]).header().step if fds else -1
     why = "it is damaged"
@@ -28,7 +28,7 @@ def save(fds: Sequence[int], folder_name: str = "") -> int:
             parts |= _take_from_folder(parts, folder_name)
         in_order = [parts[rank] for rank in sorted(parts)]
         if in_order and len(in_order) == in_order[0].holders:
-            return _commit(_merge(in_order))
+            return _commit(_merge(in_order), attempt)
     except Exception as error:
         why = str(error) or repr(error)
 
@@ -90,15 +90,16 @@ def _merge(parts: Sequence[Snapshot]) -> Snapshot:
     return replace(parts[0], holders=1, contents={**parts[0].contents, **contents}, shared=set())
 
 
-def _commit(taken: Snapshot) -> int:
+def _commit(taken: Snapshot, attempt: int) -> int:
     """Write a complete snapshot as a checkpoint. Returns 0, or 1 if one as new is there.
 
-    Also deletes what interrupted saves have left, and old checkpoints beyond `keep_last`. Raises
-    Refused if another live process has the checkpoint folder, OSError if it is not writable.
+    Takes over the lock of an earlier `attempt`. Also deletes what interrupted saves have left, and
+    old checkpoints beyond `keep_last`. Raises Refused if another live process has the checkpoint
+    folder, OSError if it is not writable.
     """
     folder = Path(taken.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = lock_run(folder)
+    lock = lock_run(folder, attempt=attempt)
     if taken.step <= max(map(files.step_of, files.steps(folder)), default=0):
         return 1
 
