@@ -73,24 +73,26 @@ def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
     """
     if told := environ.get("LAUNCH_JOB"):
         return dict(json.loads(told))
-    if not (job := environ.get("SLURM_JOB_ID")):
+    job = environ.get("SLURM_JOB_ID")
+    if not job:
         return {}
 
     run_id = job_id(environ)
-    ask_for_time = "env", "SLURM_TIME_FORMAT=standard", "squeue", "-h", "-j", run_id, "-o", "%V"
+    ask_for_time = f"env SLURM_TIME_FORMAT=standard squeue -h -j {run_id} -o %V"
     return {
         "job": job,
         "run_id": run_id,
         "start": int(environ.get("SLURM_RESTART_COUNT") or 0),
         "cluster": environ.get("SLURM_CLUSTER_NAME", ""),
-        "submitted": (ask_scheduler(*ask_for_time) or "").strip(),
+        "submitted": (ask_scheduler(*ask_for_time.split()) or "").strip(),
     }
 
 
 def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | None:
     """Return what a SLURM or PBS command prints; None if it fails or takes over `limit_s` seconds.
 
-    It fails in a container that lacks the command. After SCHEDULER_SILENT_S seconds without an
+    It fails in a container that lacks the command. The user's SQUEUE_* and SINFO_* variables, which
+    filter and format the answers, have no effect. After SCHEDULER_SILENT_S seconds without an
     answer, prints a line on stderr.
     """
     import subprocess  # slower to import than the rest of this module, and rarely needed
@@ -99,9 +101,10 @@ def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | N
     told = [f"waiting up to {limit_s:g} s for {' '.join(command)}"]
     notice = threading.Timer(limits.SCHEDULER_SILENT_S, print, told, {"file": sys.stderr})
     notice.start()
+    unfiltered = ["bash", "-c", 'unset "${!SQUEUE_@}" "${!SINFO_@}"; exec "$0" "$@"', *command]
     try:
         return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, timeout=limit_s, errors="surrogateescape"
+            unfiltered, stderr=subprocess.DEVNULL, timeout=limit_s, errors="surrogateescape"
         )
     except (OSError, subprocess.SubprocessError):
         return None

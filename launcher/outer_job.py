@@ -24,7 +24,6 @@ def leave_outer_job(environ: OwnEnviron) -> None:
 
     May wait for scontrol. Raises LauncherError if SLURM_TASKS_PER_NODE cannot be read.
     """
-    remove_variables("S(QUEUE|INFO)_", environ)  # the user's filters and formats; we give our own
     job = environ.get("SLURM_JOB_ID", "")
     owner, step = _read_owner(environ.get("SLURM_TASK_PID", ""))
     # The components of a heterogeneous job have ids of their own.

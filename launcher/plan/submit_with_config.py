@@ -162,7 +162,9 @@ def gpus_of_nodes(partition: str) -> list[int]:
     if shutil.which("sinfo") is None:
         raise Refused("env-missing", "sinfo is not installed here; submit from a login node")
 
-    command = ["sinfo", "-h", "-N", "-o", "%P %N %G", *(["-p", partition] if partition else [])]
+    # The user's SINFO_* variables filter and format what sinfo prints.
+    ask = 'unset "${!SINFO_@}"; exec sinfo -h -N -o "%P %N %G" ${1:+-p "$1"}'
+    command = ["bash", "-c", ask, "bash", partition]
     answer = subprocess.run(command, stdout=subprocess.PIPE, errors="replace")
     if answer.returncode != 0:
         raise Refused("env-missing", "sinfo failed, see above; submit where sinfo works")

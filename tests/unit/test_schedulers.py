@@ -29,6 +29,7 @@ from launcher.plan.submit_with_config import (
     Size,
     choose_preparation,
     choose_size,
+    gpus_of_nodes,
     read_sinfo,
     refusal,
     split_settings,
@@ -403,6 +404,26 @@ def test_a_scheduler_that_thinks_long_is_named(
     limit_s = 10 if answer else 0.5
     assert ask_scheduler("squeue", "--me", limit_s=limit_s) == answer
     assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("tool", ["squeue", "sinfo"])
+def test_the_filters_of_the_user_do_not_change_our_calls(
+    tool: str, tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tool(tools / tool, 'compgen -e S | grep -E "^(SQUEUE|SINFO)_"; echo "$0 $# $1"')
+    monkeypatch.setenv("SQUEUE_STATES", "PENDING")
+    monkeypatch.setenv("SINFO_PARTITION", "none")
+    assert ask_scheduler(tool, "a b") == f"{tools / tool} 1 a b\n"
+    assert os.environ["SQUEUE_STATES"] == "PENDING"  # the training may call squeue itself
+
+
+def test_the_filters_of_the_user_do_not_hide_the_gpus(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tool(tools / "sinfo", '[[ -z ${SINFO_PARTITION-} ]] && echo "gpu* n1 gpu:$#"')
+    monkeypatch.setenv("SINFO_PARTITION", "none")
+    assert gpus_of_nodes("") == [4]
+    assert gpus_of_nodes("a,b") == [6]  # with -p a,b
 
 
 # --- scripts/submit_with_config.sh ----------------------------------------------------------------
