@@ -128,9 +128,8 @@ def read_step(typed: Typed) -> World | None:
     ):
         if given not in (None, environ[variable]):
             raise PlanError(
-                f"the argument {name} is {given!r} but srun's {variable} is "
-                f"{environ[variable]}; omit the argument (the batch shell may have expanded "
-                "it)",
+                f"the argument {name} is {given!r} but srun's {variable} is {environ[variable]}; "
+                "omit the argument (the batch shell may have expanded it)",
                 "wrong-world",
             )
 
@@ -230,12 +229,20 @@ def job_command(environ: Environ, script: str | None, typed: Words) -> list[str]
     if is_in_batch and script:
         return ["sbatch", *words, script, *typed[1:]]
     if is_in_batch:  # the user's own file, which contains the command
-        file = (ask_squeue(f"--job={job_id(environ)}", "--format=%o") or "").split()
-        is_known = file not in ([], ["(null)"])  # the latter: sbatch --wrap, or a pipe
-        return ["sbatch", *words, *file] if is_known else []
+        batch = (ask_squeue(f"--job={job_id(environ)}", "--format=%o") or "").strip()
+        is_known = batch not in ("", "(null)")  # the latter: sbatch --wrap, or a pipe
+        return ["sbatch", *words, *_split_batch(batch)] if is_known else []
     if gres not in _UNSET and not gpus:  # salloc sets no variable for --gres
         words.append(f"--gres={gres}")
     return ["salloc", *words, *typed]
+
+
+def _split_batch(text: str) -> list[str]:
+    """Return a batch file and its arguments; its path may have spaces if it is on this machine."""
+    file = text
+    while not os.path.isfile(file) and " " in file:
+        file = file.rpartition(" ")[0]
+    return [file, *text[len(file) :].split()]
 
 
 def step_command(environ: Environ, typed: Words) -> list[str]:

@@ -304,6 +304,14 @@ def test_the_batch_file_of_a_users_own_is_submitted_again(
     assert command == ([*sizes.split(), *words] if words else [])
 
 
+def test_a_batch_file_with_a_space_in_its_path_can_be_pasted(tools: Path) -> None:
+    file = tools / "my $job.sh"
+    file.touch()
+    make_tool(tools / "squeue", f"echo '{file} 5 x'")
+    command = slurm.job_command(captured("batch-step"), None, ["launch.sh", "x.py"])
+    assert shlex.join(command).endswith(f" '{file}' 5 x")
+
+
 @pytest.mark.parametrize(
     ("lines", "asked", "num_nodes", "nproc"),
     [
