@@ -209,7 +209,7 @@ class Acceptor:
 
         allowed = self._access.addresses
         if allowed is not None and address.removeprefix("::ffff:") not in allowed:
-            self._note_dropped(f"{address} is not in HOSTS")
+            self._count_dropped(f"{address} is not in HOSTS")
             connection.close()
             return
         if len(self._waiting) >= MOST_WAITING:
@@ -262,11 +262,12 @@ class Acceptor:
 
     def _drop(self, visitor: _Visitor) -> None:
         if not visitor.is_known:
-            self._note_dropped(f"{visitor.address} connected without the run's secret")
+            self._count_dropped(f"{visitor.address} connected without the run's secret")
         self._forget(visitor)
         visitor.socket.close()
 
-    def _note_dropped(self, what: str) -> None:
+    def _count_dropped(self, what: str) -> None:
+        """Count a dropped connection, and report only the first; `what` says why it is dropped."""
         self.unauthenticated += 1
         if self.unauthenticated == 1:
             self._say(f"warning: {what}, and was dropped; others are dropped silently [stranger]")

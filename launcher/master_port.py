@@ -23,8 +23,8 @@ def open_master_port(request: Request) -> tuple[int, socket.socket | None, int]:
     no port is given, a single node uses the first free one from the derived one upwards.
     """
     # On several nodes, a live run with another LOG_DIR is found at the port.
-    place = request.directory / (request.log_dir if request.num_nodes == 1 else "")
-    port = request.port or port_from_id(str(place / request.run_id))
+    folder = request.directory / (request.log_dir if request.num_nodes == 1 else "")
+    port = request.port or port_from_id(str(folder / request.run_id))
     if request.node_rank != 0:
         return port, None, 0
 
@@ -63,11 +63,16 @@ def open_port(port: int, address: str) -> socket.socket:
 
 
 def is_loopback(address: str) -> bool:
+    """Return whether an address, or the name localhost, leads only to the same machine."""
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def is_here(address: str, port: int = 0) -> bool:
-    """Whether an address belongs to this machine, so that a process could listen there."""
+    """Return whether an address or name belongs to this machine.
+
+    To find out, listens there for a moment; with `port` 0, at any free port. False if the port is
+    taken.
+    """
     with contextlib.suppress(OSError):
         family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         socket.create_server(where, family=family).close()
@@ -75,10 +80,11 @@ def is_here(address: str, port: int = 0) -> bool:
     return False
 
 
-def is_first(address: str, port: int) -> bool:
-    """Whether this process can be node rank 0 at that address. Only one process per machine can.
+def claim_node_rank_0(address: str, port: int) -> bool:
+    """Claim node rank 0 for this process. Returns False if it is on another machine, or claimed.
 
-    This process, or a program that it executes, holds an abstract socket name until it ends.
+    The claim is an abstract socket name for the port, held until this process, or a program that it
+    executes, ends.
     """
     return is_here(address, port) and processes.claim(str(port), is_inherited=True)
 

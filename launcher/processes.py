@@ -311,7 +311,7 @@ def _await_marked(token: str, wait_s: float) -> tuple[list[int], set[str]]:
     return left, files
 
 
-def take_name(name: str) -> None:
+def set_process_name(name: str) -> None:
     """Name this process for users of ps, top, py-spy and nvidia-smi; only 15 bytes are kept."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)

@@ -74,7 +74,7 @@ class Terminal(io.RawIOBase):
 
     def queue(self, data: bytes) -> None:
         """Queue output. A slow reader slows the ranks down; a stuck reader loses lines."""
-        if self._has_room():
+        if self._wait_for_room():
             self._tell_dropped()
             self._write_or_queue(data)
         else:
@@ -101,8 +101,8 @@ class Terminal(io.RawIOBase):
             except RuntimeError:  # no more threads can start here
                 self._write_next()
 
-    def _has_room(self) -> bool:
-        """Whether more can be queued; waits briefly for a slow reader to catch up."""
+    def _wait_for_room(self) -> bool:
+        """Wait up to 0.1 s for a slow reader to catch up. Returns whether more can be queued."""
         with self._changed:
             is_stuck = time.monotonic() - self._taken_at > limits.TERMINAL_STUCK_S
             if self._size > BACKLOG_BYTES and not is_stuck:

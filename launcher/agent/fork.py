@@ -51,7 +51,7 @@ def fork_ranks(
         (stdout, out), (stderr, err) = outputs.open_streams(part, local_rank)
 
         if (pid := os.fork()) == 0:
-            processes.take_name(f"rank{number}")
+            processes.set_process_name(f"rank{number}")
             descriptors.give_back_limit()  # the agent has raised it
             for opened in *held, outputs, out, err, *ranks:
                 opened.close()

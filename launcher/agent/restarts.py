@@ -120,7 +120,7 @@ class Restarts:
 
     def stop_if_taken_over(self, say: Say) -> None:
         """If the scheduler has started this job again, say so, and send this process SIGTERM."""
-        if self.record and self.record.is_taken_over():
+        if self.record and self.record.notice_takeover():
             say("the scheduler has started this job again; stopping this start")
             signal.raise_signal(signal.SIGTERM)
 

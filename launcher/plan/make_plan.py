@@ -13,7 +13,7 @@ from distributed.job import ask_scheduler, in_slurm_step, job_id, job_run_id
 from launcher.command_line import read_grace
 from launcher.container import Container, config_texts, read_container
 from launcher.handshake import read_access
-from launcher.master_port import is_first, is_loopback
+from launcher.master_port import claim_node_rank_0, is_loopback
 from launcher.plan import foreign, hosts, mpi, pbs, slurm, spares
 from launcher.plan.plan import ROOT, Plan, World
 from launcher.plan.resume import resume_line
@@ -273,8 +273,8 @@ def _read_node_by_hand(typed: Typed) -> World:
     """Return the world of a node that was started by hand, as the arguments describe it.
 
     With node rank `auto`, a process at the master's address gets node rank 0 and reserves it on
-    this machine (see is_first). Warns if a master is named for only one node. Raises PlanError if
-    the arguments are not valid.
+    this machine (see claim_node_rank_0). Warns if a master is named for only one node. Raises
+    PlanError if the arguments are not valid.
     """
     nnodes = "1" if typed.nnodes is None else typed.nnodes
     num_nodes = read_number("the number of nodes", nnodes, 1, 100_000)
@@ -287,7 +287,7 @@ def _read_node_by_hand(typed: Typed) -> World:
     master = typed.master or typed.environ.get("MASTER_ADDR")
     if not master:
         raise PlanError(f"{num_nodes} nodes, but no MASTER_ADDR; give the address of node rank 0")
-    if rank == "auto" and is_first(master, _read_port(typed, is_by_hand=True) or 0):
+    if rank == "auto" and claim_node_rank_0(master, _read_port(typed, is_by_hand=True) or 0):
         node_rank = 0  # the others get theirs in order of arrival
     return World(num_nodes, master, node_rank)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher import own_time
 from launcher.handshake import Acceptor, Access, NotAccepted, WrongSecret, connect
-from launcher.preflight.checks import existing
+from launcher.preflight.checks import nearest_existing
 from launcher.wire import limits, meeting
 from launcher.wire.meeting import Wait
 from launcher.wire.messages import Fault, Faults, Member, NodeReport, PairResult, PairTest
@@ -21,11 +21,11 @@ def host_meeting(
     listener: socket.socket,
     me: Member,
     access: Access,
-    number: int,
+    num_others: int,
     folder: Path | None,
     wait: Wait,
 ) -> list[Fault]:
-    """On node rank 0, meet `number` other nodes; if all arrive, have each pair test its link.
+    """On node rank 0, meet `num_others` other nodes; if all arrive, have each pair test its link.
 
     If a `folder` is given, makes a temporary file there, for which the others look. Returns faults
     for the nodes that node rank 0 cannot reach. Closes the listener.
@@ -38,13 +38,13 @@ def host_meeting(
         if folder:
             with contextlib.suppress(OSError):  # which check_folders reports
                 file = stack.enter_context(
-                    tempfile.NamedTemporaryFile(dir=existing(folder), prefix=".shared-")
+                    tempfile.NamedTemporaryFile(dir=nearest_existing(folder), prefix=".shared-")
                 ).name
 
-        here = meeting.gather(acceptor, {*range(1, number + 1)}, wait)
+        here = meeting.gather(acceptor, {*range(1, num_others + 1)}, wait)
         for link, _ in here.values():
             stack.enter_context(contextlib.closing(link))
-        left_s = wait.left_s if len(here) == number else 0
+        left_s = wait.left_s if len(here) == num_others else 0
         faults = meeting.try_pairs(me, here, left_s, limits.PAIR_PASS_S, file)
     return [fault for node_id, fault in faults if node_id == me.node_id]  # others report theirs
 

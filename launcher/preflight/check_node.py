@@ -37,9 +37,9 @@ def check_node(request: Request, environ: Environ) -> Report:
     port, listener, port_error = open_master_port(request)
     is_compared = request.has_checks and request.num_nodes > 1
 
-    with ThreadPoolExecutor(1) as beside:
-        visit = beside.submit(_meet, request, port, listener, environ)
-        machine = _look_at_machine(request, environ, port, port_error)
+    with ThreadPoolExecutor(1) as pool:
+        meeting = pool.submit(_meet, request, port, listener, environ)
+        machine = _examine_machine(request, environ, port, port_error)
         faults = list[Fault]()
         if request.has_checks:
             faults = [*_check(machine)]
@@ -50,7 +50,7 @@ def check_node(request: Request, environ: Environ) -> Report:
 
     if is_compared and machine.script:
         files.setdefault(machine.script.name, "")  # check_program() reports a missing script
-    met, done = visit.result()
+    met, done = meeting.result()
 
     return Report(
         node_rank=request.node_rank,
@@ -113,7 +113,7 @@ def _meet(
     return between_nodes.host_meeting(listener, first, access, others, folder, wait), ()
 
 
-def _look_at_machine(request: Request, environ: Environ, port: int, port_error: int) -> Machine:
+def _examine_machine(request: Request, environ: Environ, port: int, port_error: int) -> Machine:
     """Return what the checks need: the request with its open questions answered, and the machine.
 
     Waits for nvidia-smi or rocm-smi. `nproc` is 0 if the number of ranks is not known: the GPUs
@@ -144,8 +144,8 @@ def _look_at_machine(request: Request, environ: Environ, port: int, port_error: 
 
 def read_reports(output: bytes) -> list[Report]:
     """Return the reports in the output of the nodes, sorted by node rank."""
-    _, told = Answers(MARK).read(output)
-    reports = [report for _, report in told if isinstance(report, Report)]
+    _, received = Answers(MARK).read(output)
+    reports = [report for _, report in received if isinstance(report, Report)]
     return sorted(reports, key=lambda report: report.node_rank)
 
 

@@ -306,16 +306,16 @@ def check_folders(machine: Machine) -> Faults:
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.realpath(directory), exist_ok=True)
 
-        place = existing(directory)
+        parent = nearest_existing(directory)
         try:
-            with tempfile.TemporaryFile(dir=place) as probe:
+            with tempfile.TemporaryFile(dir=parent) as probe:
                 probe.write(b"\0")
         except OSError as error:
             cause = f"cannot write under {str(directory)!r} ({error.strerror})"
             cure = "choose another folder (LOG_DIR, checkpoint.dir)"
             yield Fault(unwritable_fault(error), cause, cure)
             continue
-        free = shutil.disk_usage(place).free
+        free = shutil.disk_usage(parent).free
         if free < LEAST_DISK:
             cause = f"{free >> 20} MiB free under {str(directory)!r}"
             yield warning("disk-low", cause, "free some space, or choose another folder")
@@ -335,7 +335,7 @@ CHECKS = {  # each with the number of things that it checks
 }
 
 
-def existing(directory: Path) -> Path:
+def nearest_existing(directory: Path) -> Path:
     """Return the directory, or its nearest parent that exists."""
     return next(path for path in (directory, *directory.parents) if os.path.exists(path))
 

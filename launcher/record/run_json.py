@@ -298,12 +298,15 @@ class LiveRecord:
             **fields,
         )
 
-    def is_taken_over(self) -> bool:
-        """Return whether another start of this job waits for this one to stop: True only once."""
+    def notice_takeover(self) -> bool:
+        """Return whether another start of this job has taken over the run since the last call.
+
+        Reads run.json, where the other start has recorded itself (see end_earlier_start).
+        """
         before = self._job
         with contextlib.suppress(OSError):
             record = read(self._folder) or self.earlier
-            self._job = record.job or before  # see end_earlier_start
+            self._job = record.job or before
         return self._job != before
 
     def note_progress(self, saved_step: int, step: int) -> None:

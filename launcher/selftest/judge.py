@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 SLOW_RANK = 1.3  # times the others' time
 SUSPECT = 1.1  # times; if a rank is that slow, all are measured again
-RANK_LOOKS = 12  # more measurements while one seems slow: others may interfere for seconds
-LINK_LOOKS = 6  # the same for links
+RANK_REPEATS = 12  # more measurements while one seems slow: others may interfere for seconds
+LINK_REPEATS = 6  # the same for links
 SLOW_LINK = 2.0  # times
 MOST_AGAIN = 6  # suspects that are measured again in one look: those with the fewest, the slowest
 Pair = tuple[int, int]  # numbers of nodes
@@ -24,7 +24,7 @@ def find_slow_ranks(
     Interference makes a rank slower, never faster, so the best of all measurements counts.
     """
     best = compute()
-    for _ in range(RANK_LOOKS):
+    for _ in range(RANK_REPEATS):
         if not slow_ranks(best, kinds, SUSPECT):
             break
         best = [*map(max, best, compute())]
@@ -85,7 +85,7 @@ def find_slow_links(
 
     suspects = {*usual_speeds}
     looks = Counter[Pair]()
-    for _ in range(LINK_LOOKS):
+    for _ in range(LINK_REPEATS):
         chosen = sorted(suspects, key=lambda pair: (looks[pair], -times_slower(pair)))[:MOST_AGAIN]
         if not chosen:
             break

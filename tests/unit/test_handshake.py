@@ -20,8 +20,8 @@ from launcher.master_port import open_port
 SECRET = bytes(range(32))
 FIRST = """
 import os, sys
-from launcher.master_port import is_first
-print(is_first("127.0.0.1", int(sys.argv[1])), flush=True)
+from launcher.master_port import claim_node_rank_0
+print(claim_node_rank_0("127.0.0.1", int(sys.argv[1])), flush=True)
 os.execvp("cat", ["cat"])
 """
 

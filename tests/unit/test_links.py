@@ -92,7 +92,7 @@ def test_the_node_behind_a_slow_link_is_named(nodes: int, times: float) -> None:
         found = all_links(nodes, slowed(node, nodes, times))
         looks, slow, pairs = find(nodes, found)
         assert (slow, pairs) == ([node], [])
-        assert len(looks) == judge.LINK_LOOKS
+        assert len(looks) == judge.LINK_REPEATS
         for pairs in looks:
             assert len(pairs) == 1 and node in pairs[0]
 
@@ -110,7 +110,7 @@ def test_one_slow_cable_is_named_by_both_its_ends(nodes: int) -> None:
     found = all_links(nodes, {(2, 1): 0.1})
     looks, slow, pairs = find(nodes, found)
     assert (slow, pairs) == ([], [(2, 1)])
-    assert looks == [[(2, 1)]] * judge.LINK_LOOKS
+    assert looks == [[(2, 1)]] * judge.LINK_REPEATS
 
 
 def test_a_slow_node_is_named_although_every_pair_is_slow() -> None:
@@ -175,7 +175,7 @@ def test_if_half_of_the_slowest_are_fast_by_themselves_the_rest_of_a_crowd_is_no
     assert judge.slow_nodes(first) and len(judge.slow_pairs(first)) > 36
     looks, slow, pairs = find(16, first, all_links(16, cables))
     assert (slow, {*pairs}) == ([], {*cables})
-    later = judge.LINK_LOOKS - 1 if still_slow else 0
+    later = judge.LINK_REPEATS - 1 if still_slow else 0
     assert [len(look) for look in looks] == [judge.MOST_AGAIN, *[still_slow] * later]
 
 

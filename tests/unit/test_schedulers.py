@@ -959,11 +959,11 @@ def test_a_second_start_waits_until_the_first_has_stopped(
     first = run_json.LiveRecord(
         folder, attempt=0, launcher=None, versions={}, hosts=("n",), world_size=1
     )
-    assert not first.is_taken_over()
+    assert not first.notice_takeover()
 
     def stop() -> None:
         """Act as the agent of the first start, which sees the second one, and exits."""
-        while not first.is_taken_over():
+        while not first.notice_takeover():
             time.sleep(0.01)
         first._lock.close()
 
@@ -976,7 +976,7 @@ def test_a_second_start_waits_until_the_first_has_stopped(
     waiting = f"waiting up to 55 s for this job's earlier start, on {os.uname().nodename}, to save"
     assert capsys.readouterr().err == f"{waiting} and stop\n"
     (folder / "run.json").write_text("{")
-    assert not first.is_taken_over()
+    assert not first.notice_takeover()
 
 
 # --- variables that a user gives the job --------------------------------------------------------
