@@ -39,6 +39,7 @@ def find_address(node: str) -> str:
     try:
         socket.getaddrinfo(node, None)
     except OSError:
-        told = re.search(r" NodeAddr=(\S+)", ask_scheduler("scontrol", "show", "node", node) or "")
-        return told[1] if told else node
+        record = ask_scheduler("scontrol", "show", "node", node) or ""
+        found = re.search(r" NodeAddr=(\S+)", record)
+        return found[1] if found else node
     return node

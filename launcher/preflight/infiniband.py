@@ -27,6 +27,7 @@ class Port:
 
     @property
     def is_active(self) -> bool:
+        """Whether the port can be used."""
         return self.state.startswith("ACTIVE")
 
     @property
@@ -78,11 +79,12 @@ def is_chosen(device: str, names: str, number: str = "") -> bool:
 
 
 def spell(variable: str, environ: Environ) -> str:
-    """Return such a variable with its value, and what the signs at the beginning of it mean."""
+    """Return a variable that is_chosen() reads with its value, and what the value's signs mean."""
     value = environ.get(variable, "")
     signs = {"^": "^ excludes", "=": "= before a name: only this one"}
-    meant = "; ".join(words for sign, words in signs.items() if sign in value[:2])
-    return f"{variable}={value}{meant and f' ({meant})'}"
+    meanings = [words for sign, words in signs.items() if sign in value[:2]]
+    explained = f" ({'; '.join(meanings)})" if meanings else ""
+    return f"{variable}={value}{explained}"
 
 
 def can_open_devices() -> bool:

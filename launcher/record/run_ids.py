@@ -30,10 +30,12 @@ def free_run_id(
     for number in itertools.count():
         run_id = f"{name}.{number}" if number else name
         folder = log_dir / run_id
-        # Checked first, because a reservation is not undone, and again once nobody else has it.
-        if is_free(folder, environ) and (
-            is_dry_run or (_reserve(folder, environ) and is_free(folder, environ))
-        ):
+        if not is_free(folder, environ):  # before it is reserved, because that is not undone
+            continue
+        if is_dry_run:
+            break
+        # Another launch may have used it before it was reserved.
+        if _reserve(folder, environ) and is_free(folder, environ):
             break
     return run_id
 
@@ -60,13 +62,16 @@ def _is_same(start: str, other: str) -> bool:
 
 
 def _is_new_in_job(folder: Path, environ: Environ) -> bool:
-    """Return whether no launch in this start of the job has used this folder. Raises OSError."""
+    """Return whether no launch in this start of the job has used this folder.
+
+    Asks SLURM in its jobs. Raises OSError if a record cannot be read.
+    """
     record = read(folder)
     return record is None or not _is_same(record.job, this_start(environ))
 
 
 def _is_not_live(folder: Path, environ: Environ) -> bool:
-    """Return whether the run of this folder is not live (see refuse_live). Raises OSError."""
+    """Return whether the run of this folder is not live; asks and raises as refuse_live() does."""
     with contextlib.suppress(Refused):
         refuse_live(folder, environ)
         return True
