@@ -42,12 +42,12 @@ def read_crash(lines: Sequence[str], code: int, time: float) -> RaisedError | No
         return crash
 
     end = fatal if fatal > what else len(lines)
-    said = [_WHAT.sub(r"\g<text>", lines[what]), *lines[what + 1 : end]]
-    text = "\n".join(said)
+    exception = [_WHAT.sub(r"\g<text>", lines[what]), *lines[what + 1 : end]]
+    text = "\n".join(exception)
     rule = find_rule(text)
     if rule and rule.fault == _MISMATCH:
         message = _explain_mismatch(stack)
-        return replace(crash, message=message, fault=_MISMATCH, details=said[:1])
+        return replace(crash, message=message, fault=_MISMATCH, details=exception[:1])
     message = f"{signal_name(code)}: {text}"
     return replace(crash, message=message, fault=rule.fault if rule else fault)
 

@@ -19,7 +19,7 @@ def _read_limit() -> tuple[int, int]:
         return resource.RLIM_INFINITY, resource.RLIM_INFINITY
 
 
-_given = _read_limit()
+_given = _read_limit()  # with which this process, or the one it was forked from, started
 
 
 def anonymous_file(name: str) -> int:

@@ -84,6 +84,7 @@ class Failure:
 
     @property
     def who(self) -> str:
+        """The rank, agent or launcher that failed, with its host, as the failure block names it."""
         if self.node_rank < 0:
             return f"{'job' if self.fault == 'time-limit' else 'launcher'} ({self.host})"
         if self.rank < 0:
@@ -220,8 +221,8 @@ def one_line(cause: str) -> str:
 def details_of(message: str) -> list[str]:
     """Return the lines after a message's first that say something, such as the missing keys."""
     _, *lines = _lines_of(message.partition(f"\n{_TRACEBACK}")[0])
-    said = filterfalse(_ADVICE.match, map(str.strip, lines))
-    return [f"{line[:_LONGEST]} ..." if len(line) > _LONGEST else line for line in said]
+    details = filterfalse(_ADVICE.match, map(str.strip, lines))
+    return [f"{line[:_LONGEST]} ..." if len(line) > _LONGEST else line for line in details]
 
 
 def _lines_of(message: str) -> list[str]:

@@ -120,7 +120,7 @@ def print_block(outcome: Outcome, failure: Failure, out: TextIO) -> None:
 
 
 def _stacks(failure: Failure) -> list[str]:
-    """Return where the ranks were; of many places, those of the most and of the fewest ranks."""
+    """Return where the ranks were, as name_groups() does; of many lines, the first and the last."""
     lines = name_groups(failure.stacks)
     num_hidden = len(lines) - MOST_STACKS + 1  # one row says how many are hidden
     if num_hidden > 1:
@@ -141,6 +141,7 @@ def print_stop(outcome: Outcome, out: TextIO) -> None:
 
 
 def print_resume(outcome: Outcome, out: TextIO) -> None:
+    """Print the line that resumes the run, if any line does."""
     if outcome.command:
         print(f"resume   RUN_ID={outcome.run_id} {outcome.command}", file=out, flush=True)
 

@@ -47,6 +47,7 @@ class Access:
 
 
 def new_secret() -> str:
+    """Return a new random secret: 64 hexadecimal digits."""
     return os.urandom(32).hex()
 
 
@@ -95,6 +96,7 @@ def _read_private(file: Path) -> str:
 
 
 def _prove(secret: bytes, role: bytes, nonces: bytes) -> bytes:
+    """Return the proof of the end with this role; without a secret, anybody can compute it."""
     return hmac.digest(secret or b"-", role + nonces, "sha256")
 
 
@@ -130,7 +132,7 @@ def introduce(connection: socket.socket, secret: bytes) -> None:
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return the next bytes, exactly so many. Raises OSError, as if the connection ends first."""
+    """Return exactly the next `num_bytes` bytes. Raises OSError if the connection ends before."""
     data = b""
     while len(data) < num_bytes:
         if not (more := connection.recv(num_bytes - len(data))):
@@ -155,7 +157,7 @@ class Acceptor:
     """Accepts whoever knows the secret. Many connections can wait; none delays another."""
 
     def __init__(self, listener: socket.socket, access: Access, say: Say) -> None:
-        """The caller closes the listener; `say` reports the first connection that is dropped."""
+        """Make the listener non-blocking; the caller closes it. `say` reports what goes wrong."""
         self.unauthenticated = 0  # dropped so far
         self._is_full = False
         self._say = say
@@ -193,6 +195,7 @@ class Acceptor:
 
     @property
     def _oldest(self) -> _Visitor:
+        """The visitor that has waited for the longest; there must be one."""
         return next(iter(self._waiting.values()))
 
     def _accept(self) -> None:
@@ -261,6 +264,7 @@ class Acceptor:
             self._drop(visitor)
 
     def _drop(self, visitor: _Visitor) -> None:
+        """Close a visitor's connection. Counts it unless it has proved that it knows the secret."""
         if not visitor.is_known:
             self._count_dropped(f"{visitor.address} connected without the run's secret")
         self._forget(visitor)
@@ -273,9 +277,9 @@ class Acceptor:
             self._say(f"warning: {what}, and was dropped; others are dropped silently [stranger]")
 
     def _make_room(self) -> None:
-        """Drop the oldest visitor, because this process has too many open files; say so once.
+        """Drop the oldest visitor, because this process has too many open files; warn once.
 
-        Without a visitor, wait a moment: the connection stays in the listener's queue.
+        Without a visitor, wait for POLL_S: the connection stays in the listener's queue.
         """
         if not self._is_full:
             self._say(

@@ -137,7 +137,8 @@ def end_attempt(
 
 def _end_without_failure(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> Outcome:
     """Return how an attempt ended if no rank has failed: it was stopped, or it is done."""
-    stops = sorted(signals, key=notices().__contains__)  # a notice ends nothing by itself
+    # Notices last (False sorts before True): a notice ends nothing by itself.
+    stops = sorted(signals, key=notices().__contains__)
     code = stop_code(nodes, stops)
     ends = describe_ends(nodes, stops) if code else ""
     if code and stops:
@@ -177,7 +178,8 @@ def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
 
     It is 0 if the run completed. If the run was stopped, it is the first of these that applies: a
     rank's own exit code, 75 if ranks saved, the signal's code. A rank that has reported a save
-    exits with 0 only on completion. In `signals`, notices come last.
+    exits with 0 only on completion. In `signals`, notices come last; if it is empty, although ranks
+    were stopped, the agent has killed them.
     """
     codes = [code for node in nodes for code in node.left.values() if code != 0]
     others = [code for code in codes if code != STOPPED]

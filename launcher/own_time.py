@@ -41,7 +41,7 @@ since = _OWN.since
 
 
 def turns(limit_s: float, pause_s: float = limits.POLL_S) -> Iterator[None]:
-    """Yield after each pause, until the limit has passed; a wait for what sends no event."""
+    """Yield at once and after each pause, until the limit: to check for what sends no event."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         yield
@@ -49,7 +49,7 @@ def turns(limit_s: float, pause_s: float = limits.POLL_S) -> Iterator[None]:
 
 
 class SilenceNews:
-    """What there is to say about the silences of one peer: a line at the start, one at the end."""
+    """Chooses the lines about one peer's silences: a warning, and a line when it is heard again."""
 
     def __init__(self) -> None:
         self._before_s = 0.0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def read_proc(pid: int, name: str) -> bytes:
-    """Return such a file; empty if the process has ended, or if we may not look."""
+    """Return the content of /proc/PID/NAME; empty if the process has ended or denies it to us."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_bytes()
     return b""

@@ -38,7 +38,7 @@ STATE, PARENT, STARTED = 0, 1, 19  # fields of read_stat()
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl. Where it fails, processes are only found by the run's token, and later."""
+    """Call prctl. If that fails, warns once: then only the run's token finds processes, later."""
     if _libc_prctl(option, value, 0, 0, 0) != 0:
         _warn_once("prctl", "if a process of the run is killed, the others may end seconds later")
 
@@ -58,7 +58,7 @@ def claim(name: str, *, is_inherited: bool = False) -> bool:
         holder.bind(f"\0launch-kit.{name}")
     except OSError as error:
         holder.close()
-        return error.errno != errno.EADDRINUSE  # a sandbox without such names: nobody has it
+        return error.errno != errno.EADDRINUSE  # a sandbox refuses such names: nobody has it
     os.set_inheritable(holder.detach(), is_inherited)
     return True
 
@@ -289,7 +289,7 @@ def kill_others(spared: Iterable[int]) -> None:
 
 
 def end_marked(token: str, wait_s: float) -> int:
-    """Wait up to `wait_s` for a run's processes to end, kill the rest, and return how many."""
+    """Kill a run's processes left after `wait_s`, remove their shared memory. Returns how many."""
     left, files = _await_marked(token, wait_s)
     if left:
         send([pid for pid in left if not shared_files.is_cleaner(pid)], signal.SIGKILL)

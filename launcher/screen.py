@@ -29,11 +29,11 @@ class View:
         self._is_redrawn = False  # the last byte shown was \r
 
     def may_be_dropped(self, line: bytes) -> bool:
-        """Whether a line that starts like this may have to be dropped."""
+        """Whether clean() might drop a line that starts like this, as it does in a subclass."""
         return False
 
     def clean(self, data: bytes) -> bytes:
-        """Return the part of the data that is to be shown."""
+        """Return the part of the data that is to be shown: all, unless a subclass drops lines."""
         return data
 
     def add(self, data: bytes) -> None:
@@ -80,6 +80,7 @@ class View:
         self._show(line)
 
     def _show(self, data: bytes) -> None:
+        """Show what clean() leaves of the data, if anything."""
         if data := self.clean(data):
             self.put(data)
 
@@ -92,7 +93,7 @@ class View:
     def _begin_lines(self, data: bytes) -> bytes:
         """Return data with the prefix before each line, and before each state of a redrawn line.
 
-        After a last byte that ends a line or a state, the next call adds it.
+        If the last byte ends a line or a state, the next call adds the prefix that follows it.
         """
         prefix = self._prefix
         is_next_state = self._is_redrawn and not data.startswith(b"\n")

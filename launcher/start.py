@@ -50,7 +50,7 @@ def main(arguments: Sequence[str], environ: OwnEnviron) -> int:
     size = len(Call._fields)
     call = Call(*arguments[:size])
 
-    code = 1
+    code = 1  # of an exception that none of these cases expects
     try:
         code = _start(call, arguments[size:], environ)
     except Refused as error:
@@ -174,6 +174,7 @@ def claim_run(plan: Plan, script: str) -> BeReady:
     leave_terminal = detach.fork_launcher(plan, script) if plan.is_detached else lambda: None
 
     def be_ready() -> None:
+        """Record the start, on node rank 0; let a detached run leave the terminal."""
         if is_first:
             run_json.note_start(
                 plan.folder,

@@ -65,9 +65,11 @@ class Terminal(io.RawIOBase):
         self.queue(data)
 
     def is_free_for(self, source: object) -> bool:
+        """Whether no stream other than `source` has an unfinished line here."""
         return self.open_by is None or self.open_by is source
 
     def end_line(self) -> None:
+        """End the unfinished line, if there is one."""
         if self.open_by is not None:
             self.open_by = None
             self.queue(b"\n")
@@ -143,6 +145,7 @@ class Terminal(io.RawIOBase):
         self._is_lost = True
 
     def _write_all(self) -> None:
+        """Write what is queued, in the thread, until this process ends."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue)

@@ -40,6 +40,7 @@ class Stream(io.FileIO):
     lost = ""  # why output could not be written, except to a closed pipe, as after `| head`
 
     def write(self, data: Any) -> int:
+        """Write data, and drop what cannot be written. Returns the bytes written or dropped."""
         try:
             return super().write(data)
         except OSError as error:
@@ -76,6 +77,7 @@ def open_own(path: Path, mode: str, **options: Any) -> IO[Any]:
     """
 
     def opener(name: str, flags: int) -> int:
+        """Return a new descriptor; of a pipe, without waiting for its other end."""
         flags |= os.O_NOFOLLOW
         try:
             return os.open(name, flags | os.O_NONBLOCK, 0o666)
@@ -98,6 +100,7 @@ def warn(text: str) -> None:
 
 
 def has_colour(out: TextIO) -> bool:
+    """Whether to print in colour: on a terminal, unless NO_COLOR is set."""
     return out.isatty() and "NO_COLOR" not in os.environ
 
 
@@ -230,6 +233,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
 
 
 def _without_ending(name: str) -> str:
+    """Return an option without its dashes, or the name of a YAML file without its ending."""
     return name.lstrip("-").removesuffix(".yaml").removesuffix(".yml")
 
 

@@ -18,6 +18,7 @@ MAX_FLOAT = sys.float_info.max
 
 
 def in_pieces(text: str, size: int) -> list[str]:
+    """Return a text in pieces of `size` characters, the last of which may be shorter."""
     return [text[at : at + size] for at in range(0, len(text), size)]
 
 

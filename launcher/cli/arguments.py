@@ -122,6 +122,7 @@ class _Reader:
         return self.values
 
     def _append(self, field: str, *words: str) -> None:
+        """Add words to a field that has several."""
         self.values[field] = (*self.values.get(field, ()), *words)
 
     # --- arguments and settings ---
@@ -221,6 +222,7 @@ class _Reader:
         }
 
     def _refuse_scheduled(self, option: str) -> None:
+        """Raise PlanError if the command runs in a job, or submits one."""
         if self.is_scheduled:
             raise PlanError(
                 f"{option} does not apply to a SLURM or PBS job; "

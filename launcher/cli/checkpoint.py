@@ -57,6 +57,7 @@ def _verify(path: Path) -> str:
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
+    """Return the model's weights from a checkpoint, or from the newest intact one of a run."""
     state = load(folder, whole=False)
     assert state is not None  # main() found a checkpoint
     return dict(state.fetch({"model": state.model})["model"])

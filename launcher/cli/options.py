@@ -79,6 +79,7 @@ def _complete_launch(values: Values, environ: Environ) -> None:
 
 
 def _refuse_without_master(values: Values, _environ: Environ) -> None:
+    """Raise PlanError if the master was not typed: the argument before it is required, too."""
     if not values.get("master"):
         raise PlanError(f"too few arguments; usage: {values['usage']}")
 
@@ -152,6 +153,7 @@ _NODES = ("config", "nproc", "node")
 
 
 def _slurm(name: str) -> Command:
+    """Return the command of a batch script in scripts/slurm."""
     fixed = {**_CONFIG, "batch_script": f"scripts/slurm/{name}"}
     return Command("srun", ("config",), fixed=fixed, is_batch=True)
 

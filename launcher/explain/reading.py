@@ -293,6 +293,7 @@ def split_prefix(line: str) -> tuple[dict[str, str], str]:
 
 
 def strip_prefix(line: str) -> str:
+    """Return a line without what launchers and torch have put before it."""
     return split_prefix(line)[1]
 
 
@@ -323,7 +324,7 @@ def _read_first(text: str) -> First | None:
 
 
 def _apply_first(first: First, sightings: Sequence[Sighting]) -> Iterator[Sighting]:
-    """Return the sightings, changed by a launcher's report on the process that failed first.
+    """Yield the sightings, changed by a launcher's report on the process that failed first.
 
     - If a sighting names no rank or that rank, it gets the rank and its host.
     - If the report has an exit code, so does a sighting of only an exit code.

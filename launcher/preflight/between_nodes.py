@@ -63,7 +63,7 @@ def join_meeting(
         return [*_explain_unreached(error, f"{address}:{port}")], []
 
     with contextlib.closing(master), meeting.introduce(master, me):
-        test = master.wait(wait.deadline + 1)
+        test = master.wait(wait.deadline + 1)  # node rank 0 waits for others until the deadline
         if not isinstance(test, PairTest):
             return [], ["port"]
 

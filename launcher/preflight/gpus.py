@@ -204,11 +204,11 @@ def _query(table: str, columns: str, until: float) -> list[list[str]]:
     if result.returncode == 0:
         lines = (line.split(",", columns.count(",")) for line in result.stdout.splitlines())
         return [[cell.strip() for cell in line] for line in lines]
-    said = " ".join((result.stdout + result.stderr).split())
-    if "is not a valid field to query" in said:
-        raise UnknownField(f"nvidia-smi: {said}")
+    why = " ".join((result.stdout + result.stderr).split())
+    if "is not a valid field to query" in why:
+        raise UnknownField(f"nvidia-smi: {why}")
     if any(Path("/dev").glob("nvidia[0-9]*")):
-        raise GpuError(f"nvidia-smi: {said}")
+        raise GpuError(f"nvidia-smi: {why}")
     return []
 
 
@@ -262,8 +262,8 @@ def _describe_odd(gpus: Sequence[Gpu], field: str, what: str) -> Iterator[str]:
 def _expect_nvlinks(gpus: Sequence[Gpu]) -> Sequence[Gpu]:
     """Return the GPUs that should have NVLinks.
 
-    Those without active ones are omitted, because bridges join only some GPUs, unless they are so
-    few that they may be faulty.
+    Those without active ones are omitted, because bridges join only some GPUs. If they are fewer
+    than a third, they may be faulty, and are not omitted.
     """
     bare = [gpu for gpu in gpus if gpu.nvlinks == 0]
     if 3 * len(bare) < len(gpus):

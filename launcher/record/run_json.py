@@ -52,6 +52,7 @@ class LauncherProcess:
 
     @property
     def is_here(self) -> bool:
+        """Whether it is, or was, a process on this machine."""
         return self.host == socket.gethostname()
 
     @property
@@ -89,6 +90,7 @@ class Record:
 
     @property
     def is_over(self) -> bool:
+        """Whether the run's end is recorded."""
         return self.exit_code is not None
 
 
@@ -112,12 +114,13 @@ def read(folder: Path) -> Record | None:
 
 
 def update(folder: Path, **changes: Any) -> None:
-    """Change fields of run.json atomically, and keep all other fields."""
+    """Change fields of run.json atomically; keep the others. Makes the folder. Raises OSError."""
     with _one_writer(folder):
         _change(folder, **changes)
 
 
 def _change(folder: Path, **changes: Any) -> None:
+    """Change fields of run.json; the caller locks out other writers. Raises OSError."""
     new = folder / f".run.json.{socket.gethostname()}.{os.getpid()}"
     record = replace(read(folder) or Record(), **changes)
     with open_own(new, "w") as file:
@@ -179,8 +182,8 @@ def this_start(environ: Environ) -> str:
 
 def job_start(environ: Environ) -> int:
     """Return how many times the scheduler has restarted this job, without asking it."""
-    told = json.loads(environ.get("LAUNCH_JOB") or "{}")
-    return int(told.get("start") or environ.get("SLURM_RESTART_COUNT") or 0)
+    job = json.loads(environ.get("LAUNCH_JOB") or "{}")  # as this_job() returns it
+    return int(job.get("start") or environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def refuse_live(folder: Path, environ: Environ) -> None:
@@ -209,10 +212,10 @@ def refuse_live(folder: Path, environ: Environ) -> None:
 
 
 def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
-    """Record that this process starts the run, with more fields of the record.
+    """Record that this process starts the run. `fields` are more fields of the record.
 
-    Deletes the last output of an earlier start. In a job of SLURM, asks it for the job. Raises
-    Refused if the run is live, or if its folder cannot be written to.
+    Deletes the last output of an earlier start. In a job of SLURM, asks squeue when it was
+    submitted. Raises Refused if the run is live, or if its folder cannot be written to.
     """
     me = LauncherProcess.of(os.getpid())
     job = this_start(environ)
@@ -310,7 +313,7 @@ class LiveRecord:
         return self._job != before
 
     def note_progress(self, saved_step: int, step: int) -> None:
-        """Record the newest checkpoint and step, at most once every STEP_RECORD_S seconds."""
+        """Record the newest checkpoint and step if they changed, at most every STEP_RECORD_S."""
         is_due = time.monotonic() - self._written >= limits.STEP_RECORD_S
         if is_due and (saved_step, step) != self._progress:
             self._progress = saved_step, step

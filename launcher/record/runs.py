@@ -44,6 +44,7 @@ class Run:
 
     @property
     def id(self) -> str:
+        """The run id, which names its folder."""
         return self.folder.name
 
     @property
@@ -182,6 +183,7 @@ def _last_line(file: Path) -> str:
 
 
 def date(seconds: float) -> str:
+    """Return a time in seconds since the epoch as the local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 

@@ -45,7 +45,8 @@ def slow_ranks(
 def find_slow(speeds: Mapping[int, float], times: float) -> dict[int, float]:
     """Return those that are `times` slower than the median of all others, each with that median.
 
-    They are given by number: of ranks, or of nodes.
+    They are given by number: of ranks, or of nodes. All are sorted once: a median of the others for
+    each would take minutes with thousands of ranks.
     """
     num_others = len(speeds) - 1
     if num_others < 1:
@@ -81,6 +82,7 @@ def find_slow_links(
     usual_speeds = pairs | {fastest[node]: usual for node, usual in nodes.items()}
 
     def times_slower(pair: Pair) -> float:
+        """Return how many times slower than usual a link is, by its best measurement so far."""
         return usual_speeds[pair] / slower_way(pair, best)
 
     suspects = {*usual_speeds}

@@ -34,6 +34,7 @@ from launcher.typed_json import encode, parse
 from launcher.wire import limits
 
 CPU_TURNS = 16  # ranks may share CPUs, so they take turns; ranks on GPUs all compute at once
+# The side and the type of a square matrix, and how many products one wait for the device has.
 _SHAPES = {"cpu": (256, torch.float32, 1), "cuda": (4096, torch.bfloat16, 16)}
 
 
@@ -47,6 +48,7 @@ class Test:
     findings: Findings = field(default_factory=Findings)
 
     def gather_members(self, mine: Member) -> None:
+        """Put the members of all ranks, which all call this, into the findings."""
         rows = gather_json(encode(mine))
         self.findings.members = [parse(Member, row) for row in rows]
 
@@ -174,6 +176,7 @@ def measure_links(test: Test, nodes: Sequence[Node]) -> None:
     seconds /= 2 if test.options.quick else 1
 
     def measure(rounds: Rounds) -> dict[Pair, float]:
+        """Return the bandwidths of these rounds, in bytes/s. Adds latencies to the findings."""
         mine = [] if me is None else [*links.measure(nodes, rounds, me, leaders, seconds)]
         limit_s = limits.SELFTEST_S + 2 * limits.TRANSFER_S * len(rounds)
         test.barrier.wait_for_all("the links", limit_s)
@@ -203,7 +206,10 @@ def compute_together(test: Test) -> list[float]:
 
 
 def measure_speed(seconds: float) -> float:
-    """Return the FLOP/s of products of two square matrices, measured over `seconds`."""
+    """Return the FLOP/s of products of two square matrices, measured over `seconds`.
+
+    On a CPU, with one thread.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several threads would wait for each other if one CPU were busy
     side, dtype, at_once = _SHAPES[device().type]
@@ -242,7 +248,11 @@ def advice(findings: Findings) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the test according to the arguments. Returns the exit code."""
+    """Run the test according to the arguments. Returns the exit code.
+
+    It is 1 if the ranks cannot join, and BAD_INPUT if the JSON file cannot be written. Raises Leave
+    on rank 0 after FAIL.
+    """
     parser = argparse.ArgumentParser(prog="python -m distributed.selftest")
     parser.add_argument("--test", choices=("basic", "all"), default="all", help="basic: no speeds")
     parser.add_argument("--quick", action="store_true", help="run only the all-reduce, and briefly")

@@ -69,6 +69,7 @@ class Findings:
             yield Fault("version-mismatch", f"{cause}; install one version everywhere")
 
     def _wrong_results(self) -> Iterator[Fault]:
+        """Yield each rank's wrong results; no host is to be excluded if all hosts have some."""
         wrong = {member.host for member in self.members if member.faults}
         is_everywhere = len(wrong) == len(self.hosts)
         for member in self.members:
@@ -94,6 +95,7 @@ class Findings:
             yield Fault("slow-link", cause, self.hosts[max(source, target)])
 
     def _slow_ranks(self) -> Iterator[Fault]:
+        """Yield the ranks that compute slowly, each with its host as the one to exclude."""
         for rank, times in self.slow_ranks.items():
             host = self.members[rank].host
             cause = f"rank {rank} ({host}) takes {times:.2f} times as long to compute as others"

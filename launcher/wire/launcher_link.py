@@ -91,11 +91,11 @@ class Answers:
         """
         text = self._text + data
         output = []
-        told = []
+        received = []
         at = 0
         for line in self._pattern.finditer(text):
             try:
-                told.append(self._read_message(line[1]))
+                received.append(self._read_message(line[1]))
                 output.append(text[at : line.start()])
             except MessageError:
                 output.append(text[at : line.end()])
@@ -104,7 +104,7 @@ class Answers:
         rest = text[at:]
         begin = self._find_begun(rest) if data else len(rest)
         self._text = rest[begin:]
-        return b"".join([*output, rest[:begin]]), told
+        return b"".join([*output, rest[:begin]]), received
 
     def _find_begun(self, text: bytes) -> int:
         """Return where an incomplete message may begin; the length of the text if nowhere.

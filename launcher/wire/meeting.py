@@ -35,7 +35,7 @@ CURES = {
 
 
 class Wait:
-    """A wait with a limit. After CHECKIN_TELL_S, it reports once what it is waiting for."""
+    """A wait for other nodes, with a limit. It begins when this is made."""
 
     def __init__(self, timeout_s: float, say: Say = lambda text: None) -> None:
         self.timeout_s = timeout_s
@@ -45,10 +45,11 @@ class Wait:
 
     @property
     def left_s(self) -> float:
+        """The seconds until the deadline; negative after it."""
         return self.deadline - own_time.now()
 
     def report_missing(self, node_ranks: Iterable[int], where: str = "") -> None:
-        """Report which nodes this process is waiting for, if CHECKIN_TELL_S has passed."""
+        """Report which nodes are missing, once, after CHECKIN_TELL_S; `where` ends the line."""
         if time.monotonic() > self._tell_at:
             nodes = name_numbers(sorted(node_ranks))
             self.say(f"waiting up to {self.timeout_s:g} s for node rank {nodes}{where}")
@@ -158,9 +159,8 @@ def try_pairs(
 
 
 def neighbours(members: Sequence[Member], node_id: int) -> Sequence[Member]:
-    """Return the members that a node tries: from the next one on; itself last, if at all.
+    """Return the members that a node tries: the next ones, MOST_TRIED at most, itself last.
 
-    There are MOST_TRIED at most.
     `members` are sorted by node id; the first follows the last.
     """
     # Each half keeps its order: first those after the node, then those before it.

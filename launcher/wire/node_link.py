@@ -154,6 +154,7 @@ class Link:
         return bool(struct.unpack_from("I", info, _LAST_ACK_AT)[0] < 1000 * self.silence_s / 2)
 
     def close(self) -> None:
+        """Close the connection, which the other end notices at once."""
         self.socket.close()
 
 
@@ -189,6 +190,7 @@ class Pulse:
             self._thread.start()
 
     def _send(self) -> None:
+        """Send the newest heartbeat every BEAT_S, in the thread, until end() is called."""
         while not self._is_over:
             if time.monotonic() - self._noted < limits.HELD_UP_S:
                 for link in self._everyone():
@@ -197,6 +199,7 @@ class Pulse:
             self._news.clear()
 
     def end(self) -> None:
+        """Send no more heartbeats, and wait for the thread to end."""
         self._is_over = True
         self._news.set()
         if self._thread.ident:

@@ -35,6 +35,7 @@ class Collective:
 
     @property
     def must_match(self) -> tuple[str, str]:
+        """What must be the same on all ranks: the operation, and the sizes if it requires that."""
         return self.operation, self.sizes if self.operation in _EQUAL_SIZES else ""
 
 
