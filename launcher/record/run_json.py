@@ -27,7 +27,7 @@ from launcher.processes import start_ticks
 from launcher.record.commit import git_commit
 from launcher.record.restart import Restart
 from launcher.text import Environ, open_own, unwritable_fault, warn
-from launcher.typed_json import decode
+from launcher.typed_json import decode, parse_json
 from launcher.wire import limits
 
 ASKED, SHOWN = "stacks", "stacks.txt"  # the request for all stacks, and the answers
@@ -106,7 +106,7 @@ def read(folder: Path) -> Record | None:
         text = file.read(LONGEST_FILE)
 
     try:
-        content = json.loads(text)
+        content = parse_json(text)
         known = {name: content[name] for name in vars(Record()) if name in content}
         return decode(Record, known)
     except (ValueError, TypeError):

@@ -5,7 +5,6 @@ folder asks node rank 0's agent for the stacks.
 """
 
 import contextlib
-import json
 import os
 import shlex
 import signal
@@ -22,6 +21,7 @@ from launcher.own_time import turns
 from launcher.processes import ranks_of
 from launcher.record.run_json import ASKED, LONGEST_FILE, SHOWN, Record, read
 from launcher.text import count, did_you_mean, open_own, warn
+from launcher.typed_json import parse_json
 from launcher.wire import limits
 
 TAIL_BYTES = 8192  # read from the end of a file, to find its last line
@@ -139,7 +139,7 @@ def describe_progress(run: Run) -> str:
         return cause
 
     with contextlib.suppress(ValueError, AttributeError, OSError):  # none, or not a JSON object
-        values = json.loads(_last_line(run.folder / "metrics.jsonl"))
+        values = parse_json(_last_line(run.folder / "metrics.jsonl"))
         newest = [
             f"{name} {value:.4g}"
             for name, value in values.items()

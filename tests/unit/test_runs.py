@@ -101,7 +101,14 @@ def test_states(fields: dict[str, Any], state: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damaged",
-    ["", "[]", "null", '{"state": "running", "launcher": {"process": "1"}}', '{"exit_code": "0"}'],
+    [
+        "",
+        "[]",
+        "[" * 8192,
+        "null",
+        '{"state": "running", "launcher": {"process": "1"}}',
+        '{"exit_code": "0"}',
+    ],
 )
 def test_a_record_that_makes_no_sense_is_a_run_of_unknown_state(
     damaged: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -226,9 +233,12 @@ def test_of_many_runs_the_newest_are_listed(
         assert ("newest 20 of 22 runs; --status --all lists all" in told.err) == (not words)
 
 
+@pytest.mark.parametrize("half", ['{"ste', "[" * 8192])
 @pytest.mark.parametrize(("state", "shown"), [("running", "[0] step 1"), ("starting", "")])
-def test_half_a_line_of_metrics_gives_way_to_a_log(state: str, shown: str, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
+def test_half_a_line_of_metrics_gives_way_to_a_log(
+    half: str, state: str, shown: str, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{half}')
     (tmp_path / "launcher_here.log").write_text("[0] step 1\n")
     assert runs.describe_progress(runs.Run(tmp_path, Record(state=state))) == shown
 
