@@ -97,7 +97,7 @@ class NodeEnd:
             raise ValueError(f"{self.codes}: not exit codes")
 
     @property
-    def left(self) -> dict[int, int]:
+    def own_exits(self) -> dict[int, int]:
         """The exit codes of the ranks that ended by themselves, by rank."""
         codes = dict(enumerate(self.codes, self.first_rank))
         return {rank: code for rank, code in codes.items() if rank not in self.stopped}
@@ -151,7 +151,9 @@ def _exit_before(victim: Failure, nodes: Iterable[NodeEnd]) -> Failure | None:
 
     Of several, it is that of the lowest rank. None if no rank exited with 0.
     """
-    finished = [(rank, node) for node in nodes for rank, code in node.left.items() if code == 0]
+    finished = [
+        (rank, node) for node in nodes for rank, code in node.own_exits.items() if code == 0
+    ]
     if not finished:
         return None
 
@@ -181,7 +183,7 @@ def stop_code(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> int:
     exits with 0 only on completion. In `signals`, notices come last; if it is empty, although ranks
     were stopped, the agent has killed them.
     """
-    codes = [code for node in nodes for code in node.left.values() if code != 0]
+    codes = [code for node in nodes for code in node.own_exits.values() if code != 0]
     others = [code for code in codes if code != STOPPED]
     if others:
         return others[0]
@@ -204,7 +206,7 @@ def describe_ends(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> str:
     why = "by a second Ctrl-C" if signals.count(signal.SIGINT) > 1 else "after GRACE"
     ends = {rank: f"killed {why}" for node in nodes for rank in node.stopped}
     for node in nodes:
-        for rank, code in node.left.items():
+        for rank, code in node.own_exits.items():
             if code == STOPPED and has_saved(nodes):
                 ends[rank] = "saved"
             elif code - 128 in stop_signals():

@@ -24,12 +24,12 @@ class Rule:
 
     kind: Kind
     fault: str
-    find: str  # regular expressions, one per line, for one line of a log at a time
+    expressions: str  # regular expressions, one per line, for one line of a log at a time
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
         """All expressions, compiled on first use: most runs do not fail."""
-        return re.compile("|".join(map(str.strip, self.find.strip().splitlines())))
+        return re.compile("|".join(map(str.strip, self.expressions.strip().splitlines())))
 
 
 cause = functools.partial(Rule, Kind.CAUSE)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launcher.explain.kinds import Kind
-from launcher.explain.rules import RULES, UNKNOWN, match, refine
+from launcher.explain.rules import RULES, UNKNOWN, match_rule, refine
 from launcher.failure import user_frames
 from launcher.failure_block import FIRST_ROW
 
@@ -181,7 +181,7 @@ def find_sighting(line: str) -> Sighting | None:
     # A line of ours, which ends with its fault, gets the lowest kind of that fault's rules.
     if fault := own_fault(text):
         kind = min((rule.kind for rule in RULES if rule.fault == fault), default=Kind.CAUSE)
-    elif rule := match(text):
+    elif rule := match_rule(text):
         kind = max(rule.kind, Kind.WARNING) if _WARNED.search(text) else rule.kind
         fault = rule.fault
     elif _EXCEPTION.match(text):

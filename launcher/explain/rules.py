@@ -14,14 +14,14 @@ _STACK_LINES = 6  # at the end of a traceback
 _SHARED = re.compile(r"/multiprocessing/(synchronize|shared_memory)\.py")
 
 
-def match(line: str) -> Rule | None:
+def match_rule(line: str) -> Rule | None:
     """Return the first rule that matches a line of a log, or an error's message."""
     return next((rule for rule in RULES if rule.pattern.search(line)), None)
 
 
 def find_rule(message: str) -> Rule | None:
     """Return the rule that says most about the cause, of those that match a line of an error."""
-    known = [rule for line in message.splitlines() if (rule := match(line))]
+    known = [rule for line in message.splitlines() if (rule := match_rule(line))]
     return min(known, key=lambda rule: rule.kind, default=None)
 
 

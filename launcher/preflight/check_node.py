@@ -42,7 +42,7 @@ def check_node(request: Request, environ: Environ) -> Report:
         machine = _examine_machine(request, environ, port, port_error)
         faults = list[Fault]()
         if request.has_checks:
-            faults = [*_check(machine)]
+            faults = [*_run_checks(machine)]
         elif machine.nproc == 0:  # no number of ranks is known
             cure = "give the number of processes"
             faults = [replace(fault, cure=cure) for fault in check_gpus(machine)]
@@ -70,7 +70,7 @@ def check_node(request: Request, environ: Environ) -> Report:
     )
 
 
-def _check(machine: Machine) -> Faults:
+def _run_checks(machine: Machine) -> Faults:
     """Run all checks. A check that uses what a sandbox refuses only warns."""
     for check in CHECKS:
         try:

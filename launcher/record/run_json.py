@@ -222,7 +222,7 @@ def note_start(folder: Path, environ: Environ, **fields: Any) -> None:
     with writing_to(folder), _one_writer(folder):
         refuse_live(folder, environ)
         (folder / KEPT).unlink(missing_ok=True)
-        _change(folder, launcher=me, job=job, **fields, **_start("starting"))
+        _change(folder, launcher=me, job=job, **fields, **_start_fields("starting"))
 
 
 def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
@@ -240,16 +240,16 @@ def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
             is_ours = locked_by(folder) == (agent, socket.gethostname())
         is_refused = code == REFUSED and is_locked(folder)  # another process has the run
         if is_ours and not record.is_over and not is_refused:
-            update(folder, **_end(code))
+            update(folder, **_end_fields(code))
 
 
-def _start(state: str) -> dict[str, Any]:
+def _start_fields(state: str) -> dict[str, Any]:
     """Return the fields of a run that starts now, without an end."""
     unknown = {"ended": None, "exit_code": None, "fault": "", "cause": ""}
     return {"state": state, "started": time.time(), **unknown}
 
 
-def _end(code: int) -> dict[str, Any]:
+def _end_fields(code: int) -> dict[str, Any]:
     """Return the fields of a run that ends now."""
     return {"state": "ended", "ended": time.time(), "exit_code": code}
 
@@ -297,7 +297,7 @@ class LiveRecord:
             step=-1,
             saved_step=-1,
             first_step=None,
-            **_start("running"),
+            **_start_fields("running"),
             **fields,
         )
 
@@ -322,7 +322,7 @@ class LiveRecord:
 
     def end(self, code: int, saved_step: int, step: int) -> None:
         """Record how the run ended."""
-        self.write_fields(step=step, saved_step=saved_step, **_end(code))
+        self.write_fields(step=step, saved_step=saved_step, **_end_fields(code))
 
     def write_fields(self, **changes: Any) -> None:
         """Record these fields of the run, unless another start has taken it over.

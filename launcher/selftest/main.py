@@ -81,10 +81,13 @@ def run_test(options: argparse.Namespace) -> None:
 
     if faults:
         more = f" (and {len(faults) - 1} more, above)" if len(faults) > 1 else ""
-        verdict = f"FAIL  {world}: {faults[0]}{more}{advice(findings)}"
+        verdict = f"FAIL  {world}: {faults[0]}{more}{describe_excluded(findings)}"
     else:
         took = time.monotonic() - started
-        verdict = f"PASS  {world}: {count(num_checks, 'check')}, {fastest(findings)}{took:.1f} s"
+        verdict = (
+            f"PASS  {world}: {count(num_checks, 'check')}, "
+            f"{describe_all_reduce(findings)}{took:.1f} s"
+        )
 
     print_main(*faults[1:], verdict, sep="\n")
     if options.json and env.is_main:
@@ -229,7 +232,7 @@ def measure_speed(seconds: float) -> float:
     return 2 * side**3 * products / took
 
 
-def fastest(findings: Findings) -> str:
+def describe_all_reduce(findings: Findings) -> str:
     """Return the speed of the largest all-reduce in words, for the verdict."""
     rows = [row for row in findings.collectives if row.name == "all-reduce"]
     if not rows:
@@ -240,7 +243,7 @@ def fastest(findings: Findings) -> str:
     )
 
 
-def advice(findings: Findings) -> str:
+def describe_excluded(findings: Findings) -> str:
     """Return which nodes to exclude, in words, for the verdict."""
     hosts = findings.excluded() if len(findings.hosts) > 1 else []
     names = ",".join(host.partition(".")[0] for host in hosts)

@@ -27,7 +27,7 @@ from distributed.strategy import STRATEGIES
 from launcher.cli import tools
 from launcher.cli.options import COMMANDS, COMMON, TASKS, options_of
 from launcher.explain.kinds import Kind
-from launcher.explain.rules import RULES, UNKNOWN, match
+from launcher.explain.rules import RULES, UNKNOWN, match_rule
 from launcher.plan import make_plan
 from launcher.plan.settings import TABLE, VARIABLES
 from launcher.record.run_json import Record
@@ -273,13 +273,13 @@ def test_each_rule_is_found_by_a_text_of_its_section() -> None:
     for section, text in SECTIONS.items():
         told = re.search(r"\*\*In other logs:\*\*(.*?)\n\n", text, re.S)
         for quoted in re.findall(r"`([^`]+)`", told[1]) if told else ():
-            rule = match(quoted.replace("\n", " "))
+            rule = match_rule(quoted.replace("\n", " "))
             assert rule is not None and rule.fault == section, f"{section}: {quoted}"
     for name in {rule.fault for rule in RULES if rule.kind != Kind.CONSEQUENCE} - {UNKNOWN}:
         quoted_texts = (
             text.replace("\n", " ") for text in re.findall(r"`([^`]+)`", SECTIONS[name])
         )
-        found = {rule.fault for text in quoted_texts if (rule := match(text)) is not None}
+        found = {rule.fault for text in quoted_texts if (rule := match_rule(text)) is not None}
         assert name in found, f"{name}: no text that its rule knows"
 
 

@@ -242,7 +242,7 @@ def test_how_the_ranks_of_a_stopped_run_ended(nodes: list[NodeEnd], ends: str) -
 def test_what_a_node_tells_at_its_end() -> None:
     node = Facts(codes={5: 75, 2: 1, 3: 0, 4: 143}, stopped={4}).describe_end(9)
     assert node == NodeEnd([4], 2, [1, 0, 143, 75], 9)
-    assert node.left == {2: 1, 3: 0, 5: 75}
+    assert node.own_exits == {2: 1, 3: 0, 5: 75}
 
 
 def outcome(code: int, failure: Failure | None = None, **more: Any) -> Outcome:
