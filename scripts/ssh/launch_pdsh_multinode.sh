@@ -8,7 +8,7 @@
 set -euo pipefail
 KIT_NAME=launch_pdsh_multinode.sh KIT_ROOT=${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-}}
 KIT_HERE=$([[ $0 != */slurm_script ]] || scontrol show job "${SLURM_JOB_ID:-}" |
-  sed -n '/^ *Command=/{s///; s/\.sh .*/.sh/; p; q}') || true
+  sed -n '/^ *Command=/{s///; s/\.sh .*/.sh/; p; q}') || true # see scripts/launch.sh
 KIT_HERE=$(dirname -- "$(readlink -f -- "${KIT_HERE:-$0}")")
 source "$(readlink -e {"$KIT_HERE"{,/..},"$KIT_ROOT"{,/launch-kit}/scripts}/lib/launch.sh | sed q)"
 run_command launch_pdsh_multinode "$@"
