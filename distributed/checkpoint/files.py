@@ -5,6 +5,7 @@ Each run saves in its own folder, and only one live run at a time writes to it:
     step-200/            model.pt  optimizer.pt  ranks.pt  progress.json  manifest.json
     step-400/
     step-300.damaged/    found damaged when a run read it; never used
+    step-900.later-.../  of a later step than one saved since then; never used
     step-600.tmp-.../    being written, or left over from a process that died; never used
     latest -> step-400
     best -> step-200     the lowest validation loss so far, or the best value of another metric
@@ -47,6 +48,7 @@ MANIFEST = "manifest.json"
 TENSORS = ("model", "optimizer", "ranks")  # each in its own file, written by torch.save
 FILES = {*(f"{name}.pt" for name in TENSORS), "progress.json"}
 INDEX = "index.pt"  # only in a sharded checkpoint, beside its parts: see sharded.py
+_NAME = re.compile(r"step-\d+")
 _PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 Content = Mapping[str, Any]
 _CHUNK = 1 << 22  # bytes
@@ -137,14 +139,10 @@ def pack(content: object) -> bytes:
     return file.getvalue()
 
 
-def numbers() -> tuple[type, ...]:
-    """Return the type of NumPy's numbers, if it is loaded: unpack() does not accept them."""
-    return (sys.modules["numpy"].generic,) if "numpy" in sys.modules else ()
-
-
 def plain(content: Any) -> Any:
-    """Return the content with Python's numbers in place of NumPy's."""
-    return tree_map_only(numbers(), lambda one: one.item(), content)
+    """Return the content with Python's numbers in place of NumPy's, which unpack() rejects."""
+    kinds = (sys.modules["numpy"].generic,) if "numpy" in sys.modules else ()
+    return tree_map_only(kinds, lambda one: one.item(), content)
 
 
 def unpack(data: bytes) -> Any:
@@ -162,7 +160,8 @@ class Ranks(UserList[Any]):
 
 def _hash_manifest(manifest: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a manifest's content without its field sha256."""
-    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    content = {**manifest}
+    content.pop("sha256", None)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -180,39 +179,42 @@ def commit(temporary: Path, final: Path) -> None:
 
 
 def prune(run_folder: Path, step: int, keep_last: int) -> None:
-    """Delete old checkpoints, and those of later steps, which the run will repeat.
+    """Delete old checkpoints, and rename those of later steps, so that no load chooses them.
 
-    Keeps the last `keep_last` up to this step and, of any step, the one with the lowest score, if
-    any has a finite score; points `best` at it. Keeps damaged ones too. Logs a warning for these,
-    and for each checkpoint that cannot be deleted.
+    Later ones exist if a script has loaded an earlier checkpoint, or none: they are not deleted,
+    because they may be all that is left of an earlier run. Keeps the last `keep_last` up to this
+    step and the one with the lowest score, if any has a finite score; points `best` at it. Keeps
+    damaged ones too. Logs a warning for these, and for each that it cannot delete or rename.
     """
     scores = {}
     for folder in steps(run_folder):
         try:
-            scores[folder] = score(read_progress(folder))
-        except CheckpointError as error:
+            if step_of(folder) > step:  # to a new name each time, so that it replaces none
+                set_aside(folder, f"later-{time.time_ns()}")
+            else:
+                scores[folder] = score(read_progress(folder))
+        except (CheckpointError, OSError) as error:
             _log.warning("%s; this checkpoint is not deleted", error)
 
-    kept = {*[folder for folder in scores if step_of(folder) <= step][-keep_last:]}
+    kept = {*[*scores][-keep_last:]}
     best = min(scores, key=scores.__getitem__, default=None)
     if best is not None and math.isfinite(scores[best]):
         update_link(run_folder / "best", best.name)
         kept.add(best)
 
-    for folder in scores:
-        if folder not in kept:
-            try:
-                _remove(_retire(folder))
-            except OSError as error:
-                _log.warning("%s is not deleted: %s", folder, error)
+    for folder in scores.keys() - kept:
+        try:
+            _remove(_retire(folder))
+        except OSError as error:
+            _log.warning("%s is not deleted: %s", folder, error)
 
 
-def set_aside(damaged: Path) -> None:
-    """Rename a damaged checkpoint, so that it is ignored; replaces an earlier one of that step."""
-    aside = damaged.with_name(f"{damaged.name}.damaged")
+def set_aside(folder: Path, ending: str) -> None:
+    """Rename a checkpoint to step-N.ending, which is ignored, and replace one with that name."""
+    aside = folder.with_name(f"{folder.name}.{ending}")
     _remove(aside)
-    damaged.rename(aside)
-    _log.warning("%s is now %s", damaged, aside.name)
+    folder.rename(aside)
+    _log.warning("%s is now %s", folder, aside.name)
 
 
 def sync(path: Path) -> None:
@@ -257,10 +259,8 @@ def _remove(path: Path) -> None:
 
 def steps(run_folder: Path) -> list[Path]:
     """Return the committed checkpoints of a run, oldest first. They may still be damaged."""
-    found = [
-        path for path in run_folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()
-    ]
-    return sorted(found, key=step_of)
+    found = run_folder.glob("step-*")
+    return sorted((one for one in found if _NAME.fullmatch(one.name)), key=step_of)
 
 
 def step_of(folder: Path) -> int:

@@ -119,7 +119,7 @@ def _read_and_repair(folder: Path) -> _Found:
         if damaged and is_locked_here(folder):
             update_link(folder / "latest", candidate.name)
             for one in damaged:
-                set_aside(one)
+                set_aside(one, "damaged")
         return _Found(candidate, content, state)
 
     cause = next(iter(damaged.values()), "")

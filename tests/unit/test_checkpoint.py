@@ -317,7 +317,7 @@ def test_what_a_run_finds_damaged_is_set_aside(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", *aside, "step-4", "step-5"]
 
 
-def test_what_a_run_went_back_behind_is_deleted(tmp_path: Path) -> None:
+def test_what_a_run_went_back_behind_is_set_aside(tmp_path: Path) -> None:
     """Otherwise, the damaged checkpoint, being the newest, would be kept instead of a good one."""
     for step in (1, 2, 3):
         save(tmp_path, step, make_state(step), keep_last=2)
@@ -325,7 +325,22 @@ def test_what_a_run_went_back_behind_is_deleted(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 2
     flip_a_bit(tmp_path / "step-2/model.pt")  # the damaged checkpoint is replaced
     save(tmp_path, 2, make_state(2), keep_last=1)
-    assert names(tmp_path) == ["latest", "step-2"] and newest_step(tmp_path) == 2
+    latest, own, aside = names(tmp_path)
+    assert (latest, own) == ("latest", "step-2") and aside.startswith("step-3.later-")
+    assert newest_step(tmp_path) == 2
+
+
+def test_a_script_that_loads_nothing_keeps_the_later_ones_of_earlier_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for weight in (8.0, 9.0):  # two earlier runs; the second one's is not the best
+        save(tmp_path, 9, make_state(9, validation_loss=weight, weight=weight), keep_last=1)
+        save(tmp_path, 1, make_state(1, validation_loss=10.0), keep_last=1)
+    asides = sorted(tmp_path.glob("step-9.later-*"))
+    assert [files.read_progress(one)["weight"] for one in asides] == [8.0, 9.0]
+    assert f"{tmp_path}/step-9 is now {asides[0].name}" in caplog.text
+    assert newest_step(tmp_path) == 1
+    assert os.readlink(tmp_path / "best") == "step-1"
 
 
 @in_each_format
@@ -344,7 +359,7 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, format: str) -
 def test_a_job_that_was_started_again_takes_over(tmp_path: Path, format: str) -> None:
     os.environ["SLURM_JOB_ID"] = "12"
     cut_off = Saver(tmp_path, keep_last=1, format=format)
-    cut_off.save(9, make_state(9))
+    cut_off.save(4, make_state(4))
     cut_off.wait()
     os.environ["SLURM_RESTART_COUNT"] = "1"
     save(tmp_path, 5, make_state(5), keep_last=1)
