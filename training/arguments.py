@@ -120,7 +120,7 @@ def read_command_line(description: str) -> tuple[argparse.Namespace, Settings]:
     makes stdout and stderr escape characters that their encoding lacks.
     """
     arguments = _parse_arguments(description)
-    for stream in (sys.stdout, sys.stderr):  # the locale may lack characters of sampled text
+    for stream in sys.stdout, sys.stderr:  # the locale may lack characters of sampled text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     config = arguments.config

@@ -23,48 +23,47 @@ class Asked(Tree):
         )
         self.asked: set[str] = set()
 
-    def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
-        return super().__getitem__(key)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
-        return super().__contains__(key)
-
-
-def _asks_for_all(name: str) -> Any:
-    """Return a method of dict that counts as reading all keys."""
+def _recording(name: str, *, is_for_one_key: bool) -> Any:
+    """Return dict's method of this name; it records its first argument, or all keys, as read."""
 
     def method(self: Asked, *arguments: Any) -> Any:
-        self.asked.update(dict.keys(self))
+        self.asked.update(map(str, arguments[:1]) if is_for_one_key else dict.keys(self))
         return getattr(dict, name)(self, *arguments)
 
     return method
 
 
-for _name in ("__iter__", "__or__", "copy", "items", "keys", "values"):  # `**` uses the first
-    setattr(Asked, _name, _asks_for_all(_name))
+for _name in "__contains__", "__getitem__", "get":
+    setattr(Asked, _name, _recording(_name, is_for_one_key=True))
+for _name in "__iter__", "__or__", "copy", "items", "keys", "values":  # `**` uses the first
+    setattr(Asked, _name, _recording(_name, is_for_one_key=False))
 
 
-def refuse_misspelt(model: Tree, task: str) -> None:
-    """Raise SettingsError for a key of `model:` that the task has read under a similar name."""
+def refuse_misspelt(model: Any, task: str) -> None:
+    """Raise SettingsError for a key of `model:` that the task has read under a similar name.
+
+    Does nothing for the built-in task, whose keys were checked when the config was read.
+    """
     for key, near in _unread(model, "model."):
         if near:
             raise SettingsError(f"{key} is not used by {task}; did you mean {near}?")
 
 
-def warn_unread(model: Tree, task: str) -> None:
-    """Warn about `model:` keys that the task has not read; call it after everything is created."""
+def warn_unread(model: Any, task: str) -> None:
+    """Warn about `model:` keys that the task has not read; call it after everything is created.
+
+    Does nothing for the built-in task.
+    """
     for key, _ in _unread(model, "model."):
         _log.warning(f"warning: {key} is not used by {task}; correct or omit it")
 
 
-def _unread(section: Tree, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield each key that was never read, with a similar key that was read but is missing."""
+def _unread(section: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield each key that was never read, with a similar key that was read but is missing.
+
+    Yields nothing for a section that does not record what is read.
+    """
     if not isinstance(section, Asked):
         return
     for key in dict.keys(section):

@@ -111,15 +111,15 @@ class Meter:
         Resets the sums of state_dict(). Waits for the device.
         """
         self._add_up()
-        before_s = self._read_s
-        before_terms = self._read_terms
-        loaded_s = self._loaded_s
-        self._read_s = self.wall() - self._paused_s
+        seconds = self.wall() - self._paused_s - self._read_s
+        terms = self._terms - self._read_terms
+        found = terms / seconds, self._loaded_s / seconds
+
+        self._read_s += seconds
         self._read_terms = self._terms
         self._sums = {"loss": 0.0, "terms": 0}
         self._loaded_s = 0.0
-        seconds = self._read_s - before_s
-        return (self._read_terms - before_terms) / seconds, loaded_s / seconds
+        return found
 
     def speed(self) -> float:
         """Return the terms per second over all readings."""

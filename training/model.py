@@ -25,7 +25,7 @@ from distributed.torch_internals import compile_beside_ddp
 from training.asked import refuse_misspelt
 from training.batches import fill_up, move, share_of
 from training.config_file import SettingsError, Tree
-from training.settings import OwnTaskSettings, Settings, Train
+from training.settings import Settings, Train
 from training.tasks import Task, evaluate, metrics_of, scores_of
 
 _log = logging.getLogger(__name__)
@@ -40,8 +40,7 @@ def make_model(task: Task, settings: Settings, cache: Path | None) -> nn.Module:
     of `model:`.
     """
     model = task.model()
-    if isinstance(settings, OwnTaskSettings):
-        refuse_misspelt(settings.model, settings.task)
+    refuse_misspelt(settings.model, settings.task)
     if settings.train.compile and cache:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute()))
     set_up_blocks(model, settings.train)
@@ -91,7 +90,7 @@ def check_snapshot_memory(model: nn.Module, settings: Settings, environment: Env
     def size_of(tensors: Iterable[torch.Tensor]) -> int:
         """Return the bytes of what is copied: of a sharded model, this rank's part."""
         parts = ((one.to_local() if hasattr(one, "to_local") else one) for one in tensors)
-        return sum(one.numel() * one.itemsize for one in (parts if is_sharded else tensors))
+        return sum(one.nbytes for one in (parts if is_sharded else tensors))
 
     module = helper.unwrap(model)
     trained = [one for one in module.parameters() if one.requires_grad]

@@ -18,7 +18,7 @@ from distributed.environment import Environment
 from training.asked import warn_unread
 from training.config_file import SettingsError, Tree
 from training.progress import may_be_lost
-from training.settings import OwnTaskSettings, Settings, Train
+from training.settings import Settings, Train
 
 _log = logging.getLogger(__name__)
 
@@ -121,8 +121,7 @@ def write_config(settings: Settings, folder: Path) -> None:
 
     Warns about those that the task has not read.
     """
-    if isinstance(settings, OwnTaskSettings):
-        warn_unread(settings.model, settings.task)
+    warn_unread(settings.model, settings.task)
     text = yaml.safe_dump(settings.as_tree(), sort_keys=False)
     with may_be_lost(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ from training.classes import load_class
 from training.progress import shown
 from training.settings import BUILT_IN_TASK, Settings
 
-SCORES = ("validation_loss", "score")  # the keys that scores_of() returns
+SCORES = "validation_loss", "score"  # the keys that scores_of() returns
 
 
 class Task(Protocol):
