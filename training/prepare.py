@@ -79,9 +79,9 @@ def prepare(path: str, to: Path, tokenizer: Tokenizer) -> None:
 
     (to / FACTS).write_text(json.dumps(facts) + "\n")
     # Renamed at the end, train.bin last: by its name, find_corpus() recognizes a folder of tokens.
-    for name in ("val.bin", "train.bin"):
+    for name in "val.bin", "train.bin":
         (to / f"{name}.new").replace(to / name)
-    for file in corpus.left_out:
+    for file in corpus.skipped:
         print(f"skipped {file}")
 
 

@@ -38,7 +38,7 @@ from training.tasks.data import (
     Piece,
     Windows,
     find_corpus,
-    text_files,
+    visible_files,
 )
 from training.tokenizer import Tokenizer
 
@@ -61,7 +61,7 @@ def test_without_a_path_it_reads_the_standard_library() -> None:
     corpus = find_corpus(None)
     assert sum(piece.size for piece in corpus.train) > 6_000_000
     assert corpus.name == "the standard library" and corpus.is_text
-    names = {path.parts for _, path in text_files(None, print)}
+    names = {path.parts for _, path in visible_files(None, print)}
     assert all(parts[-1].endswith(".py") for parts in names)
     assert not any({"site-packages", "test", "tests"} & set(parts) for parts in names)
 
@@ -91,7 +91,7 @@ def test_two_files_are_enough_and_one_is_split_where_it_is_named(tmp_path: Path)
     assert len(validation) == 8  # of 140 bytes; a multiple of every token size
 
 
-def test_what_is_left_out_is_named(tmp_path: Path) -> None:
+def test_what_is_not_text_is_skipped_and_named(tmp_path: Path) -> None:
     write_files(tmp_path, 3)
     (tmp_path / "picture.txt").write_bytes(b"PNG\0\0\0" * 100)
     (tmp_path / ".hidden").write_text("secret" * 100)
@@ -103,7 +103,7 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
     both = content([*corpus.train, *corpus.validation])
     assert b"PNG" not in both and b"secret" not in both
     assert b"of tests " in both and b"of site-packages " in both
-    assert corpus.left_out == ["picture.txt (not text)"]
+    assert corpus.skipped == ["picture.txt (not text)"]
 
 
 def test_a_folder_that_may_not_be_read_is_named(
@@ -119,7 +119,7 @@ def test_a_folder_that_may_not_be_read_is_named(
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    assert find_corpus(str(tmp_path)).left_out == ["secret (Permission denied)"]
+    assert find_corpus(str(tmp_path)).skipped == ["secret (Permission denied)"]
 
 
 def test_tokens_as_nano_gpt_writes_them(tmp_path: Path) -> None:

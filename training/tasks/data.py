@@ -1,7 +1,8 @@
 """The data of the built-in task: text or tokens, read from files where they are.
 
-    FOLDER    text: all files below it except hidden ones. One in sixteen is validation data, chosen
-              by the SHA-256 of its name, so adding files does not reassign the others.
+    FOLDER    text: all files below it, apart from binary files, which are reported, and hidden
+              ones. One in sixteen is validation data, chosen by the SHA-256 of its name, so adding
+              files does not reassign the others.
     FOLDER    with train.bin and val.bin: tokens, as training/prepare.py and nanoGPT write them.
     FILE      text, or tokens in FILE.bin; its last sixteenth is validation data.
     null      the sources of Python's standard library, without its tests and IDLE.
@@ -17,6 +18,7 @@ import bisect
 import fnmatch
 import functools
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -58,7 +60,7 @@ class Corpus:
     validation: Sequence[Piece]
     name: str  # shown to the user
     folder: Path = Path()  # where its tokenizer file is
-    left_out: Sequence[str] = ()  # skipped files, and why
+    skipped: Sequence[str] = ()  # files and folders below it that are not read, and why
     dtype: torch.dtype = torch.uint8  # of one token
     vocabulary: int = 256
     tokenizer: str = "bytes"  # see training/tokenizer.py; empty: not known
@@ -113,7 +115,7 @@ class Windows(Dataset[Tensor]):
             offset = at + len(found) - (self._ends[number] - piece.size)
             size = min(missing - len(found), piece.size - offset)
 
-            read = os.pread(_open(piece.path).fd, size, piece.start + offset)
+            read = os.pread(_open(piece.path).fileno(), size, piece.start + offset)
             if len(read) < size:
                 raise OSError(f"{piece.path} is shorter than when the run started; restore it")
             found += read
@@ -127,17 +129,8 @@ class Windows(Dataset[Tensor]):
         return int(torch.frombuffer(self.read(0, self.size), dtype=self._dtype).long().max())
 
 
-class _Opened:
-    """A file that stays open while this object exists."""
-
-    def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        os.close(self.fd)
-
-
-_open = functools.lru_cache(OPEN_FILES)(_Opened)
+# Python closes a file when it leaves this cache, and nothing else uses it.
+_open = functools.lru_cache(OPEN_FILES)(io.FileIO)
 
 
 def find_corpus(path: str | None) -> Corpus:
@@ -150,7 +143,7 @@ def find_corpus(path: str | None) -> Corpus:
     if found and (found / "train.bin").is_file():
         if not (found / "val.bin").is_file():
             raise SettingsError(f"data.path: {found} has a train.bin but no val.bin; add it")
-        files = (found / "train.bin", found / "val.bin")
+        files = found / "train.bin", found / "val.bin"
         sides = [[Piece(file, 0, file.stat().st_size)] for file in files]
         return _read_facts(found, found / FACTS, *sides)
 
@@ -189,20 +182,21 @@ def _read_facts(name: Path, facts: Path, train: list[Piece], validation: list[Pi
     )
 
 
-def text_files(
-    folder: Path | None, leave_out: Callable[[OSError], None]
+def visible_files(
+    folder: Path | None, on_error: Callable[[OSError], None]
 ) -> list[tuple[bytes, Path]]:
     """Return (SHA-256 of the name, path) of each file, sorted by hash: a fixed shuffle.
 
-    These are all files below the folder; without one, the standard library's *.py files.
-    `leave_out` is called with the error of each folder that cannot be read.
+    These are all files below the folder, text or not, that are neither hidden nor in a hidden
+    folder; without a folder, the standard library's *.py files. `on_error` is called with the error
+    of each folder that cannot be read.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
-    skipped = () if folder else SKIPPED_FOLDERS
+    left_out = () if folder else SKIPPED_FOLDERS
     found = []
 
-    for parent, folders, names in os.walk(root, onerror=leave_out):
-        folders[:] = [f for f in folders if f not in skipped and not f.startswith(".")]
+    for parent, folders, names in os.walk(root, onerror=on_error):
+        folders[:] = [one for one in folders if one not in left_out and not one.startswith(".")]
         for name in fnmatch.filter(names, "[!.]*" if folder else "[!.]*.py"):
             path = Path(parent, name)
             if path.is_file():
@@ -214,26 +208,27 @@ def text_files(
 def _find_text(folder: Path | None) -> Corpus:
     """Return a folder's text files or, without a folder, those of the standard library.
 
-    A NUL byte in the first 4 KB means that a file is not text. `left_out` lists such files, and
-    those that cannot be read. Raises SettingsError if there are fewer than two text files.
+    A NUL byte in the first 4 KB means that a file is not text. `skipped` lists such files, and
+    those that cannot be read, but not hidden ones. Raises SettingsError if there are fewer than two
+    text files.
     """
     train: list[Piece] = []
     validation: list[Piece] = []
-    left_out = []
+    skipped = []
 
-    def leave_out(error: OSError) -> None:
-        left_out.append(f"{Path(error.filename).name} ({error.strerror})")
+    def skip_unreadable(error: OSError) -> None:
+        skipped.append(f"{Path(error.filename).name} ({error.strerror})")
 
-    for digest, path in text_files(folder, leave_out):
+    for digest, path in visible_files(folder, skip_unreadable):
         side = validation if digest[-1] < 256 // SHARE else train  # one file in SHARE, on average
         try:
             with path.open("rb") as opened:
                 if b"\0" in opened.read(4096):
-                    left_out.append(f"{path.name} (not text)")
+                    skipped.append(f"{path.name} (not text)")
                 else:
                     side.append(Piece(path, 0, os.fstat(opened.fileno()).st_size))
         except OSError as error:
-            leave_out(error)
+            skip_unreadable(error)
 
     if len(train) + len(validation) < 2:
         raise SettingsError(
@@ -245,4 +240,4 @@ def _find_text(folder: Path | None) -> Corpus:
         train.append(validation.pop(0))
     if not validation:
         validation.append(train.pop(0))
-    return Corpus(train, validation, str(folder or "the standard library"), left_out=left_out)
+    return Corpus(train, validation, str(folder or "the standard library"), skipped=skipped)

@@ -148,10 +148,10 @@ class LanguageModelTask(Task):
     def describe(self) -> str:
         unit = "B" if self.corpus.is_text else " tokens"
         sizes = [f"{side.size / 1e6:.2f} M{unit}" for side in (self.train, self.validation)]
-        files = self.corpus.left_out
+        files = self.corpus.skipped
         more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
-        left_out = f"; skipped: {', '.join(files[:SHOWN])}{more}" if files else ""
-        return f"{sizes[0]} of {self.corpus.name}, and {sizes[1]} for validation{left_out}"
+        skipped = f"; skipped: {', '.join(files[:SHOWN])}{more}" if files else ""
+        return f"{sizes[0]} of {self.corpus.name}, and {sizes[1]} for validation{skipped}"
 
     def summary(self, model: nn.Module, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Return the loss, and a sample if the tokenizer is known.
