@@ -255,14 +255,18 @@ def _read_layers(path: Path) -> dict[str, Tree]:
 
 
 def _check_login(trackers: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise InvalidSetting if wandb is to be used, but has no login: it would lose the metrics."""
-    # For a rank, the login was checked where the run was launched.
-    names = ("RANK", "WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC")
+    """Raise InvalidSetting if wandb is to be used, but has no login: it would lose the metrics.
+
+    A rank, which has RANK, is not checked: a launch has done that already, on the machine where it
+    was typed. Only rank 0 logs in; if it cannot, a warning says that its metrics are lost.
+    """
+    if "wandb" not in trackers or environ.get("RANK"):
+        return
+
+    variables = "WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"
     files = "~/.netrc", "~/_netrc", "~/.config/wandb/settings", "wandb/settings"
-    has_login = any(map(environ.get, names)) or any(
-        map(os.path.exists, map(os.path.expanduser, files))
-    )
-    if "wandb" in trackers and not has_login:
+    found = [*map(environ.get, variables), *map(os.path.exists, map(os.path.expanduser, files))]
+    if not any(found):
         raise InvalidSetting(
             "tracking",
             "wandb has no login on this machine; "
