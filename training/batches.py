@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
 import signal
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from training.settings import Settings
 from training.tasks import Task
 
 GROUP = 1 << 16  # samples that are shuffled together
-_Placed = tuple[int, int, Any]  # the position after a batch (epoch, batches in it); the batch
 _MOST = 16  # samples that a message lists
 
 
@@ -179,10 +179,13 @@ def _begin_epoch(loader: Any, batch_size: int, *, epoch: int, skip: int) -> Iter
     return loader  # type: ignore[no-any-return]
 
 
-def _read_epochs(load: Callable[..., Iterable[Any]], epoch: int, done: int) -> Iterator[_Placed]:
-    """Yield the batches of `load(epoch=, skip=)` endlessly, each with the position after it.
+def _read_epochs(
+    load: Callable[..., Iterable[Any]], epoch: int, done: int
+) -> Iterator[tuple[int, int, Any]]:
+    """Yield (epoch, number of batches read in it, batch), epoch after epoch, without end.
 
-    Begins after the first `done` batches of an epoch. Raises SettingsError if an epoch has none.
+    `load(epoch=, skip=)` returns the batches of an epoch without the first `skip`. Begins after the
+    first `done` batches of `epoch`. Raises SettingsError if an epoch has no batch.
     """
     while True:
         number = done
@@ -265,5 +268,22 @@ def fill_up(
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Return a batch with all tensors in its tuples, lists and dicts moved to the device."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """Return a batch with its tensors moved to the device.
+
+    They are looked for in tuples, lists, dicts, and other mutable mappings, which are copied. An
+    object that has a method `to` is moved by that, and any other object stays.
+    """
+
+    def move_one(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.to(device, non_blocking=True)
+        if hasattr(part, "to"):  # such as transformers' BatchEncoding
+            return part.to(device)
+        if isinstance(part, MutableMapping):  # tree_map_only() knows only dict itself
+            moved = copy.copy(part)
+            moved.update({key: move(value, device) for key, value in part.items()})
+            return moved
+        return part
+
+    # A PackedSequence is a tuple, of which one tensor must stay on the CPU.
+    return tree_map_only(object, move_one, batch, is_leaf=lambda part: hasattr(part, "to"))

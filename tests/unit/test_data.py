@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from array import array
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -358,6 +359,35 @@ def test_batches_of_any_build_move() -> None:
     moved = move({"a": [torch.ones(1), (torch.ones(2), "text")]}, here)
     assert moved["a"][0].device == moved["a"][1][0].device == here
     assert moved["a"][1][1] == "text"
+
+
+class Kept(dict[str, Any]):
+    """A dict with an attribute, which a copy keeps."""
+
+    length = 1
+
+
+class Encoding(UserDict[str, Any]):
+    """As transformers' BatchEncoding."""
+
+    def to(self, device: torch.device) -> "Encoding":
+        return Encoding({name: value.to(device) for name, value in self.data.items()})
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, Kept, Encoding])
+def test_batches_that_are_like_a_dict_move(kind: Any) -> None:
+    batch = kind(tokens=torch.ones(2))
+    if kind is Kept:
+        batch.length = 2
+    moved, _ = move((batch, "text"), torch.device("meta"))
+    assert type(moved) is kind and moved["tokens"].is_meta
+    assert batch["tokens"].device.type == "cpu"  # others may still use it
+    assert getattr(moved, "length", 2) == 2
+
+
+def test_packed_sequences_move() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    assert move([packed], torch.device("meta"))[0].data.is_meta
 
 
 class Stream(IterableDataset[int]):
