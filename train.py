@@ -206,7 +206,7 @@ class Run:
             self.saver.check_folder()  # no rank waits for the others after this
 
         self.scaler = helper.grad_scaler(dtype_of(self.settings))
-        fix_bucket_order(self.task, self.model, self.batch_size, self.settings)
+        fix_bucket_order(self.task, self.model, self.batch_size, self.settings, self.environment)
         try_evaluation(self.task, self.model, self.batch_size, self.settings)
 
     def _resume(self, saved: checkpoint.State) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from distributed import torch as helper
 from distributed.collectives import count_ranks, own_rank
 from distributed.environment import Environment
 from distributed.torch_internals import compile_beside_ddp
+from training.arguments import refuse_alone
 from training.asked import refuse_misspelt
-from training.batches import fill_up, move, share_of
+from training.batches import Batches, fill_up, move, share_of
 from training.config_file import SettingsError, Tree
 from training.settings import Settings, Train
-from training.tasks import Task, evaluate, metrics_of, scores_of
+from training.tasks import Task, evaluate, loss_of, metrics_of, scores_of
 
 _log = logging.getLogger(__name__)
 
@@ -215,26 +217,37 @@ def mean_metrics(
 
 
 def try_evaluation(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:
-    """Evaluate one batch, so that mistakes in `evaluate` and `best` show before the first step."""
+    """Evaluate one batch, so that mistakes in `evaluate` and `best` show before the first step.
+
+    Does nothing without validations. Otherwise, all ranks must call this.
+    """
     if settings.train.eval_every:
-        scores_of(
-            task, mean_metrics(task, model, [(_make_batch(task, batch_size), True)], settings)
-        )
+        data: Any = task.validation
+        samples = [data[index % len(data)] for index in range(batch_size)]
+        batch = (task.collate or default_collate)(samples)
+        scores_of(task, mean_metrics(task, model, [(batch, True)], settings))
 
 
-def fix_bucket_order(task: Task, model: nn.Module, batch_size: int, settings: Settings) -> None:
+def fix_bucket_order(
+    task: Task, model: nn.Module, batch_size: int, settings: Settings, environment: Environment
+) -> None:
     """Run one backward pass, after which DDP puts its gradient buckets in their final order.
 
     With more than two ranks, the order decides how sums are rounded. The first step after a resume
     must be rounded like the same step of an uninterrupted run. This restores the buffers and clears
-    the gradients, but draws random numbers.
+    the gradients, but draws random numbers. It reads the first training batch, from a stream of its
+    own, and exits with 2 if there is none.
     """
     if count_ranks() <= 2 or helper.is_sharded(model):
         return
 
     before = [buffer.clone() for buffer in model.buffers()]
-    with helper.autocast(dtype_of(settings)):
-        loss = task.loss(model, _make_batch(task, batch_size))
+    in_this_process = replace(settings, data=replace(settings.data, num_workers=0))  # a fast start
+    batches = Batches(task, batch_size, in_this_process, environment)
+    with refuse_alone(environment):
+        batch = move(next(batches), helper.device())
+    with batches.naming_samples(), helper.autocast(dtype_of(settings)):
+        loss = loss_of(task, model, batch)
     loss.backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
     for buffer, value in zip(model.buffers(), before, strict=True):
@@ -245,12 +258,6 @@ def describe_model(model: nn.Module) -> str:
     """Return the model's size and where it runs, for the log."""
     size = sum(parameter.numel() for parameter in model.parameters())
     return f"{size:,} parameters, on {count_ranks()} x {helper.device().type}"
-
-
-def _make_batch(task: Task, batch_size: int) -> Any:
-    data: Any = task.validation or task.train  # the training data may have no length
-    samples = [data[index % len(data)] for index in range(batch_size)]
-    return move((task.collate or default_collate)(samples), helper.device())
 
 
 def is_mixed(settings: Settings) -> bool:

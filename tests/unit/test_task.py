@@ -12,12 +12,14 @@ from agents import rarely
 from launched import Work
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import TensorDataset
 
 from distributed.checkpoint import weights_hash
 from distributed.checkpoint.files import read_progress
+from distributed.environment import detect
 from distributed.models import blocks
 from training.config_file import SettingsError
-from training.model import mean_metrics, set_up_blocks
+from training.model import fix_bucket_order, mean_metrics, set_up_blocks
 from training.optimizer import Schedule, choose_optimizer
 from training.settings import Settings, Train
 from training.tasks import Task, evaluate, metrics_of, scores_of
@@ -134,6 +136,13 @@ class Unlike(Points):
 class Blind(Points):
     def __init__(self, settings):
         self.train, self.validation = points(64, 1), []
+
+class Apart(Points):  # its samples to validate on have another shape
+    def __init__(self, settings):
+        self.train, self.validation = points(64, 1), [torch.ones(5)] * 3
+
+    def evaluate(self, model, batch):
+        return {"loss": (batch.sum(), len(batch))}
 
 class Misspelt(Points):
     best = "acuracy"
@@ -292,9 +301,10 @@ def test_a_task_may_end_the_run(work: Work, task: str, nproc: int, step: int) ->
     [  # the backward pass for DDP's bucket order used to index `train`
         (4, "Streaming", ["train.batch_size=1"]),
         (3, "Blind", ["train.eval_every=0"]),
+        (3, "Apart", []),
     ],
 )
-def test_data_may_lack_a_length_and_data_to_validate_on_may_be_missing(
+def test_data_may_lack_a_length_and_data_to_validate_on_may_be_missing_or_unlike(
     work: Work, nproc: int, task: str, settings: list[str]
 ) -> None:
     work.run(task, nproc, f"task=points:{task}", "train.max_steps=3", *settings)
@@ -325,6 +335,30 @@ def test_an_epoch_without_a_batch_is_told_in_one_line(work: Work) -> None:
     told = work.run("short", 2, "task=points:Short", code=2)
     assert "train.py: data: epoch 1 is too small for one batch per rank; iter(train) must" in told
     assert "Traceback" not in told
+
+
+class PerSample:
+    """A task whose loss takes only training data, and returns one value per sample."""
+
+    train = TensorDataset(torch.ones(8, 2))
+    validation = TensorDataset(torch.ones(8, 3))
+    loader = Task.loader
+    collate = None
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch[0])  # type: ignore[no-any-return]
+
+
+def test_a_mistake_in_a_loss_is_named_on_any_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("training.model.count_ranks", lambda: 3)
+    task: Any = PerSample()
+    settings = Settings(train=Train(max_steps=1, batch_size=2))
+    told = r"loss returned a tensor of shape \[2, 1\]"
+    with pytest.raises(TypeError, match=told) as raised:
+        fix_bucket_order(task, nn.Linear(2, 1), 2, settings, detect({}))
+    assert raised.value.__notes__[0].startswith("the batch has samples ")  # type: ignore[attr-defined]
 
 
 def test_an_evaluation_is_tried_before_the_first_step(work: Work) -> None:
