@@ -13,7 +13,6 @@ import os
 import socket
 import struct
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -69,7 +68,7 @@ class RunLock:
             os.unlink(new)
             self.close()
             raise
-        _locks.add(self)
+        os.register_at_fork(after_in_child=self.close)  # a lock holds while any copy of fd is open
 
     def close(self) -> None:
         """Release the folder."""
@@ -139,18 +138,6 @@ class RunLock:
             yield
         finally:
             _set_lock(self.fd, fcntl.F_UNLCK, _COMMIT)
-
-
-_locks = weakref.WeakSet[RunLock]()
-
-
-def _close_locks() -> None:
-    """In a forked child, close the locks of its parent."""
-    for lock in _locks:
-        lock.close()
-
-
-os.register_at_fork(after_in_child=_close_locks)
 
 
 def lock_run(folder: Path, **known: int) -> RunLock:
