@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
-import sys
 import types
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -88,9 +87,7 @@ def compile_beside_ddp() -> None:
 
 def compiled_module(model: torch.nn.Module) -> torch.nn.Module | None:
     """Return what torch.compile has wrapped; None if the model is not such a wrapper."""
-    dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing has been compiled
-    is_wrapper = isinstance(model, getattr(dynamo, "OptimizedModule", ()))
-    return model._orig_mod if is_wrapper else None  # type: ignore[return-value]
+    return model._modules.get("_orig_mod")
 
 
 def import_fsdp() -> types.ModuleType:
