@@ -159,7 +159,7 @@ def use_store(agent: Agent) -> None:
     def join(node: int) -> object:
         where = node, number, "127.0.0.1", agent.port
         env = Environment("torchrun", node, 0, number, 1, *where, agent_store=True)
-        return rendezvous(env, torch.device("cpu"), False, 120)
+        return rendezvous(env, torch.device("cpu"), owns_gpu=False, timeout_s=120)
 
     with ThreadPoolExecutor(number) as pool:
         list(pool.map(join, range(number)))

@@ -12,7 +12,6 @@ import ctypes
 import json
 import multiprocessing
 import os
-import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -24,23 +23,22 @@ from torch import Tensor, nn
 
 from .environment import LauncherError, detect
 from .errors import some_of, with_fault
-from .torch_internals import device_of, references, time_limit
+from .torch_internals import device_of, held_by_gloo, time_limit
 
 _ROOM = 60  # values in the first message of a call, beside the hash
 _MARKS = 1 << 20  # hashes: the squares of 8,192 ranks' hashes have an exact sum
 
-_joined_pid = 0  # the id of the process that joined; the id of a forked child differs from it
+_has_joined = False  # this process; a forked child inherits it
+_is_forked_child = False  # a rank has forked this process
 
 
 def has_group() -> bool:
-    """Return whether there is a process group; if so, record for `add_up` which process joined it.
+    """Return whether there is a process group.
 
     Raises LauncherError if the launcher started several ranks and this one has not joined the
     others, or has left them: it would train alone.
     """
-    global _joined_pid
     if dist.is_initialized():
-        _joined_pid = _joined_pid or os.getpid()
         return True
     if (ranks := _count_started()) > 1:
         raise LauncherError(
@@ -56,6 +54,21 @@ def _count_started() -> int:
         if multiprocessing.parent_process() is None:  # neither a data worker nor one of a pool
             return detect().world_size
     return 1
+
+
+def record_join() -> None:
+    """Record that this process has joined the others, so that `barrier` knows if it has left."""
+    global _has_joined
+    _has_joined = True
+
+
+def _mark_forked_child() -> None:
+    """In a forked child, record whether a rank has forked it: it inherits a group, but no peers."""
+    global _is_forked_child
+    _is_forked_child = dist.is_initialized()
+
+
+os.register_at_fork(after_in_child=_mark_forked_child)
 
 
 def own_rank() -> int:
@@ -77,10 +90,11 @@ def gloo_group() -> dist.ProcessGroup:
 def barrier() -> None:
     """Wait for every rank; do nothing in a run of a single process, or in a rank that has left.
 
+    A rank counts as joined after init_distributed() or the first exchange through this module.
     Raises ValueError on every rank if another rank calls a different function, and LauncherError in
     a rank that has not joined.
     """
-    has_left = _joined_pid and not dist.is_initialized()
+    has_left = _has_joined and not dist.is_initialized()
     if not has_left and has_group():
         add_up([], "barrier")
 
@@ -97,8 +111,10 @@ def add_up(
     or the details differ between ranks, and LauncherError in a child process that a rank has
     forked: it would wait forever.
     """
-    if _joined_pid != os.getpid():
+    if _is_forked_child:
         raise LauncherError(f"{call}: this is a child process of a rank; call it in the rank")
+    record_join()
+
     mark = zlib.crc32(json.dumps([call, *details]).encode()) % _MARKS
     first = values[:_ROOM]
     rest = values[_ROOM:]
@@ -330,17 +346,3 @@ def broadcast_weights(module: nn.Module) -> None:
             data = tensor.data
             with held_by_gloo(data):
                 dist.broadcast(data, src=0)
-
-
-@contextlib.contextmanager
-def held_by_gloo(*tensors: Tensor) -> Iterator[None]:
-    """Run a collective in the body, then wait until gloo's thread has released its tensors.
-
-    Waits 0.1 s at most, on a CPU only. If Python has deleted a tensor, the thread needs the GIL to
-    release it: an exiting program would abort, a data worker forked then may hang (Python 3.10).
-    """
-    before = [*map(references, tensors)]
-    yield
-    deadline = time.monotonic() + (0.1 if tensors[0].is_cpu else 0)
-    while [*map(references, tensors)] != before and time.monotonic() < deadline:
-        time.sleep(0.0001)

@@ -20,13 +20,18 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from . import network
-from .collectives import broadcast, has_group
+from .collectives import broadcast, record_join
 from .environment import Environment, LauncherError, check_run_id
 from .errors import some_of, with_fault
 
 
 def join_ranks(
-    env: Environment, device: torch.device, backend: str, join_timeout_s: float, timeout_s: float
+    env: Environment,
+    device: torch.device,
+    backend: str,
+    *,
+    join_timeout_s: float,
+    timeout_s: float,
 ) -> Environment:
     """Form the process group of all ranks, unless there is one; return `env` with rank 0's run id.
 
@@ -39,7 +44,7 @@ def join_ranks(
         os.environ.update(network.choose_variables(env.master_addr, env.num_nodes, os.environ))
         # NCCL lets ranks share a GPU only if the user gives each its own host id.
         owns_gpu = backend == "nccl" and "NCCL_HOSTID" not in os.environ
-        store = rendezvous(env, device, owns_gpu, join_timeout_s)
+        store = rendezvous(env, device, owns_gpu=owns_gpu, timeout_s=join_timeout_s)
 
         timeout = timedelta(seconds=timeout_s)
         store.set_timeout(timeout)
@@ -51,7 +56,7 @@ def join_ranks(
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
-        has_group()  # notes which process has joined
+        record_join()
     return replace(env, run_id=_share_run_id(env))
 
 
@@ -63,8 +68,13 @@ def _share_run_id(env: Environment) -> str:
     return check_run_id(broadcast(env.run_id))
 
 
-def rendezvous(env: Environment, device: torch.device, owns_gpu: bool, timeout_s: float) -> Store:
+def rendezvous(
+    env: Environment, device: torch.device, *, owns_gpu: bool, timeout_s: float
+) -> Store:
     """Wait until every rank has checked in; returns the store.
+
+    With `owns_gpu`, `device` is a GPU that no other rank may use. `timeout_s` limits the connection
+    to the store and, once more, the wait for the other ranks.
 
     All ranks wait for the key `gate`, which holds JSON. The last rank to check in sets it to an
     empty list. A rank that finds a fault sets the key to the fault's name and text instead.
@@ -74,10 +84,10 @@ def rendezvous(env: Environment, device: torch.device, owns_gpu: bool, timeout_s
     ConnectionError if the store is lost later; rank 0 raises OSError if its port is in use.
     """
     # The prefix is needed because torchrun's store survives a restart.
-    store = PrefixStore(f"launch/{env.restart_count}", _open_store(env, timeout_s))
+    store = PrefixStore(f"launch/{env.restart_count}", _open_store(env, timeout_s=timeout_s))
     try:
         store.add("here", 1)
-        if found := _check_in(store, env, device, owns_gpu):
+        if found := _check_in(store, env, device, owns_gpu=owns_gpu):
             store.set("gate", json.dumps(found))
         elif store.add("joined", 1) == env.world_size:
             store.set("gate", "[]")
@@ -85,7 +95,7 @@ def rendezvous(env: Environment, device: torch.device, owns_gpu: bool, timeout_s
         try:
             store.wait(["gate"], timedelta(seconds=timeout_s))
         except dist.DistStoreError:
-            text = _describe_missing(store, env, timeout_s)
+            text = _describe_missing(store, env, timeout_s=timeout_s)
             store.set("gate", json.dumps(["node-missing", text]))
         told = store.get("gate")
     except dist.DistNetworkError:
@@ -108,7 +118,7 @@ def rendezvous(env: Environment, device: torch.device, owns_gpu: bool, timeout_s
     raise ConnectionError(f"{told!r:.80} in the store is not from a rank of this run")
 
 
-def _describe_missing(store: Store, env: Environment, timeout_s: float) -> str:
+def _describe_missing(store: Store, env: Environment, *, timeout_s: float) -> str:
     """Return the message about the ranks that have not claimed their number in the store."""
     missing = [rank for rank in range(env.world_size) if not store.check([f"rank {rank} is used"])]
     return (
@@ -130,7 +140,7 @@ def _leave_store(store: Store, env: Environment) -> None:
             store.wait(["over"], timedelta(seconds=30))  # enough on a busy machine
 
 
-def _open_store(env: Environment, timeout_s: float) -> TCPStore:
+def _open_store(env: Environment, *, timeout_s: float) -> TCPStore:
     """Connect to the store at the master's address; rank 0 serves it unless the node agent does.
 
     Raises TimeoutError if the store cannot be reached in `timeout_s` seconds, and OSError on rank 0
@@ -144,7 +154,7 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
         f"rank {env.rank} on {socket.gethostname()} could not connect to {at} within "
         f"{timeout_s:g} s; check that rank 0 starts there, and that this host can reach it",
     )
-    if not is_server and not _is_served(env.master_addr, env.master_port, timeout_s):
+    if not is_server and not _is_served(env.master_addr, env.master_port, timeout_s=timeout_s):
         raise unreachable
 
     try:
@@ -166,7 +176,7 @@ def _open_store(env: Environment, timeout_s: float) -> TCPStore:
         raise unreachable from None
 
 
-def _is_served(address: str, port: int, timeout_s: float) -> bool:
+def _is_served(address: str, port: int, *, timeout_s: float) -> bool:
     """Return whether a port accepts a connection within `timeout_s` seconds.
 
     This is asked first because TCPStore prints a stack trace if it cannot connect.
@@ -180,7 +190,7 @@ def _is_served(address: str, port: int, timeout_s: float) -> bool:
 
 
 def _check_in(
-    store: Store, env: Environment, device: torch.device, owns_gpu: bool
+    store: Store, env: Environment, device: torch.device, *, owns_gpu: bool
 ) -> tuple[str, str] | None:
     """Claim this rank in the store and, if `owns_gpu`, its GPU, which no other rank may use.
 

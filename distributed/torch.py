@@ -123,7 +123,7 @@ def init_distributed(
         return env
     from .rendezvous import join_ranks
 
-    return join_ranks(env, device(), backend, join_timeout_s, timeout_s)
+    return join_ranks(env, device(), backend, join_timeout_s=join_timeout_s, timeout_s=timeout_s)
 
 
 def _choose_backend(asked: str | None, env: Environment) -> str:

@@ -8,10 +8,12 @@ them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
+import time
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -66,6 +68,20 @@ def keep_groups() -> None:
 def references(tensor: Tensor) -> int:
     """Return how often a tensor is in use, also by torch's own threads."""
     return tensor._use_count()  # type: ignore[attr-defined,no-any-return]
+
+
+@contextlib.contextmanager
+def held_by_gloo(*tensors: Tensor) -> Iterator[None]:
+    """Run a collective in the body, then wait until gloo's thread has released its tensors.
+
+    Waits 0.1 s at most, on a CPU only. If Python has deleted a tensor, the thread needs the GIL to
+    release it: an exiting program would abort, a data worker forked then may hang (Python 3.10).
+    """
+    before = [*map(references, tensors)]
+    yield
+    deadline = time.monotonic() + (0.1 if tensors[0].is_cpu else 0)
+    while [*map(references, tensors)] != before and time.monotonic() < deadline:
+        time.sleep(0.0001)
 
 
 def skip_worker_joins() -> None:

@@ -264,6 +264,39 @@ def test_a_child_of_a_rank_is_alone() -> None:
     assert both(_rank_in_a_child) == [[0, 1], [0, 1]]
 
 
+FORKED = """
+import os, sys
+import torch.distributed as dist
+from distributed.collectives import barrier, has_group
+from distributed.environment import LauncherError
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert has_group()
+child = os.fork()
+if child == 0:
+    try:
+        barrier()
+    except LauncherError:
+        os._exit(7)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+barrier()
+dist.destroy_process_group()
+barrier()
+print("left")
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_asked_first", [True, False])
+def test_a_child_of_a_rank_that_torch_joined_is_an_error(is_asked_first: bool) -> None:
+    program = FORKED if is_asked_first else FORKED.replace("assert has_group()\n", "")
+    ended = run_program([sys.executable, "-c", program], ROOT, **own_environment())
+    assert ended.stdout.splitlines() == ["7", "left"], ended
+
+
 AFTER = """
 import multiprocessing
 from torch_launch_kit.distributed.torch import *

@@ -78,7 +78,7 @@ def test_a_program_in_a_container(tmp_path: Path) -> None:
 def test_a_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: NAME)
     env = environment.detect({})
-    assert rendezvous._check_in(HashStore(), env, torch.device("cpu"), False) is None
+    assert rendezvous._check_in(HashStore(), env, torch.device("cpu"), owns_gpu=False) is None
 
 
 @pytest.fixture

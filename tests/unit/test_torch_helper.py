@@ -27,10 +27,10 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import IterableDataset
 
-from distributed import collectives, limits, rendezvous
+from distributed import limits, rendezvous
 from distributed import torch as helper
 from distributed.environment import LauncherError, detect
-from distributed.torch_internals import references
+from distributed.torch_internals import held_by_gloo, references
 
 pytestmark = pytest.mark.slow  # real process groups take seconds each
 
@@ -157,7 +157,7 @@ def _held_after_calls() -> int:
     held = 0
     for _ in range(200):
         tensor = torch.ones(1)
-        with collectives.held_by_gloo(tensor):
+        with held_by_gloo(tensor):
             torch.distributed.all_reduce(tensor)
         held += references(tensor) - 1  # without the variable's
     return held
@@ -219,7 +219,7 @@ def test_gpu_used_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for env, uuid in zip(places, ("aa", "bb", "aa"), strict=True):  # works without a GPU
         gpu = SimpleNamespace(uuid=uuid)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
-        faults.append(rendezvous._check_in(store, env, torch.device("cpu"), True))
+        faults.append(rendezvous._check_in(store, env, torch.device("cpu"), owns_gpu=True))
     assert faults[:2] == [None, None]
     assert faults[2] is not None
     assert faults[2][0] == "duplicate-gpu"
