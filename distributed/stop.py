@@ -48,7 +48,7 @@ class Stop:
         self._save_seconds = save_seconds or math.inf
         self._save_at = now + self._save_seconds
         self._folder = folder
-        self._look_at = now
+        self._next_check = now
 
         self._group: dist.ProcessGroup | None = None  # None: the default group, which uses gloo
         self._work: dist.Work | None = None
@@ -63,8 +63,9 @@ class Stop:
         _stops.add(self)
 
     def _on_signal(self, signum: int, frame: object) -> None:
+        """Record a signal as the reason to stop; raises KeyboardInterrupt at a second Ctrl-C."""
         self.reason = self.reason or signal.Signals(signum).name
-        if signum == signal.SIGINT and self._interrupts.is_second():
+        if signum == signal.SIGINT and self._interrupts.record_and_check():
             raise KeyboardInterrupt
 
     def ask(self) -> None:
@@ -78,8 +79,8 @@ class Stop:
         `agreed` is called. A request made after this call takes effect one step later.
         """
         now = time.monotonic()
-        if now >= self._look_at:
-            self._look_at = now + limits.STOP_LOOK_S
+        if now >= self._next_check:
+            self._next_check = now + limits.STOP_LOOK_S
             if self._delete_file("save"):
                 self._save_at = now
             if self._delete_file("stop"):
@@ -111,14 +112,14 @@ class Stop:
         is_stop, is_save, self.is_end_agreed = map(bool, self._flags.tolist())
         self.is_save_agreed = is_save and not is_stop
         if is_save:  # one request, one save
-            self.note_save()
+            self.restart_save_clock()
         return is_stop
 
     def end(self) -> None:
         """Ask for the run to end; all ranks agree on it in the next step."""
         self._is_end_asked = True
 
-    def note_save(self) -> None:
+    def restart_save_clock(self) -> None:
         """Start counting the seconds until the next save."""
         self._save_at = time.monotonic() + self._save_seconds
 
@@ -126,25 +127,30 @@ class Stop:
 _stops = weakref.WeakSet[Stop]()
 
 
-def note_save() -> None:
+def restart_save_clock() -> None:
     """Start counting the seconds until the next save, in every Stop of this process."""
     for stop in [*_stops]:
-        stop.note_save()
+        stop.restart_save_clock()
 
 
 _before: dict[int, Any] = {}  # the handlers that a Stop has replaced
 
 
 def _is_ours(handler: Any) -> bool:
+    """Return whether a signal handler is the method of a Stop."""
     return isinstance(getattr(handler, "__self__", None), Stop)
 
 
 def _hold_signals() -> None:
-    """Keep a signal that reaches a child right after the fork from being lost with our handler."""
+    """Before a fork, hold back the stop signals.
+
+    In the child, our handler would only set a flag that nothing reads; see _restore_handlers().
+    """
     _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _before)
 
 
 def _release_signals() -> None:
+    """Deliver what was held back during a fork, in the parent and in the child."""
     signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
 
 

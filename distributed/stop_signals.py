@@ -27,6 +27,7 @@ def notices() -> list[signal.Signals]:
 
 
 def _added() -> set[str]:
+    """Return the names that --signals-to-handle adds, as far as a process can handle them."""
     return {*os.environ.get(ADDED, "").replace(" ", "").split(",")} - NEVER_ADDED
 
 
@@ -36,13 +37,16 @@ def handled_signals() -> list[signal.Signals]:
 
 
 class Interrupts:
-    """Distinguishes a second Ctrl-C, which ends the run at once, from one delivered twice."""
+    """Distinguishes a second Ctrl-C, which ends the run at once, from one delivered twice.
+
+    Schedulers and terminals may send one Ctrl-C to a process twice within milliseconds.
+    """
 
     def __init__(self) -> None:
-        self._first = 0.0  # monotonic seconds
+        self._first = 0.0  # when the first one came, in monotonic seconds; 0: none yet
 
-    def is_second(self) -> bool:
-        """Call it on each SIGINT; True if the first one was over SECOND_INTERRUPT_S seconds ago."""
+    def record_and_check(self) -> bool:
+        """Record a SIGINT; return whether the first one was over SECOND_INTERRUPT_S seconds ago."""
         now = time.monotonic()
         self._first = self._first or now
         return now - self._first > limits.SECOND_INTERRUPT_S

@@ -16,7 +16,7 @@ from ..errors import STOPPED, as_number
 from ..exit import before_finish
 from ..heartbeat import beat
 from ..models import is_sharded, unwrap
-from ..stop import note_save
+from ..stop import restart_save_clock
 from . import files, loader
 from .saver import Saver, State, check_loadable
 
@@ -84,7 +84,7 @@ def save(
         saver.snapshot(step, state)
     else:
         saver.save(step, state)
-        note_save()
+        restart_save_clock()
 
 
 def _saver_of(folder: Path, keep_last: int, model: nn.Module) -> Saver:

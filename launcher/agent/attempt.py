@@ -231,7 +231,7 @@ class Attempt:
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         """Forward a stop signal, so that the ranks can save; a second Ctrl-C kills them."""
-        if signum == signal.SIGINT and self.interrupts.is_second():
+        if signum == signal.SIGINT and self.interrupts.record_and_check():
             self.facts.signals.append(signum)
             self.savers.refuse_all()
             self.kill.set_within(0.0)

@@ -297,7 +297,7 @@ def await_end(plan: Plan, srun: Srun, output: Output | None, early: Sequence[int
                 open_own(plan.folder / ASKED, "a").close()  # asks for the stacks of all ranks
         elif came is not None:
             asked.append(came)
-            if came == signal.SIGINT and interrupts.is_second():
+            if came == signal.SIGINT and interrupts.record_and_check():
                 srun.terminate()  # which kills the ranks
             else:
                 forward_signal(came, plan, srun)

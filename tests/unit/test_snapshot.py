@@ -70,7 +70,7 @@ def test_a_loop_takes_and_loads_a_snapshot_which_is_no_save(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     noted: list[int] = []
-    monkeypatch.setattr(one_call, "note_save", lambda: noted.append(1))
+    monkeypatch.setattr(one_call, "restart_save_clock", lambda: noted.append(1))
     model, again = nn.Linear(2, 3), nn.Linear(2, 3)
     loop = model, torch.optim.AdamW(model.parameters())
     saver = Saver(tmp_path, keep_last=1)
