@@ -126,6 +126,7 @@ def add_up(
 
 
 def _sum(numbers: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
+    """Return each number's sum over the ranks, in float64. All ranks must pass equally many."""
     sums = torch.tensor(numbers, dtype=torch.float64, device=device_of(group))
     with held_by_gloo(sums):
         dist.all_reduce(sums, group=group)
@@ -139,10 +140,10 @@ def _are_equal(total: float, squares: float, count: int) -> bool:
 
 def _refuse_different(own: list[str], group: dist.ProcessGroup | None) -> NoReturn:
     """Raise ValueError on all ranks, with what differs in `own`: a call's name and its details."""
-    told = [json.loads(one) for one in gather_bytes(json.dumps(own).encode(), group)]
-    common = set.intersection(*map(set, told))
+    calls = [json.loads(one) for one in gather_bytes(json.dumps(own).encode(), group)]
+    common = set.intersection(*map(set, calls))
     ranks_of: dict[str, list[int]] = defaultdict(list)  # by what only they have passed
-    for rank, words in enumerate(told):
+    for rank, words in enumerate(calls):
         special = [word for word in words if word not in common]
         ranks_of[", ".join(special) or "nothing else"].append(rank)
 
@@ -192,11 +193,11 @@ def gather_json(value: Any, call: str = "gather_json") -> list[Any]:
 
     Raises TypeError on every rank if a value is not JSON, or JSON would change it, such as a tuple.
     """
-    told = [json.loads(one) for one in gather_bytes(_encode(value), call=call)]
-    for rank, (_, problem) in enumerate(told):
+    answers = [json.loads(one) for one in gather_bytes(_encode(value), call=call)]
+    for rank, (_, problem) in enumerate(answers):
         if problem:
             raise TypeError(f"{call}: on rank {rank}, {problem}; pass text, numbers, lists, dicts")
-    return [found for found, _ in told]
+    return [found for found, _ in answers]
 
 
 def _encode(value: Any) -> bytes:
@@ -234,14 +235,14 @@ def gather(tensor: Tensor, *, samples: int | None = None) -> Tensor:
     """
     mine = tensor.detach().view(tensor.shape or (1,))
     call = "gather" if samples is None else f"gather of {samples} samples"
-    told = gather_json([[*mine.shape], _dtype_name(mine)], call=call)
-    kinds = [[shape[1:], dtype] for shape, dtype in told if shape[0]]  # of the ranks with rows
+    forms = gather_json([[*mine.shape], _dtype_name(mine)], call=call)
+    kinds = [[shape[1:], dtype] for shape, dtype in forms if shape[0]]  # of the ranks with rows
     for kind in kinds:
         if kind != kinds[0]:
             cause = f"rows differ between ranks ({kinds[0]} and {kind})"
             raise ValueError(f"gather: {cause}; make their shape and dtype match")
 
-    rows = sum(shape[0] for shape, _ in told)  # of all ranks
+    rows = sum(shape[0] for shape, _ in forms)  # of all ranks
     if samples is not None and rows >= samples + count_ranks():  # a loader repeats fewer samples
         cure = "pass one row for each sample, of one epoch"
         raise ValueError(f"gather: the ranks have {rows} rows for {samples} samples; {cure}")
@@ -271,6 +272,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _from_bytes(content: Tensor, dtype: str, shape: list[int]) -> Tensor:
+    """Undo _as_bytes(): the result shares the memory of `content`."""
     return content.view(getattr(torch, dtype)).view(shape)
 
 
@@ -282,8 +284,8 @@ def broadcast(value: Any) -> Any:
     """
     is_tensor = isinstance(value, Tensor)
     mine = [[*value.shape], _dtype_name(value), value.device.type] if is_tensor else value
-    told = gather_json([is_tensor, mine] if own_rank() == 0 else None, call="broadcast")
-    is_tensor_sent, sent = told[0]
+    answers = gather_json([is_tensor, mine] if own_rank() == 0 else None, call="broadcast")
+    is_tensor_sent, sent = answers[0]
     if not is_tensor_sent:
         return sent
     if not has_group():

@@ -151,6 +151,7 @@ def _open_files() -> list[Any]:
 
 
 def _call_each(method: str, files: list[Any]) -> None:
+    """Call a method of each file, such as "flush"; ignore errors."""
     for file in files:
         with contextlib.suppress(Exception):  # it is closed, or its disk is full
             getattr(file, method)()

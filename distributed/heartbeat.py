@@ -67,6 +67,7 @@ class Heart:
         return Beat(*RECORD.unpack(self._record[: RECORD.size]))
 
     def _write(self, record: Beat) -> None:
+        """Write the record into the agent's memory, over the previous one."""
         self._record[: RECORD.size] = RECORD.pack(*record)  # pack_into() would clear it first
 
     def beat(self, step: int | None, saved: int | None, hang_seconds: float | None) -> None:
@@ -122,8 +123,9 @@ def _deepen_signal_stack() -> None:
     """Replace faulthandler's signal stack, which five signals at the same moment overflow."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_size_t
-    place = libc.malloc(_SIGNAL_STACK_SIZE)  # never freed: signals come until the very end
-    libc.sigaltstack((ctypes.c_size_t * 3)(place, 0, _SIGNAL_STACK_SIZE), None)
+    stack = libc.malloc(_SIGNAL_STACK_SIZE)  # never freed: signals come until the very end
+    # struct stack_t: address, flags, size; see sigaltstack(2).
+    libc.sigaltstack((ctypes.c_size_t * 3)(stack, 0, _SIGNAL_STACK_SIZE), None)
 
 
 def beat(
@@ -149,11 +151,14 @@ def beat(
 
 @functools.cache
 def _heart() -> Heart | None:
-    """Return this process's Heart; None without a node agent, and in a program that a rank runs."""
-    place = find_record(os.environ.get("HEARTBEAT_FILE", ""))
-    if place is None:
+    """Return this process's Heart; None without a node agent, and in a program that a rank runs.
+
+    The first call creates it, with the side effects of creating a Heart.
+    """
+    found = find_record(os.environ.get("HEARTBEAT_FILE", ""))
+    if found is None:
         return None
-    return Heart(*place, stack_file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"])))
+    return Heart(*found, stack_file_of(Path(os.environ["TORCHELASTIC_ERROR_FILE"])))
 
 
 def name_record(fd: int, number: int) -> str:

@@ -92,5 +92,6 @@ def _read_bracket(bracket: str) -> Iterator[str]:
 
 
 def _error(text: str, position: int, problem: str) -> HostlistError:
+    """Return the error for a problem at an index of the text; it quotes what is near."""
     nearby = text[max(0, position - 20) : position + 40]
     return HostlistError(f"host list {nearby!r}: {problem}, at position {position + 1}")

@@ -71,8 +71,8 @@ def this_job(environ: Mapping[str, str]) -> dict[str, str | int]:
     ask: on nodes reached by ssh, PBS does not answer. The launcher asks PBS for all nodes, and puts
     the answer into LAUNCH_JOB. The result is {} outside a job, and in a PBS job without LAUNCH_JOB.
     """
-    if told := environ.get("LAUNCH_JOB"):
-        return dict(json.loads(told))
+    if given := environ.get("LAUNCH_JOB"):
+        return dict(json.loads(given))
     job = environ.get("SLURM_JOB_ID")
     if not job:
         return {}
@@ -98,9 +98,10 @@ def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | N
     import subprocess  # slower to import than the rest of this module, and rarely needed
     import threading
 
-    told = [f"waiting up to {limit_s:g} s for {' '.join(command)}"]
-    notice = threading.Timer(limits.SCHEDULER_SILENT_S, print, told, {"file": sys.stderr})
+    text = [f"waiting up to {limit_s:g} s for {' '.join(command)}"]
+    notice = threading.Timer(limits.SCHEDULER_SILENT_S, print, text, {"file": sys.stderr})
     notice.start()
+    # A shell can unset variables by the beginning of their names; env needs each name.
     unfiltered = ["bash", "-c", 'unset "${!SQUEUE_@}" "${!SINFO_@}"; exec "$0" "$@"', *command]
     try:
         return subprocess.check_output(

@@ -44,15 +44,18 @@ class EpochSampler(DistributedSampler[Any]):
         self.done = done
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Return this rank's samples of the next epoch, and set the one after it."""
+        """Return this rank's samples of the next epoch, and set the one after it.
+
+        Every `ranks`-th sample belongs to this rank. `order`, if set, gives those of all ranks.
+        """
         epoch = self.epoch
         ranks = self.num_replicas
         skip = self.done * ranks  # samples that all ranks together have seen
         if self.order is None:
             samples = islice(super().__iter__(), self.done, None)
         else:  # needs drop_last: no samples are repeated to fill up the last ones
-            rest = max(0, self.total_size - skip)
-            samples = islice(self.order(epoch, skip), self.rank, rest, ranks)
+            left = max(0, self.total_size - skip)  # samples of all ranks
+            samples = islice(self.order(epoch, skip), self.rank, left, ranks)
         self.epoch = epoch + 1
         self.done = 0
         return zip(repeat(epoch), samples)
@@ -92,10 +95,12 @@ class Seeded(Dataset[Any]):
         return self._read_batch if can else None
 
     def _read_batch(self, samples: list[tuple[int, int]]) -> Any:
+        """Return the samples, given as (epoch, index); the first one's epoch and seed apply."""
         self._begin_sample(*samples[0])
         return self.dataset.__getitems__([index for _, index in samples])
 
     def _begin_sample(self, epoch: int, index: int) -> None:
+        """Tell the data set of a new epoch and, in a worker process, seed its generators."""
         if epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)  # here, because a worker has its own copy of the data set
         self._epoch = epoch

@@ -172,9 +172,10 @@ def _try_lock(fd: int, byte: int) -> bool:
 
 
 def take_lock(fd: int, what: str, me: Identity) -> None:
-    """Take the lock on an open lock file, or raise Refused if its holder is live.
+    """Lock the first byte of an open lock file; raises Refused if its holder is live.
 
-    If `me`, this process, is a restart of the holder, do neither.
+    `what` names the run in the message. If `me`, this process, is a restart of the holder, it
+    neither takes the lock nor raises: the holder may live on, and loses the folder to `me`.
     """
     holder = _holder(fd)
     is_restart = False
@@ -187,6 +188,7 @@ def take_lock(fd: int, what: str, me: Identity) -> None:
 
 
 def _refusal(what: str, holder: Identity) -> Refused:
+    """Return the error that says which live process holds the lock; {} if that is unknown."""
     job = f"job {holder['run_id']}, " if "run_id" in holder else ""
     who = f"{job}process {holder['process']} on {holder['host']}" if holder else "it holds the lock"
     return Refused(
@@ -218,6 +220,7 @@ def _is_foreign(holder: Identity, me: Identity) -> bool:
     """
 
     def differs(name: str) -> bool:
+        """Return whether both sides know a field and have different values for it."""
         known = {str(holder.get(name, "")), me[name]} - {""}  # the file may hold anything
         return len(known) == 2
 
@@ -240,9 +243,9 @@ def _holder(fd: int) -> dict[str, Any]:
     The counts are 0 if the file lacks them.
     """
     with contextlib.suppress(Exception):  # of many kinds, depending on what the file holds
-        told = json.loads(os.pread(fd, _MOST, 0))
-        numbers = {name: int(told.get(name, 0)) for name in ("process", "attempt", "start")}
-        return {**told, "host": str(told["host"]), **numbers}
+        facts = json.loads(os.pread(fd, _MOST, 0))
+        numbers = {name: int(facts.get(name, 0)) for name in ("process", "attempt", "start")}
+        return {**facts, "host": str(facts["host"]), **numbers}
     return {}
 
 
@@ -276,6 +279,7 @@ def is_locked_here(folder: Path) -> bool:
 
 @functools.cache
 def warn_once(text: str) -> None:
+    """Log a warning, unless this process has already logged the same text here."""
     _log.warning(f"warning: {text}")
 
 

@@ -97,7 +97,7 @@ def rendezvous(
         except dist.DistStoreError:
             text = _describe_missing(store, env, timeout_s=timeout_s)
             store.set("gate", json.dumps(["node-missing", text]))
-        told = store.get("gate")
+        answer = store.get("gate")
     except dist.DistNetworkError:
         raise with_fault(
             ConnectionError,
@@ -107,7 +107,7 @@ def rendezvous(
         ) from None
 
     with contextlib.suppress(RecursionError, json.JSONDecodeError, UnicodeDecodeError):
-        match json.loads(told):
+        match json.loads(answer):
             case []:
                 return store
             case [str(fault), str(text)]:
@@ -115,7 +115,7 @@ def rendezvous(
                 if fault == "node-missing":
                     raise with_fault(TimeoutError, fault, text)
                 raise LauncherError(text, fault)
-    raise ConnectionError(f"{told!r:.80} in the store is not from a rank of this run")
+    raise ConnectionError(f"{answer!r:.80} in the store is not from a rank of this run")
 
 
 def _describe_missing(store: Store, env: Environment, *, timeout_s: float) -> str:

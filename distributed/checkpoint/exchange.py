@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import limits
 from ..collectives import gather_json, gloo_group
-from .memory import BEGIN, Header, Memory, to_overwrite, whole_steps
+from .memory import BEGIN, Header, Memory, choose_buffer, whole_steps
 
 _PIECE = 1 << 22  # bytes
 _PATIENCE = timedelta(seconds=25)  # for one transfer, which all ranks begin after the same step
@@ -36,11 +36,12 @@ class Neighbours:
     """
 
     def __init__(self) -> None:
-        """All ranks must call this.
+        """Create the process group for the transfers. All ranks must call this.
 
-        With one node, or unequal numbers of ranks, there are no neighbours.
+        With one node, or unequal numbers of ranks per node, there are no neighbours: the methods
+        then do nothing.
         """
-        self.moved = 0  # pieces
+        self.moved = 0  # pieces exchanged so far, by which a waiting rank sees progress
         on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks
         by_rank = gather_json(on_node)
         world = len(by_rank)
@@ -64,7 +65,7 @@ class Neighbours:
         """
         if self._are_reachable:
             with self._may_be_lost():
-                theirs = to_overwrite(copies, mine.header().step)
+                theirs = choose_buffer(copies, mine.header().step)
                 for _ in _transfer(self._group, mine, self._next, theirs, self._last):
                     self.moved += 1
                     time.sleep(limits.SNAPSHOT_PIECE_S)
@@ -91,11 +92,12 @@ def agree_on_step(
     headers of this rank's parts, `copies` those of the parts that it holds for another rank. All
     ranks must call this.
     """
-    mine = [[[one.step, one.rank, one.holders] for one in some] for some in (own, copies)]
-    rows = gather_json(mine)
+    mine = [[[one.step, one.rank, one.holders] for one in headers] for headers in (own, copies)]
+    rows = gather_json(mine)  # of each rank: its own parts, then its copies
     ranks = len(rows)
 
-    # One holder: rank 0 has all of it. A sharded one of another number of ranks does not count.
+    # By rank: the steps of its own parts, each with the number of holders. With one holder, rank 0
+    # has all of it. A sharded snapshot of another number of ranks does not count.
     held = [{step: n for step, _, n in parts if n in (1, ranks)} for parts, _ in rows]
     keeper_of: dict[tuple[int, int], int] = {}  # of a copy, by its step and the rank of the part
     for keeper, (_, copied) in enumerate(rows):

@@ -55,7 +55,7 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
 
     # Rank 0 sends what it has found, but not the parts: each rank reads these itself.
     names = [name for name, data in found.content.items() if data]
-    damage, place, names, is_snapshot = broadcast(
+    damage, path, names, is_snapshot = broadcast(
         [found.damage, str(found.folder), names, found.is_snapshot]
     )
     content = {name: _broadcast(found.content.get(name)) for name in names}
@@ -70,7 +70,7 @@ def load(folder: Path | str, *, whole: bool = True) -> State | None:
         return None
 
     # Rank 0 has parsed a checkpoint already.
-    state = replace(found.state or _parse_state(Path(place), content), is_snapshot=is_snapshot)
+    state = replace(found.state or _parse_state(Path(path), content), is_snapshot=is_snapshot)
     if is_snapshot and snapshot is not None and snapshot.holders > 1:
         state = replace(state, fetch=snapshot.fetch)
     return replace(state, **state.fetch(state.trees())) if whole else state
@@ -141,9 +141,9 @@ def _parse_state(folder: Path, content: dict[str, bytes]) -> State:
 
 
 def _broadcast(data: bytes | None) -> bytes:
-    """Return rank 0's bytes on every rank."""
-    told = broadcast(data and torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return data or to_bytes(told)
+    """Return rank 0's bytes, which are not empty, on every rank; other ranks may pass None."""
+    sent = broadcast(data and torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return data or to_bytes(sent)
 
 
 def gather_ranks(own: dict[str, Any]) -> Ranks:

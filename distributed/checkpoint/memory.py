@@ -46,6 +46,7 @@ class Memory:
         self.fd = fd
 
     def header(self) -> Header:
+        """Return the header; that of an empty buffer if none has been written."""
         data = os.pread(self.fd, _HEADER.size, 0)
         found = Header(*_HEADER.unpack(data)) if len(data) == _HEADER.size else Header()
         return found if found.magic == _MAGIC else Header()
@@ -55,10 +56,11 @@ class Memory:
         os.pwrite(self.fd, _HEADER.pack(*header), 0)
 
 
-def to_overwrite(buffers: Sequence[AnyMemory], step: int) -> AnyMemory:
-    """Return the buffer for a snapshot of this step.
+def choose_buffer(buffers: Sequence[AnyMemory], step: int) -> AnyMemory:
+    """Return the buffer that a snapshot of this step may overwrite.
 
-    It is one that holds this or a later step, which the run repeats, otherwise the older one.
+    It is one that holds this or a later step, which the run repeats; otherwise the older one, so
+    that the newest snapshot stays complete while this one is written.
     """
     held = {one.header().step: one for one in buffers}
     repeated = [one for one in held if one >= step]

@@ -145,14 +145,14 @@ class Parts:
         except Exception as error:
             mine = b"-" + json.dumps([str(error), getattr(error, "fault", "")]).encode()
 
-        told = gather_bytes(mine, self._group)
-        for rank, one in enumerate(told):
+        answers = gather_bytes(mine, self._group)
+        for rank, one in enumerate(answers):
             if one.startswith(b"-"):
                 cause, fault = json.loads(one[1:])
                 failed = CheckpointError(f"rank {rank}: {cause}")
                 failed.fault = fault
                 raise failed
-        return [one[1:] for one in told]
+        return [one[1:] for one in answers]
 
 
 class _Planner(DefaultSavePlanner):
@@ -161,6 +161,7 @@ class _Planner(DefaultSavePlanner):
     copies: dict[metadata.MetadataIndex, Tensor]
 
     def lookup_object(self, index: metadata.MetadataIndex) -> Tensor:
+        """Return the copy of a tensor, or of this rank's part of it; torch calls this to write."""
         return self.copies[index]
 
 
@@ -176,12 +177,14 @@ def make_reader(folder: Path, index: bytes) -> Callable[[Trees], Trees]:
         parts = FileSystemReader(folder)
         parts.set_up_storage_reader(found, True)
 
-    def place(tensor: Tensor) -> Tensor:
+    def allocate(tensor: Tensor) -> Tensor:
+        """Return an empty tensor for the content of a meta tensor or a DTensor."""
         mesh = getattr(tensor, "device_mesh", None)
         return torch.empty_like(tensor, device=mesh.device_type if mesh else "cpu")
 
     def read(trees: Trees) -> Trees:
-        trees = tree_map_only(Tensor, place, trees)
+        """Return the trees with the content of their tensors."""
+        trees = tree_map_only(Tensor, allocate, trees)
         plans = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with as_checkpoint_error(f"{folder}: its parts are unreadable"):
             plans.set_up_planner(dict(named_tensors(trees)), found, True)

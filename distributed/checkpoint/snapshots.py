@@ -23,7 +23,7 @@ from ..heartbeat import beat, find_record
 from ..torch_internals import copy_each, tree_map_only
 from .exchange import Neighbours, agree_on_step, deliver_copies
 from .files import pack, unpack
-from .memory import BEGIN, FILES, Header, Memory, to_overwrite
+from .memory import BEGIN, FILES, Header, Memory, choose_buffer
 
 _COPY_THREADS = 4  # one core copies more slowly than memory allows
 _MARK = "\0tensor "  # stands for a tensor in the trees: packing many tensors is slow
@@ -93,7 +93,12 @@ class Buffer(Memory):
     def write(
         self, step: int, holders: int, tensors: Sequence[Tensor], rest: bytes, rank: int
     ) -> None:
-        """Fill the buffer, which counts as empty until it is full. `seal` adds the checksum."""
+        """Fill the buffer, which counts as empty until it is full. `seal` adds the checksum.
+
+        `holders` ranks hold a part each, this one that of `rank`; `rest` is the packed state
+        without the content of the tensors. The memory is kept mapped, and reused by the next call
+        if the tensors have the same shapes and types.
+        """
         self.set_header(Header())
         end = _offsets(tensors)[-1]
         if kinds_of(tensors) != kinds_of(self._views):
@@ -113,6 +118,7 @@ class Buffer(Memory):
         self.set_header(header._replace(checksum=self._checksum(header)))
 
     def _checksum(self, header: Header) -> int:
+        """Return the CRC-32 of all that follows the header."""
         # Reuse the mapping of write(), if any: a new one would delay the next step.
         memory = self._memory or mmap.mmap(self.fd, header.rest, prot=mmap.PROT_READ)
         checksum = zlib.crc32(memoryview(memory)[BEGIN : header.rest])
@@ -137,6 +143,7 @@ class Buffer(Memory):
         contents = [one.clone() for one in _views(memory, places)]
 
         def put_back(leaf: str) -> str | Tensor:
+            """Return the meta tensor that a mark stands for; any other text is itself."""
             return wholes[int(leaf[len(_MARK) :])] if leaf.startswith(_MARK) else leaf
 
         trees = tree_map_only(str, put_back, rest["trees"])
@@ -196,7 +203,7 @@ class Snapshots:
         self.finish()
         if self._neighbours is not None:  # no rank may overwrite what another still needs
             self._neighbours.meet()
-        older = to_overwrite(self._buffers, step)
+        older = choose_buffer(self._buffers, step)
         older.write(step, holders, parts, pack(rest), dist.get_rank() if holders > 1 else 0)
         if holders > 1 and self._neighbours is None:
             self._neighbours = Neighbours()
@@ -244,7 +251,7 @@ def recover_snapshot(folder: Path) -> Snapshot | None:
             buffer.set_header(Header())
     if lacking:
         copy = copies[newest][0] if newest in copies else None
-        deliver_copies(lacking, copy, to_overwrite(opened[:2], newest))
+        deliver_copies(lacking, copy, choose_buffer(opened[:2], newest))
         own = _of_run(folder, opened[:2])
 
     if newest not in own:
