@@ -27,7 +27,10 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, as the rest of train.py does, in place of the usage."""
+
     def error(self, message: str) -> NoReturn:
+        """Print the message, and exit with 2."""
         refuse(f"{message}; see train.py --help")
 
 
@@ -61,6 +64,7 @@ def _split_fault(cause: object) -> tuple[str, str]:
 
 
 def _complain(fault: str, cause: str) -> None:
+    """Print the one line about a mistake on stderr."""
     print(f"train.py: {cause} [{fault}]", file=sys.stderr)
 
 

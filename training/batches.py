@@ -35,8 +35,8 @@ START = {"step": 0, "epoch": 0, "samples": 0}
 
 def check_sizes(sizes: list[int]) -> None:
     """Raise SettingsError if the numbers of samples differ between ranks. All must call this."""
-    told = gather_json(sizes)
-    if odd := next((rank for rank, one in enumerate(told) if one != told[0]), 0):
+    all_sizes = gather_json(sizes)
+    if odd := next((rank for rank, one in enumerate(all_sizes) if one != all_sizes[0]), 0):
         raise SettingsError(f"data: ranks 0 and {odd} differ; give all nodes the same data")
 
 
@@ -103,8 +103,8 @@ class Batches:
         try:
             yield
         except Exception as error:
-            if told := self.describe(back):
-                notes = [*getattr(error, "__notes__", []), f"the batch has {told}"]  # PEP 678
+            if samples := self.describe(back):
+                notes = [*getattr(error, "__notes__", []), f"the batch has {samples}"]  # PEP 678
                 error.__notes__ = notes  # type: ignore[attr-defined]
             raise
 
@@ -243,6 +243,7 @@ def shuffled(length: int, block: int, key: str, skip: int = 0) -> Iterator[int]:
 
 
 def _generator(key: str) -> torch.Generator:
+    """Return a generator on the CPU, with a seed that depends only on the key."""
     return torch.Generator().manual_seed(zlib.crc32(key.encode()))
 
 
@@ -275,6 +276,7 @@ def move(batch: Any, device: torch.device) -> Any:
     """
 
     def move_one(part: Any) -> Any:
+        """Move what tree_map_only() does not look into."""
         if isinstance(part, Tensor):
             return part.to(device, non_blocking=True)
         if hasattr(part, "to"):  # such as transformers' BatchEncoding

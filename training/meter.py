@@ -53,7 +53,7 @@ class Meter:
         self.not_finite: tuple[int, float] | None = None  # step and value of the first such loss
 
     def wall(self) -> float:
-        """Return the seconds since the meter was created."""
+        """Return the seconds since the meter was created, pauses included."""
         return time.perf_counter() - self._start
 
     def add(self, step: int, loss: Tensor, terms: int) -> None:
@@ -66,7 +66,10 @@ class Meter:
         return dict(self._sums)
 
     def _add_up(self) -> None:
-        """Add the new losses to the sums, and note the first that is not finite."""
+        """Add the new losses to the sums, and record the first that is not finite.
+
+        Waits for the device.
+        """
         losses = [loss for _, loss, _ in self._new]
         values = torch.stack(losses).tolist() if losses else []  # waits for the device
         for (step, _, terms), value in zip(self._new, values, strict=True):
@@ -122,7 +125,7 @@ class Meter:
         return found
 
     def speed(self) -> float:
-        """Return the terms per second over all readings."""
+        """Return the terms per second of training time, up to the last reading; 0 without one."""
         return self._read_terms / self._read_s if self._read_s else 0.0
 
     @contextlib.contextmanager
@@ -167,6 +170,7 @@ class Stopwatch:
         return {**vars(self), "_spans": []}  # the model, with these hooks, may be copied or pickled
 
     def _now(self) -> Any:
+        """Return the time in seconds or, on a GPU, an event in its stream; waits for nothing."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -181,6 +185,7 @@ class Stopwatch:
         self._stop()
 
     def _start(self, *_: object) -> None:
+        """Begin a span here, of no length yet; the arguments are those of a hook."""
         now = self._now()
         self._spans.append((now, now))
 

@@ -261,9 +261,10 @@ def describe_model(model: nn.Module) -> str:
 
 
 def is_mixed(settings: Settings) -> bool:
+    """Return whether this process computes in mixed precision: only if set, and with a GPU."""
     return settings.distributed.mixed_precision.enabled and helper.device().type == "cuda"
 
 
 def dtype_of(settings: Settings) -> str | None:
-    """Return the type to compute in, for the helper's autocast and grad_scaler."""
+    """Return the type to compute in, for the helper's autocast and grad_scaler; None: float32."""
     return settings.distributed.mixed_precision.dtype if is_mixed(settings) else None

@@ -99,21 +99,21 @@ class Schedule:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def after(self) -> None:
-        """Record that a step is done."""
+        """Step the task's own scheduler after an optimizer step, unless validations step it."""
         if self.own is not None and not isinstance(self.own, ReduceLROnPlateau):
             self.own.step()
 
     def validated(self, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a validation."""
+        """Step the task's ReduceLROnPlateau, if it is one, with the metric `task.best`."""
         if isinstance(self.own, ReduceLROnPlateau) and self._best in metrics:
             self.own.step(metrics[self._best])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return that of the task's own scheduler."""
+        """Return the state of the task's own scheduler, {} without one: ours has none."""
         return {} if self.own is None else dict(self.own.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load it."""
+        """Load a state_dict() into the task's own scheduler; do nothing without one."""
         if self.own is not None:
             self.own.load_state_dict(state)
 

@@ -42,6 +42,7 @@ class ConsoleLog(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.1
         self._is_result_only = is_result_only
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Choose the stream for a line, and write it there."""
         is_error = self._is_result_only or record.levelno >= logging.WARNING
         self.stream = sys.stderr if is_error else sys.stdout
         super().emit(record)
@@ -57,12 +58,13 @@ def may_be_lost(what: str | Path) -> Iterator[None]:
         yield
     except Exception as error:
         why = getattr(error, "strerror", "") or str(error) or type(error).__name__
-        told = f"cannot write to {str(what)!r}" if isinstance(what, Path) else what
-        _tell_lost(told, why.splitlines()[0])
+        failure = f"cannot write to {str(what)!r}" if isinstance(what, Path) else what
+        _warn_lost(failure, why.splitlines()[0])
 
 
 @functools.cache
-def _tell_lost(what: str, why: str) -> None:
+def _warn_lost(what: str, why: str) -> None:
+    """Log a warning, once for each failure and reason."""
     _log.warning(f"{what} ({why}); the run continues [log-lost]")
 
 
@@ -182,8 +184,8 @@ class Progress:
             self._details = _details_of(values)
             self._status = f"  loss {shown(values['loss'])}{self._validation}  {speed}"
         elif found := {n: v for n, v in values.items() if n.startswith("validation_")}:
-            told = (f"{name.removeprefix('validation_')} {shown(found[name])}" for name in found)
-            self._validation = f"  validation {' '.join(told)}"
+            parts = (f"{name.removeprefix('validation_')} {shown(found[name])}" for name in found)
+            self._validation = f"  validation {' '.join(parts)}"
             self._warn_not_finite(step, found)
 
         if self._file is not None:

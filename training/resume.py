@@ -87,21 +87,21 @@ def log_resume(saved: checkpoint.State, progress: Tree, world_size: int) -> None
     _log.info(f"resumed    after step {saved.progress['step']}{source}")
 
     now: Tree = progress["settings"]
-    told = [*_changed_settings(saved.progress["settings"], now)]
+    changes = [*_changed_settings(saved.progress["settings"], now)]
     before = saved.progress["global_batch_size"]
     samples = progress["global_batch_size"]
     if samples != before:
-        told.append(f"batches of {samples} samples (was {before})")
+        changes.append(f"batches of {samples} samples (was {before})")
     sizes = progress["sizes"]
     old_sizes = saved.progress.get("sizes") or sizes  # older checkpoints have none
     for new, old, name in zip(sizes, old_sizes, ("validation", "training"), strict=False):
         if new != old:
-            told.append(f"{new} {name} samples (was {old})")
+            changes.append(f"{new} {name} samples (was {old})")
     if world_size != len(saved.ranks):
         count = f"{world_size} {'process' if world_size == 1 else 'processes'}"
-        told.append(f"{count} (was {len(saved.ranks)}): sums are rounded differently")
+        changes.append(f"{count} (was {len(saved.ranks)}): sums are rounded differently")
 
-    for change in told:
+    for change in changes:
         _log.warning(f"resumed    with {change}")
 
 

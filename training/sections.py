@@ -167,14 +167,17 @@ def within(**bounds: float) -> Callable[[float], float]:
 
 
 def _refuse(expected: str, value: object) -> NoReturn:
+    """Raise the ValueError for a value that is not what was expected."""
     raise ValueError(f"should be {expected}, not {_shown(value)}")
 
 
 def _shown(value: object) -> str:
+    """Return a value as messages show it."""
     return "empty" if value is None else repr(value)
 
 
 def _is_section(kind: Any) -> bool:
+    """Return whether an annotation is a Section."""
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
@@ -191,6 +194,7 @@ def keys_of(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _describe_unknown(name: Any, names: Iterable[str], prefix: str, known: Sequence[str]) -> str:
+    """Return the message for an unknown key; `names` are those of its section."""
     if not isinstance(name, str):
         return f"Keys should be strings, not {name!r}"
     near = nearest(name, [f"{prefix}{one}" for one in names], known)

@@ -31,7 +31,7 @@ Positive = Annotated[float, within(gt=0, le=10**9)]
 
 
 def _word_or_count(*words: str) -> Callable[[object], object]:
-    """Accept one of these words, or a whole number above 0."""
+    """Return a check that accepts one of these words, or a whole number above 0."""
 
     def check(value: object) -> object:
         if value in words or (type(value) is int and 0 < value <= 10**15):
@@ -45,10 +45,12 @@ NOTHING = ("", "null", "~")  # `key=null` unsets a setting
 
 
 def _check_task(task: str) -> str:
+    """Return the name of a task; raises ValueError if there is no such class."""
     return check_name(task, BUILT_IN_TASK)
 
 
 def _check_tracking(names: list[str]) -> list[str]:
+    """Return the names of trackers; raises ValueError if one does not exist or is not installed."""
     if "wandb" in names and importlib.util.find_spec("wandb") is None:
         raise ValueError("wandb is not installed; run pip install wandb, or omit it")
     return [check_name(name, *TRACKERS) for name in names]
@@ -56,6 +58,8 @@ def _check_tracking(names: list[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Section):
+    """Where the data is, and how it is loaded."""
+
     path: str | None = None  # of text or tokens; see training/tasks/data.py
     num_workers: Interval = 0  # processes per rank that load batches; 0: the rank itself
     pin_memory: bool = False  # faster copies to a GPU
@@ -63,6 +67,8 @@ class Data(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModel(Section):
+    """The size of the built-in task's model."""
+
     layers: Count = 4
     heads: Count = 4
     width: Count = 128  # of the residual stream; a multiple of heads
@@ -78,6 +84,8 @@ class LanguageModel(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Section):
+    """How long to train, with which batches and which learning rate."""
+
     max_steps: Count | None = None  # the run ends after max_steps or epochs, whichever comes first
     max_seconds: Seconds | None = None  # then the run saves and stops; resume it later
     epochs: Count | None = None
@@ -114,6 +122,8 @@ class Train(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(Section):
+    """Where and when to save, and what to keep."""
+
     dir: str = "checkpoints"  # a run saves in <dir>/<run id>/
     every: Interval = 0  # 0: only by the clock and at the end
     every_minutes: Rate = 10.0  # after the last save; 0: never
@@ -124,12 +134,16 @@ class Checkpoint(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision(Section):
+    """Whether to compute in a smaller type than float32."""
+
     enabled: bool = False  # on GPUs; CPUs always compute in float32
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fsdp(Section):
+    """How strategy fsdp shards the model; see Sharding in distributed/strategy.py."""
+
     shard: Annotated[Any, _word_or_count("all", "node")] = "all"  # ranks that share a model
     reshard_after_forward: bool = True  # false: more memory, less traffic
     cpu_offload: bool = False  # keep parameters in the CPU's memory until needed
@@ -137,6 +151,8 @@ class Fsdp(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Distributed(Section):
+    """How the ranks join, and how the model is spread over them."""
+
     strategy: Annotated[str, check_strategy] = "auto"
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     join_timeout: Seconds = 300  # for all ranks to join
@@ -168,7 +184,8 @@ class Settings(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTaskSettings(Settings):
-    # Only the user's task defines its keys.
+    """The settings of a run with the user's own task, which alone defines the keys of `model`."""
+
     model: Annotated[Tree, Asked] = field(default_factory=lambda: Asked({}))  # type: ignore[assignment]
 
 

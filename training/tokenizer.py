@@ -71,6 +71,7 @@ class Tokenizer:
 
 
 def _import(name: str) -> Any:
+    """Return a tokenizer's library; raises SettingsError if it is not installed."""
     try:
         return __import__(name)
     except ImportError:

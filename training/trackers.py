@@ -169,9 +169,11 @@ class Trackers:
         return self._has_begun
 
     def _is_wanted(self, name: str) -> bool:
+        """Return whether to start a tracker: not a default one that is not installed."""
         return self._asked or name != "tensorboard" or is_installed(name, "no event files")
 
     def _start(self, name: str) -> None:
+        """Create and start a tracker; also if its start fails, _each() can drop it by its name."""
         self._started[name] = load_class(TRACKERS.get(name, name))()
         self._started[name].start(replace(self._facts, recorded=self.recorded))
 

@@ -142,7 +142,7 @@ def scores_of(task: Task, validated: Mapping[str, float]) -> dict[str, float | N
 
 
 def metrics_as_text(metrics: Mapping[str, float]) -> str:
-    """Return metrics as text."""
+    """Return metrics as text, such as "loss 1.2345, accuracy 0.9000"."""
     return ", ".join(f"{name} {shown(value, 4)}" for name, value in metrics.items())
 
 
@@ -166,10 +166,12 @@ def loss_of(task: Task, model: nn.Module, batch: Any) -> Tensor:
 
 
 def _is_number(part: Any) -> bool:
+    """Return whether this is a number, or a tensor with one element."""
     return part.numel() == 1 if isinstance(part, Tensor) else isinstance(part, Real)
 
 
 def _is_pair(part: Any) -> bool:
+    """Return whether this is the sum and the weight of a metric."""
     return isinstance(part, tuple | list) and len(part) == 2 and all(map(_is_number, part))
 
 

@@ -164,11 +164,11 @@ def _read_facts(name: Path, facts: Path, train: list[Piece], validation: list[Pi
     Raises SettingsError if the file is damaged, or has an unknown dtype.
     """
     try:
-        told = dict(json.loads(facts.read_text())) if facts.is_file() else {}
+        found = dict(json.loads(facts.read_text())) if facts.is_file() else {}
     except (ValueError, TypeError):
         raise SettingsError(f"data.path: {facts} is damaged; prepare the tokens again") from None
 
-    kind = told.get("dtype", "uint16")  # as in nanoGPT's files
+    kind = found.get("dtype", "uint16")  # as in nanoGPT's files
     if kind not in DTYPES:
         raise SettingsError(f"data.path: {facts}: dtype {kind!r} is not one of {', '.join(DTYPES)}")
     return Corpus(
@@ -177,8 +177,8 @@ def _read_facts(name: Path, facts: Path, train: list[Piece], validation: list[Pi
         name=str(name),
         folder=facts.parent,
         dtype=DTYPES[kind],
-        vocabulary=told.get("vocabulary", 0),
-        tokenizer=told.get("tokenizer", ""),
+        vocabulary=found.get("vocabulary", 0),
+        tokenizer=found.get("tokenizer", ""),
     )
 
 

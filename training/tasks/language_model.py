@@ -131,6 +131,7 @@ class LanguageModelTask(Task):
         self.flops = 6.0 * matrices + 12 * layers * width * context  # the second term: attention
 
     def model(self) -> GPT:
+        """Return a new model of the settings' size."""
         return GPT(self.shape)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
@@ -140,12 +141,15 @@ class LanguageModelTask(Task):
         return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
 
     def weight(self, batch: Tensor) -> int:
+        """Return how many tokens of windows [batch, context + 1] are predicted."""
         return batch.shape[0] * (batch.shape[1] - 1)
 
     def metrics(self, loss: float) -> dict[str, float]:
+        """Return the loss in bits per byte, if the tokens are bytes."""
         return {"bits_per_byte": loss * BITS} if self.corpus.is_text else {}
 
     def describe(self) -> str:
+        """Return the sizes of the data, its name, and the first files that were skipped."""
         unit = "B" if self.corpus.is_text else " tokens"
         sizes = [f"{side.size / 1e6:.2f} M{unit}" for side in (self.train, self.validation)]
         files = self.corpus.skipped
