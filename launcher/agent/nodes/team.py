@@ -132,7 +132,8 @@ class Team:
         last = messages.write(verdict) if verdict else ""  # written once: it may name every rank
         for member, peer in (*others, *self.spares.items()):
             own = assignments.get(member.node_id)
-            peer.send(dataclasses.replace(verdict, next=own) if verdict and own else own or last)
+            following = own if verdict is None else dataclasses.replace(verdict, next=own)
+            peer.send(following if own else last)
 
     # --- spares during an attempt, which continues if one is lost -------------------------------
 
