@@ -3,7 +3,6 @@
 Ranks write their Python stacks to files when they receive a signal (distributed/heartbeat.py).
 """
 
-import contextlib
 import operator
 import os
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from launcher.failure import user_frames
 from launcher.own_time import turns
-from launcher.text import group_ranks
+from launcher.text import group_ranks, read_text
 from launcher.wire import limits
 from launcher.wire.states import RankState
 
@@ -65,10 +64,7 @@ def wait_for_stacks(files: Mapping[Path, int], limit_s: float) -> None:
 
 def read_threads(file: Path) -> list[str]:
     """Return each thread's stack as faulthandler last wrote it; the main thread's comes last."""
-    text = ""
-    with contextlib.suppress(OSError):
-        text = file.read_text(errors="replace")
-    return text.split("hread 0x")
+    return read_text(file).split("hread 0x")
 
 
 def read_stack(file: Path) -> list[str]:
