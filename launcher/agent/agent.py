@@ -41,8 +41,7 @@ from launcher.wire import limits
 from launcher.wire.messages import Assignment, Membership, Verdict
 from launcher.wire.node_link import Peers, tell_silences
 
-with contextlib.suppress(Exception):  # a rank that needs it shows the error
-    load_dynamo()  # once here, not in each rank, nor at each restart
+load_dynamo()  # once here, not in each rank, nor at each restart
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 
 
@@ -130,10 +129,8 @@ class NodeAgent:
                 self.network = prepare_watch(self.folder, args.environ)
         if has_first_ranks:
             folder = self.folder.path if self.folder and self.restarts.record else None
-            command = self.resume_command
-            self.supervisor.send(
-                AgentNote(own.run_id, own.node_rank, self.started, args.nproc, folder, command)
-            )
+            note = AgentNote(own.run_id, own.node_rank, self.started, args.nproc)
+            self.supervisor.send(replace(note, folder=folder, command=self.resume_command))
 
     def run(self) -> int:
         """Run one attempt after another, then save the snapshot and report. Returns the code."""
@@ -150,7 +147,7 @@ class NodeAgent:
             if not self._join_next_attempt(facts, verdict):
                 break
         outcome = self._save_or_hand_over(verdict, facts)
-        self._report(outcome, is_told=facts.verdict is not None)
+        self._report(outcome, has_verdict=facts.verdict is not None)
         return outcome.code
 
     @property
@@ -311,13 +308,14 @@ class NodeAgent:
             )
         return outcome.with_saved(step) if step >= 0 else outcome
 
-    def _report(self, outcome: Outcome, *, is_told: bool) -> None:
-        """Complete run.json, delete temporary files, and report the end unless node rank 0 does."""
+    def _report(self, outcome: Outcome, *, has_verdict: bool) -> None:
+        """Complete the log and run.json, delete temporary files, and report the end if due."""
+        self.outputs.log.close()  # warns if that shows that lines are lost
         if not self.args.log_dir:
             shutil.rmtree(self.error_files, ignore_errors=True)
         self.restarts.end(outcome.code)
         control = self.supervisor.control
-        if is_told and (control is not None or self.args.is_in_step):  # node rank 0 reports it
+        if has_verdict and (control is not None or self.args.is_in_step):  # node rank 0 reports
             return
         if shows_no_rank(self) and outcome.code == 0:
             self.outputs.say("the run has ended with code 0")
@@ -332,13 +330,13 @@ class NodeAgent:
 
 
 def run_periodic_tasks(agent: NodeAgent, peers: Peers) -> None:
-    """Every BEAT_S: check the spares, NCCL's log and the peers; record and show progress."""
+    """Every BEAT_S: check the spares, NCCL's log and the peers; show progress, or stop the run."""
     team, say = agent.meeting.team, agent.outputs.say
     if team:
         team.check_spares(agent.on_lost_spare)
     agent.network.poll_nccl_log(say)
     agent.restarts.record_progress()
-    agent.restarts.stop_if_taken_over(say)
+    agent.restarts.stop_if_taken_over(say)  # by SIGTERM to this process
     if agent.own.node_rank in (0, 1) or shows_no_rank(agent):  # not every node of a large run
         tell_silences(peers, agent.own.hosts, say)
     if shows_no_rank(agent):

@@ -209,7 +209,7 @@ class NodeRanks:
         raised = raised or read_crash(err.recent_lines, each.code or 0, unknown.time)
 
         return failure.describe_end(
-            replace(unknown, log=f"{log}:{line}" if log and line else log),
+            replace(unknown, log=f"{log}:{line}" if line and out.log.is_kept else log),
             raised,
             code=each.code,
             is_out_of_memory=cgroup.count_memory_kills() > self._memory_kills,

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -240,6 +241,24 @@ def test_streams_go_to_files_as_under_torchrun(
     assert files["ours"] == {path: text for path, text in files["torchrun"].items() if text}
     lines = (done.stdout + done.stderr).splitlines(keepends=True)
     assert "".join(sorted(lines)) == shown
+
+
+def test_a_stream_that_its_file_cannot_hold_is_told_and_the_run_continues(tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.write_text("import os\nos.write(1, b'12345678\\n' * 2000)\n")
+    limit = ["bash", "-c", 'ulimit -f 8; exec "$@"', "-"]  # KiB; then a write is short or fails
+    limit += ["env", "PYTHONDONTWRITEBYTECODE=1"]  # Python would cut its cached code, too
+    options = [f"--log-dir={tmp_path}", "--redirects=3", "--rdzv-id=mine"]
+    done = execute(tmp_path, *limit, *AGENT, *options, script)
+    folder = tmp_path / "mine"
+    files = folder / "attempt_0/0/stdout.log", folder / "node_0.log"
+    host = socket.gethostname().partition(".")[0]
+    assert done.stderr.splitlines() == [
+        f"node agent: warning: {host}: {file} is incomplete from here (File too large); "
+        "the run continues [log-lost]"
+        for file in files
+    ]
+    assert [file.stat().st_size for file in files] == [8192, 8192]
 
 
 def test_signals_to_handle_reach_every_rank(tmp_path: Path) -> None:

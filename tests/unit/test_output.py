@@ -1,5 +1,6 @@
 """The output of ranks: node logs that can be followed, and terminals without noise."""
 
+import errno
 import fcntl
 import os
 import pty
@@ -26,8 +27,10 @@ from launcher.agent.torchrun_arguments import parse
 from launcher.descriptors import wait_for_input
 from launcher.failure import Failure
 from launcher.fanout.terminals import Terminals
+from launcher.record.run_folder import RunFolder
 from launcher.screen import LONGEST_HELD, View
 from launcher.terminal import BACKLOG_BYTES, Terminal, open_again
+from launcher.text import short_host_name
 from launcher.wire import limits
 
 NOISE = b"[W1121 20:17:03.842175702 socket.cpp:207] [c10d] The hostname of the client socket cannot"
@@ -528,6 +531,33 @@ def test_the_terminal_lacks_what_only_follows_and_the_log_has_it(
     assert rank.end(is_consequence=follows) == (b"" if follows else TRACEBACK + b"bye")
     said = ["loss", *TRACEBACK.decode().splitlines(), "bye"]
     assert rank.logged() == [f"[0] {line}" for line in said]
+
+
+def test_a_failure_names_no_line_of_a_log_that_lacks_it(tmp_path: Path) -> None:
+    one = OneRank(tmp_path)
+    ranks = NodeRanks([], Heartbeats(1), 0, "host")
+    failed = Rank(0, 0, os.getpid(), (one.stream, one.stream), tmp_path / "rank_0.json", code=1)
+    one.show(TRACEBACK)
+    assert ranks.describe_end(failed).log.endswith("/node_0.log:1")
+    os.dup2(os.open("/dev/full", os.O_WRONLY), one.log._file.fileno())
+    one.show(TRACEBACK)
+    assert ranks.describe_end(failed).log.endswith("/node_0.log")
+
+
+def test_a_file_system_that_is_full_only_when_a_log_is_closed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path, "mine", 0, {})
+    folder.create()
+    outputs = Outputs(parse(["x.py"], {})[0])
+    outputs.keep_in(folder)
+    outputs.log._file = Mock(close=Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    outputs.log.close()
+    outputs.log.close()
+    assert capsys.readouterr().err == (
+        f"node agent: warning: {short_host_name()}: {folder.node_log} is incomplete from here "
+        "(No space left); the run continues [log-lost]\n"
+    )
 
 
 def test_without_a_log_the_terminal_shows_all(tmp_path: Path) -> None:

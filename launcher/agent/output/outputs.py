@@ -7,13 +7,12 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import Std
 
 from launcher.agent.control import Control
-from launcher.agent.output.stream import NodeLog, RankView, Stream, open_stream, say
+from launcher.agent.output.stream import LogFile, NodeLog, RankView, Stream, open_stream, say
 from launcher.agent.torchrun_arguments import Arguments
 from launcher.record.run_folder import RunFolder
 from launcher.record.run_json import writing_to
 from launcher.screen import has_one_screen
 from launcher.terminal import open_again
-from launcher.text import open_own
 from launcher.wire import limits
 from launcher.wire.messages import Assignment, Membership
 
@@ -27,14 +26,14 @@ class Outputs:
         self._args = args
         out = open_again(1)
         self._terminals = out, out if has_one_screen() else open_again(2)
-        self._log = NodeLog(None)
+        self.log = NodeLog(None)
         self._files: Path | None = None  # the folder for streams with their own files
         self._step_due = 0.0  # when show_step() next prints
 
     def keep_in(self, folder: RunFolder) -> None:
         """Write the log and the files to the run's folder from now on."""
-        self._log.close()
-        self._log = NodeLog(folder.node_log)
+        self.log.close()
+        self.log = NodeLog(folder.node_log)
         self._files = folder.path
 
     def open_streams(self, part: Assignment, local_rank: int) -> list[tuple[int, Stream]]:
@@ -47,7 +46,7 @@ class Outputs:
         args = self._args
         number = part.first_rank + local_rank
         opened = []
-        shown = args.shown_ranks(part.first_rank, has_log=self._log.path is not None)
+        shown = args.shown_ranks(part.first_rank, has_log=self.log.path is not None)
         is_alone = len(shown) == 1 and not args.has_labels
         redirected = args.redirected[local_rank]
         teed = args.teed[local_rank]
@@ -59,7 +58,7 @@ class Outputs:
             # A labelled stream shares the terminal with other ranks, so its rank gets a pipe.
             label = args.label_of(number, local_rank)
             own_terminal = terminal if is_shown and not label else None
-            writer, stream = open_stream(number, self._log, own_terminal)
+            writer, stream = open_stream(number, self.log, own_terminal)
 
             if is_shown:
                 stream.view = RankView(
@@ -70,7 +69,7 @@ class Outputs:
                     self._files = Path(tempfile.mkdtemp(prefix="torchelastic_"))
                     say(f"the files of --redirects and --tee are in {self._files}")
                 with writing_to(folder := self._files / f"attempt_{part.attempt}/{number}"):
-                    stream.copy = open_own(folder / f"{name}.log", "wb", buffering=0)
+                    stream.copy = LogFile(folder / f"{name}.log", "wb")
             opened.append((writer, stream))
         return opened
 
@@ -103,6 +102,6 @@ class Outputs:
 
     def close(self) -> None:
         """In a rank, close everything that this object has opened."""
-        self._log.close()
+        self.log.close()
         for terminal in {*self._terminals}:
             terminal.let_go()

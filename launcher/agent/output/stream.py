@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
 
 from launcher.agent.output import noise
 from launcher.agent.output.tracebacks import HeldTraceback
@@ -45,35 +44,56 @@ def say(text: str) -> None:
     warn(f"node agent: {text}")
 
 
-class NodeLog:
+class LogFile:
+    """An unbuffered file for output. A full disk ends the file, with one warning, not the run."""
+
+    def __init__(self, path: Path | None, mode: str) -> None:
+        """Open it in mode "ab" or "wb"; without a path, keep nothing. Raises OSError."""
+        self.path = path
+        self.is_kept = path is not None  # everything written so far is in the file
+        self._file = open_own(path or _NOWHERE, mode, buffering=0)
+
+    def append(self, data: bytes) -> None:
+        """Write all of the data; after a failure, nothing more is written."""
+        rest = memoryview(data)
+        try:
+            while rest and self.is_kept:  # an almost full disk accepts only a part
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._lose(error)
+
+    def close(self) -> None:
+        """Close the file. Some file systems, such as NFS, report only now that they are full."""
+        try:
+            self._file.close()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        """Warn, once, that the file lacks output."""
+        if self.is_kept:
+            what = f"{short_host_name()}: {self.path} is incomplete from here ({error.strerror})"
+            say(f"warning: {what}; the run continues [log-lost]")
+        self.is_kept = False
+
+
+class NodeLog(LogFile):
     """`node_<node rank>.log`: every rank's lines, each prefixed with the rank, and their number."""
 
     def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.is_kept = path is not None
+        """Continue the log, which may exist. Without a path, only count. Raises OSError."""
         with open_own(path or _NOWHERE, "rb") as before:
             self.lines: int = sum(line.endswith(b"\n") for line in before)
-        self._file = open_own(path or _NOWHERE, "ab", buffering=0)
-
-    def close(self) -> None:
-        self._file.close()
+        super().__init__(path, "ab")
 
     def write(self, rank: int, lines: Sequence[bytes]) -> int:
         """Append lines that lack newlines. Returns the last one's line number, counted from 1.
 
-        If that fails, warn, and write nothing more from then on; the lines are still counted.
+        Lines that are lost are counted, too.
         """
         self.lines += len(lines)
         head = b"[%d] " % rank
-        data = memoryview(head + (b"\n" + head).join(lines) + b"\n")
-        try:
-            while data:
-                data = data[self._file.write(data) :]
-        except OSError as error:  # a full disk ends the log, not the run
-            what = f"{short_host_name()}: {self.path} is incomplete from here ({error.strerror})"
-            say(f"warning: {what}; the run continues [log-lost]")
-            self._file = _NOWHERE.open("ab", buffering=0)
-            self.is_kept = False
+        self.append(head + (b"\n" + head).join(lines) + b"\n")
         return self.lines
 
 
@@ -124,7 +144,7 @@ class Stream:
     log: NodeLog
     view: RankView | None = None  # None if this rank is not shown
     is_tty: bool = False
-    copy: IO[Any] | None = None  # the stream's own file
+    copy: LogFile | None = None  # the stream's own file
     is_trickle: bool = False  # the last read returned little
     traceback_line: int = 0  # where the last traceback starts in the log; 0 if none
     last_line: int = 0
@@ -151,13 +171,8 @@ class Stream:
         if data is None:
             return True
 
-        if self.copy is not None:
-            try:
-                self.copy.write(data)
-            except OSError as error:  # a full disk
-                say(f"{self.copy.name} is incomplete from here: {error.strerror}")
-                self.copy = None
-
+        if self.copy:
+            self.copy.append(data)
         self._log(data)
         if self.view:
             self.view.add(data)
@@ -270,7 +285,7 @@ class Stream:
 
     def close(self) -> None:
         os.close(self.fd)
-        if self.copy is not None:
+        if self.copy:
             self.copy.close()
 
 
