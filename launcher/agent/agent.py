@@ -49,6 +49,7 @@ def run_agent(arguments: Sequence[str], environ: OwnEnviron, supervisor: Supervi
     """Run as the agent, and exit with the run's code; or let torch's own agent run the ranks.
 
     Returns BAD_INPUT for invalid arguments, 0 after torch's agent; raises what ends that agent.
+    Removes RUN_SECRET from `environ`.
     Each forked rank raises SystemExit through this function (launcher/agent/rank/program.py).
     """
     try:

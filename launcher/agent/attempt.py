@@ -86,7 +86,7 @@ class Attempt:
         pulse = Pulse(lambda: [*self.peers.values(), *self.spares()])
         beat = Deadline()
         beat.set_within(0.0)
-        while not self._wait_is_over():
+        while not self._limit_wait():
             before_read = time.monotonic()  # for show_held()
             due = beat.at, self.partial.at, self.term.at, self.kill.at, self.over.at
             next_at = min(*due, self.query.next_at, self.snapshots.outgoing.next_at)
@@ -152,8 +152,9 @@ class Attempt:
 
     def _terminate_ranks(self) -> None:
         """Send SIGTERM to the ranks, because one has failed; record which fail too, or may save."""
+        recorded = {failure.rank for failure in self.facts.failures}
         for each in self.ranks.living():
-            if os.path.exists(each.error_file) and not self.facts.has_failed(each.rank):
+            if os.path.exists(each.error_file) and each.rank not in recorded:
                 self._record_failure(self.ranks.describe_end(each))
         self.facts.stopped.update(each.rank for each in self.ranks.living())
         if self.savers.record_handlers():  # waits for their stacks
@@ -170,8 +171,8 @@ class Attempt:
         else:
             processes.end_descendants()
 
-    def _wait_is_over(self) -> bool:
-        """Once all ranks here have exited, limit the wait for other nodes; return if it is over."""
+    def _limit_wait(self) -> bool:
+        """Limit the wait for other nodes once all ranks here have exited; return if it is over."""
         if self.ranks.living():
             return False
         has_all = self.is_first_node and self.peers.keys() <= self.facts.nodes.keys()
@@ -296,6 +297,7 @@ class Attempt:
 
 
 def _end_with_supervisor() -> None:
+    """End the ranks and this process, because the supervisor is dead."""
     processes.end_descendants()
     os._exit(KILLED)
 
@@ -327,7 +329,7 @@ def _handle_message(attempt: Attempt, node: int, peer: Link, message: object) ->
             _end_stuck(attempt, message.stuck)
         case RanksSave():
             attempt.savers.others_s = attempt.grace_s
-            attempt.over = Deadline()  # until _wait_is_over() sets it with that time
+            attempt.over = Deadline()  # until _limit_wait() sets it with that time
             if attempt.is_first_node:
                 attempt.send_all(message, but=peer)
         case _:

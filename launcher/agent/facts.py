@@ -59,10 +59,6 @@ class Facts:
             case Verdict():
                 self.verdict = message
 
-    def has_failed(self, rank: int) -> bool:
-        """Whether a rank's failure is already recorded."""
-        return any(each.rank == rank for each in self.failures)
-
     def is_requested_stop(self, end: Failure, *, has_saved: bool) -> bool:
         """Whether a rank that exited with a code other than 0 stopped on request.
 
@@ -106,8 +102,8 @@ class Facts:
         `saved_step` is as for describe_end(); `left` is the number of processes here that could not
         be ended.
         """
-        told = self.verdict
-        if told is None:
+        verdict = self.verdict
+        if verdict is None:
             nodes = [self.describe_end(saved_step), *self.nodes.values()]
-            told = Verdict(end_attempt(self.failures, nodes, self.signals_sent))
-        return replace(told, outcome=replace(told.outcome, left=left))
+            verdict = Verdict(end_attempt(self.failures, nodes, self.signals_sent))
+        return replace(verdict, outcome=replace(verdict.outcome, left=left))

@@ -23,7 +23,8 @@ def join_run(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
 
     1. Describe this node. Files and versions are compared, unless a preflight has compared them.
     2. Check in, within `join_timeout_s`. Without a launcher (`is_by_hand`), test the connections.
-    3. Add network variables to `args.environ`. Raises Refused if the run cannot start.
+    3. In `args.environ`, set network variables (printed), and remove LAUNCH_TASK_FILE. Raises
+       Refused if the run cannot start.
     """
     files: dict[str, str] = {}
     environ = args.environ
@@ -32,7 +33,6 @@ def join_run(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     is_compared = not (is_by_hand or is_skipped)
     task_file = environ.pop("LAUNCH_TASK_FILE", "")
     agents = args.num_nodes + args.num_spares
-
     if agents > 1:
         if not is_compared:
             words = [args.program.name, *args.program.arguments]

@@ -72,7 +72,8 @@ class Progress(Beat):
         The default limit does not end it before a step is reported, or if steps are counted: the
         rank may be healthy but slow.
         """
-        return self.limit_by > 0 or not (self.is_counted or self.step < 0)
+        reports_steps = self.step >= 0 and not self.is_counted
+        return self.limit_by > 0 or reports_steps
 
 
 class Reached(NamedTuple):
@@ -122,7 +123,7 @@ class Heartbeats:
         return any(beat.is_counted and beat.step >= 0 for beat in beats)
 
     def reached(self) -> Reached:
-        """Return the furthest that the ranks have got, also before clear(), and remember it."""
+        """Return the furthest that the ranks have got, also before clear(); keeps it for later."""
         now = Reached(max(self.saved(), self._reached.saved), self.step())
         self._reached = max(self._reached, now)
         return self._reached

@@ -41,7 +41,7 @@ class Restarts:
     before: tuple[int, int] = (-1, -1)  # what the ranks had reached when the attempt began
 
     def begin_attempt(self) -> None:
-        """Note the ranks' progress so far, and reset the heartbeats for the next ranks."""
+        """Keep the progress so far in `before`, and reset the heartbeats for the next ranks."""
         self.before = self.beats.reached()
         self.beats.clear()
 

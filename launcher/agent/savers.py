@@ -59,9 +59,9 @@ class Savers:
         if was_judged:
             return []
 
-        now = self._collect_stacks()
+        after = self._collect_stacks()
         # Where a rank has not moved since before SIGTERM, its handler does not run.
-        same = [rank for rank, stack in now.items() if stack and stack == self._before.get(rank)]
+        same = [rank for rank, stack in after.items() if stack and stack == self._before.get(rank)]
         working = [each for each in self._all if each.code is None and each.rank not in same]
 
         if working:

@@ -171,7 +171,7 @@ def test_a_missing_node_is_named(port: int, tmp_path: Path) -> None:
     assert len(err.splitlines()) == 1
 
 
-def test_a_missing_node_is_named_on_a_node_whose_own_wait_is_over(port: int) -> None:
+def test_a_missing_node_is_named_on_a_node_whose_own_limit_wait(port: int) -> None:
     first, early = (NodeReport(rank, 3, 1, "here", "", {}, {}) for rank in (0, 1))
     secret = SECRET.encode()
     missing = r"node rank 2 did not check in within 3 s \(here: 0 \(.* \[node-missing\]$"
@@ -418,10 +418,10 @@ def test_a_node_that_waits_already_waits_longer_for_ranks_that_save(
     for each in attempt.ranks.all:
         each.code = 1
     attempt.facts.failures.append(Failure("rank-error", "", 1, "here", node_rank, time.time(), 2))
-    assert not attempt._wait_is_over()
+    assert not attempt._limit_wait()
     assert attempt.over.at < own_time.now() + 3 * limits.VERDICT_S
     attempts._handle_message(attempt, 1 - node_rank, other, RanksSave())
-    assert not attempt._wait_is_over()
+    assert not attempt._limit_wait()
     assert attempt.over.at > own_time.now() + attempt.grace_s
 
 

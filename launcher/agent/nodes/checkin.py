@@ -103,10 +103,9 @@ def meet(
     members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
 
     peers = {node_id: peer for node_id, (peer, _) in here.items()}
-
     if tries_pairs and here:
         within_s = limits.for_nodes(limits.PAIRS_S, len(members))
-        losses = meeting.try_pairs(members[0], here, within_s, within_s)
+        losses = meeting.try_pairs(members[0], here, within_s, more_s=within_s)
         if losses:
             causes = [f"{members[node_id].host}: {fault.cause}" for node_id, fault in losses]
             _, first = losses[0]
@@ -114,7 +113,9 @@ def meet(
             refuse(peers.values(), refused)
             raise refused
 
-    spares = {member: peers.pop(member.node_id) for member in members[len(members) - num_spares :]}
+    spares = {}
+    for member in members[len(members) - num_spares :]:  # the last ones wait as spares
+        spares[member] = peers.pop(member.node_id)
     team = Team(me.run_id, members[: 1 + len(peers)], peers, spares, min_nodes)
     return Meeting(team.assign()[me.node_rank], listener, team)
 

@@ -165,7 +165,10 @@ class Stream:
         return [line.decode(errors="replace") for line in self._recent]
 
     def pump(self) -> bool:
-        """Read, log and show what is available. Returns False at the end of the stream."""
+        """Read what is available; log it, show it, and write it to the stream's own file.
+
+        Never blocks. Sets `is_trickle`. Returns False at the end of the stream.
+        """
         data = self._read()
         self.is_trickle = 0 < len(data or b"") < _TRICKLE
         if data is None:
@@ -197,7 +200,8 @@ class Stream:
     def _log(self, data: bytes) -> None:
         """Log the finished lines, and keep the unfinished one until it ends or is too long.
 
-        Of a line that redraws itself, only the latest states are kept. No data is the stream's end.
+        Of a line that redraws itself, only the latest states are kept. Empty `data` means the end
+        of the stream.
         """
         head, end, tail = data.rpartition(b"\n")
         if end:

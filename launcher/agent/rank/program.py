@@ -224,7 +224,7 @@ def _execute(program: Program, error_file: Path, set_state: Callable[[int], None
     except SystemExit as leave:
         if hasattr(leave, "prepare"):  # the helper's finish()
             leave.prepare()
-        code = _exit_code_of(leave)
+        code = _end_as_python(leave)
         if code != 0:
             _write_error_file(leave, code, error_file)
             set_state(ending.MAY_SAVE if code == STOPPED else ending.ENDED)
@@ -253,8 +253,11 @@ def _run_script(path: str) -> None:
     exec(code, main.__dict__)
 
 
-def _exit_code_of(leave: SystemExit) -> int:
-    """Return the exit code that Python would give; like Python, print a message in its place."""
+def _end_as_python(leave: SystemExit) -> int:
+    """Print the message of a SystemExit, if it has one in place of a code. Returns the exit code.
+
+    Python itself does the same: it prints the message to stderr, and exits with code 1.
+    """
     if leave.code is None or isinstance(leave.code, int):
         return (leave.code or 0) & 0xFF
     warn(str(leave.code))
@@ -304,9 +307,13 @@ def _details_of(error: BaseException) -> list[str]:
 def _errors_of_group(error: BaseException) -> Iterator[BaseException]:
     """Yield the errors of an ExceptionGroup (Python 3.11, or its backport), also of inner ones."""
     members = getattr(error, "exceptions", ())
-    for member in members if isinstance(members, tuple) else ():
-        if isinstance(member, BaseException):
-            yield from _errors_of_group(member) if hasattr(member, "exceptions") else (member,)
+    if not isinstance(members, tuple):  # the attribute of another class
+        return
+    for member in members:
+        if hasattr(member, "exceptions"):
+            yield from _errors_of_group(member)
+        elif isinstance(member, BaseException):
+            yield member
 
 
 def _show_error(error: BaseException, code: int) -> int:
@@ -321,7 +328,7 @@ def _show_error(error: BaseException, code: int) -> int:
     try:
         sys.excepthook(type(error), error.with_traceback(frames), frames)
     except SystemExit as leave:
-        return _exit_code_of(leave)
+        return _end_as_python(leave)
     except BaseException as second:  # as Python does
         warn("Error in sys.excepthook:")
         sys.__excepthook__(type(second), second, second.__traceback__)

@@ -228,8 +228,12 @@ class Outgoing:
         now = own_time.now()
         if now < self.next_at:
             return
-        self.next_at = now + limits.SNAPSHOT_PIECE_S
-        if peers and not is_busy((peer := peers[min(peers)]).socket):
+
+        self.next_at = now + limits.SNAPSHOT_PIECE_S  # unless the piece sets another pause
+        if not peers:
+            return
+        peer = peers[min(peers)]
+        if not is_busy(peer.socket):
             if piece := next(self._pieces):
                 peer.send(piece)
             self.next_at = now + self.rest_s
