@@ -42,7 +42,7 @@ class Query:
     def __post_init__(self) -> None:
         self._start = Deadline()  # when to send a request
         self._end = Deadline()  # when to stop waiting for other nodes
-        self._told: dict[int, NodeStacks] = {}  # the answers, by node rank
+        self._answers: dict[int, NodeStacks] = {}  # the answers, by node rank
         self._look = Deadline()  # when to check for the files, on node rank 0
         if self.folder and self.ranks.node_rank == 0:
             self._look.set_within(limits.ASKED_LOOK_S)
@@ -93,7 +93,7 @@ class Query:
                     (self.folder / name).unlink()
                     signal.raise_signal(signum)
 
-        if self._start.expire() and not self._told:  # otherwise a request is in progress
+        if self._start.expire() and not self._answers:  # otherwise a request is in progress
             for peer in peers.values():
                 peer.send(StackRequest())
             if self.ranks.node_rank == 0:
@@ -107,11 +107,11 @@ class Query:
         calls = self.ranks.collect_calls()
         return NodeStacks([RankStack(rank, at, calls.get(rank)) for rank, at in stacks.items()])
 
-    def _add_answer(self, node: int, told: NodeStacks, peers: Peers) -> None:
+    def _add_answer(self, node: int, answer: NodeStacks, peers: Peers) -> None:
         """Keep a node's answer, unless it is late; stop waiting once all nodes have answered."""
-        if node == 0 or self._told:  # otherwise the request has ended
-            self._told[node] = told
-        if 0 in self._told and self._told.keys() >= peers.keys():
+        if node == 0 or self._answers:  # otherwise the request has ended
+            self._answers[node] = answer
+        if 0 in self._answers and self._answers.keys() >= peers.keys():
             self._end.set_within(0.0)
 
     def _conclude(self, peers: Collection[int]) -> int | None:
@@ -120,22 +120,22 @@ class Query:
         Otherwise, shows the answers, also appends them to SHOWN, and returns None. If the run ends,
         its failure has the stacks. `peers` are the other nodes.
         """
-        told = [rank for node in self._told.values() for rank in node.ranks]
-        unheard = [f"{self.hosts[node]}: no answer" for node in peers if node not in self._told]
+        answered = [rank for node in self._answers.values() for rank in node.ranks]
+        unheard = [f"{self.hosts[node]}: no answer" for node in peers if node not in self._answers]
         silent = self._silent
         self._silent = None
-        self._told.clear()
+        self._answers.clear()
 
-        places = {each.rank: each.frames for each in told}
+        stacks = {each.rank: each.frames for each in answered}
         head = "where the ranks are, innermost call first:"
         if silent is not None:
-            awaited = stuck.find_awaited(silent, places)
+            awaited = stuck.find_awaited(silent, stacks)
             if silent.ends_run:
                 return silent.rank if awaited is None else awaited
             head = f"{_describe_silence(silent, awaited)}; {head}"
 
-        calls = {each.rank: each.calls for each in told if each.calls}
-        lines = [head, *name_groups(stuck.group_stacks(places)), *unheard, *find_mismatches(calls)]
+        calls = {each.rank: each.calls for each in answered if each.calls}
+        lines = [head, *name_groups(stuck.group_stacks(stacks)), *unheard, *find_mismatches(calls)]
         text = "\n  ".join(printable(line, LONGEST) for line in lines)
         self.show(text)
         if self.folder:

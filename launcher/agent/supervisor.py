@@ -248,9 +248,9 @@ def guard(agent: Agent) -> int:
     left = processes.end_descendants()
     code = processes.exit_code(status)
 
-    said = os.pread(agent.words, 1 << 16, 0)  # while importing torch, or on exit
-    has_torch = said.startswith(HAS_TORCH)
-    text = said.removeprefix(HAS_TORCH).decode(errors="replace")
+    output = os.pread(agent.words, 1 << 16, 0)  # while importing torch, or on exit
+    has_torch = output.startswith(HAS_TORCH)
+    text = output.removeprefix(HAS_TORCH).decode(errors="replace")
     sys.stderr.write(text)
     words = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
     has_failed = code != 0 and not agent.passed_on

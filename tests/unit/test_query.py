@@ -121,7 +121,7 @@ def test_what_another_node_tells_is_shown_harmlessly() -> None:
     shown: list[str] = []
     ranks = NodeRanks([], Heartbeats(1), 0, "here")
     query = Query(ranks, ["here", "there"], shown.append, None)
-    query._told[0] = NodeStacks([])
+    query._answers[0] = NodeStacks([])
     there: Any = {1: Peer()}
     query.receive(1, told, there)
     assert query.on_time(there) is None
