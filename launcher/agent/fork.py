@@ -41,7 +41,7 @@ def fork_ranks(
     ranks: list[Rank] = []
     agent = os.getpid()
     # Until a rank has reset its signals, they would reach the agent's handlers in it, and be lost.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, handled_signals())
+    mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, handled_signals())
 
     for local_rank, (variables, cpus) in enumerate(given):
         number = int(variables["RANK"])
@@ -63,7 +63,7 @@ def fork_ranks(
         os.close(stderr)
         ranks.append(Rank(number, local_rank, pid, (out, err), error_file))
 
-    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
     return ranks
 
 

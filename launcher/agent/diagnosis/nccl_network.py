@@ -44,18 +44,18 @@ class NetworkWatch:
         if self.log is None:
             return
 
-        said = b""
+        text = b""
         with contextlib.suppress(OSError), self.log.open("rb") as log:  # it may not exist yet
             log.seek(self.start)
-            said = log.read(_MOST)
-        chosen = _CHOSEN.search(said)
+            text = log.read(_MOST)
+        chosen = _CHOSEN.search(text)
         if chosen is None:
             return
         self.log = None
-        if chosen[1] != b"Socket" or _SWITCHED_OFF in said:
+        if chosen[1] != b"Socket" or _SWITCHED_OFF in text:
             return
 
-        reason = _REASON.search(said, 0, chosen.start())
+        reason = _REASON.search(text, 0, chosen.start())
         why = f" ({reason[1].decode(errors='replace')})" if reason else ""
         cause = f"NCCL uses TCP, although port {self.port} is active{printable(why)}"
         show(f"warning: {short_host_name()}: {cause}; {CURE} [nccl-on-sockets]")

@@ -69,7 +69,8 @@ def _become_first(before: Meeting, me: Member, args: Arguments) -> Meeting:
     """
     old = before.assignment
     failover = before.failover
-    assert failover is not None
+    assert failover is not None  # a candidate to replace node rank 0 keeps its port open
+
     behind = old.successors[old.successors.index(me) + 1 :]
     awaited = {member.node_id for member in behind}
     wait = Wait(limits.LOSS_SPREAD_S)
@@ -82,13 +83,13 @@ def _become_first(before: Meeting, me: Member, args: Arguments) -> Meeting:
     is_spare = me in old.spares
     rest = old.members[1:] if is_spare else [member for member in old.members if member != me]
     members = [me, *rest]  # without a spare, refill() removes the lost node
-    there = {
+    peers_by_rank = {
         rank: peers[member.node_id]
         for rank, member in enumerate(members)
         if member.node_id in peers
     }
     spares = {member: peers[member.node_id] for member in old.spares if member.node_id in peers}
-    team = Team(old.run_id, members, there, spares, args.min_nodes)
+    team = Team(old.run_id, members, peers_by_rank, spares, args.min_nodes)
 
     why = team.why_stop()
     others = len(old.successors)
