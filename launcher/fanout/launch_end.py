@@ -4,7 +4,6 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from distributed.errors import BAD_INPUT, CANNOT_START, REFUSED, STOPPED
 from launcher.failure import Failure, signal_name
@@ -27,26 +26,6 @@ class NodePart:
     lost: str = ""  # why the launcher gave up on the node
     is_reachable: bool = True  # when the launcher checked again
     is_silent: bool = False  # when the launcher gave up on it
-
-
-def judge_end(
-    plan: Plan, parts: Sequence[NodePart], started: float, stopped_by: int, still_s: float = 0.0
-) -> Outcome:
-    """Return how a run that was launched by this plan has just ended; arguments as in LaunchEnd."""
-    end = LaunchEnd(
-        run_id=plan.run_id,
-        log_dir=plan.log_dir,
-        command=plan.run_variables()["LAUNCH_COMMAND"],
-        can_resume=plan.checkpoint_dir is not None,
-        parts=parts,
-        started=started,
-        ended=time.time(),
-        stopped_by=stopped_by,
-        engine=plan.engine,
-        silence_s=plan.silence_s,
-        still_s=still_s,
-    )
-    return end.outcome()
 
 
 def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
@@ -72,17 +51,11 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
 class LaunchEnd:
     """What a launcher knows about the end of a run on several nodes."""
 
-    run_id: str
-    log_dir: Path
-    command: str  # resumes the run
-    can_resume: bool  # otherwise only an agent knows whether it can
+    plan: Plan
     parts: Sequence[NodePart]  # by node rank
     started: float  # seconds since the epoch
-    ended: float
     stopped_by: int  # the signal that the launcher passed on, or 0
-    engine: str  # what starts the ranks instead of the node agent, and reports nothing
-    silence_s: float  # after which a node ends its part of the run
-    still_s: float  # how long the launcher was suspended just before the end
+    still_s: float = 0.0  # how long the launcher was suspended just before the end
 
     def outcome(self) -> Outcome:
         """Return the account that counts, of all that can be given of how the run ended."""
@@ -92,8 +65,8 @@ class LaunchEnd:
         """Yield what the agents reported, with this launcher's run id and command."""
         for told in (part.told for part in self.parts if part.told):
             # A node does not choose what the user pastes.
-            command = self.command if told.command else ""
-            outcome = replace(told, run_id=self.run_id, command=command)
+            command = self._command if told.command else ""
+            outcome = replace(told, run_id=self.plan.run_id, command=command)
             failure = outcome.failure
             if not failure:
                 yield Basis.STOP if outcome.code else Basis.DONE, outcome
@@ -111,7 +84,7 @@ class LaunchEnd:
         has_gone_well = {part.code for part in self.parts} <= {0, STOPPED}
         if self.still_s and not (self.stopped_by or has_gone_well):
             cause = f"the launcher was suspended for {self.still_s:.0f} s (SIGSTOP, Ctrl-Z, sleep)"
-            cause += f"; nodes end a run after {self.silence_s:g} s without a heartbeat"
+            cause += f"; nodes end a run after {self.plan.silence_s:g} s without a heartbeat"
             yield Basis.SILENCE, self._blame(-1, "launcher-killed", cause)
             return
 
@@ -126,7 +99,7 @@ class LaunchEnd:
         basis = Basis.SILENCE if have_ended else Basis.LOST_NODE
         # If all are silent, the launcher's own network is to blame (-1), not the nodes.
         if len(self.parts) > 1 and len(silent) == len(self.parts):
-            cause = f"no heartbeat from any node for {self.silence_s:g} s (network down?)"
+            cause = f"no heartbeat from any node for {self.plan.silence_s:g} s (network down?)"
             yield basis, self._blame(-1, "link-lost", cause)
             return
 
@@ -138,6 +111,7 @@ class LaunchEnd:
 
     def _unreported(self) -> Iterator[Account]:
         """Yield accounts of the agents that reported nothing, judged by their exit codes."""
+        engine = self.plan.engine  # starts the ranks instead of the node agent; reports nothing
         told = {part.told.code for part in self.parts if part.told}  # other agents exit with it too
 
         for node, part in enumerate(self.parts):
@@ -147,12 +121,12 @@ class LaunchEnd:
             elif code == CANNOT_START:
                 cause = "the node agent was not started; the lines above say why"
                 yield Basis.NOT_STARTED, self._blame(node, "env-missing", cause, code)
-            elif code in (BAD_INPUT, REFUSED) and not self.engine:
+            elif code in (BAD_INPUT, REFUSED) and not engine:
                 yield Basis.REFUSAL, self._outcome(code)
             elif self.stopped_by:
                 pass  # as _others() reports
-            elif self.engine:
-                cause = f"a rank failed; the report of {self.engine} is above"
+            elif engine:
+                cause = f"a rank failed; the report of {engine} is above"
                 yield Basis.NO_REPORT, self._blame(node, "rank-error", cause, code)
             else:
                 cause = "the node agent ended without a report"
@@ -168,11 +142,20 @@ class LaunchEnd:
 
     def _blame(self, node: int, fault: str, cause: str, code: int = KILLED) -> Outcome:
         """Return the outcome for a failure of a node, or of the launcher's own machine (-1)."""
-        has_log = node >= 0 and not self.engine
-        log = f"{self.log_dir}/{self.run_id}/node_{node}.log" if has_log else ""
+        has_log = node >= 0 and not self.plan.engine
+        log = f"{self.plan.log_dir}/{self.plan.run_id}/node_{node}.log" if has_log else ""
         host = self.parts[node].host if node >= 0 else short_host_name()
-        return self._outcome(code, Failure(fault, cause, code, host, node, self.ended, log=log))
+        failure = Failure(fault, cause, code, host, node, time.time(), log=log)
+        return self._outcome(code, failure)
 
     def _outcome(self, code: int, failure: Failure | None = None) -> Outcome:
-        command = self.command if self.can_resume else ""
-        return Outcome(code, failure, started=self.started, run_id=self.run_id, command=command)
+        # Without a known folder of checkpoints, only an agent knows whether the run can resume.
+        command = self._command if self.plan.checkpoint_dir else ""
+        return Outcome(
+            code, failure, started=self.started, run_id=self.plan.run_id, command=command
+        )
+
+    @property
+    def _command(self) -> str:
+        """The command that resumes the run."""
+        return self.plan.run_variables()["LAUNCH_COMMAND"]

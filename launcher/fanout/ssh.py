@@ -20,7 +20,7 @@ from distributed.stop_signals import NOTICES, QUERY, stop_signals
 from launcher import handshake
 from launcher.failure_block import print_outcome
 from launcher.fanout.connection import Connection, name_variables, wait_for, write_opening
-from launcher.fanout.launch_end import judge_end
+from launcher.fanout.launch_end import LaunchEnd
 from launcher.fanout.loop import Loop, Show, given_options
 from launcher.fanout.nodes import Nodes, Silence
 from launcher.fanout.swap import choose_master, find_ill, replace_ill
@@ -278,7 +278,8 @@ class Fanout:
         for node, why in unreachable.items():
             self.say(f"{node.name}: {why}")
         parts = self.nodes.parts(unreachable)
-        outcome = judge_end(plan, parts, self.started, self.stopped_by, self.silence.still_s)
+        end = LaunchEnd(plan, parts, self.started, self.stopped_by, self.silence.still_s)
+        outcome = end.outcome()
         if killed := self.nodes.num_killed:
             self.say(f"{count(killed, 'process', 'processes')} of the run had to be killed")
         where = "on the reachable nodes" if unreachable else f"on {count(len(plan.nodes), 'node')}"

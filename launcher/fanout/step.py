@@ -22,7 +22,7 @@ from distributed.job import job_id
 from distributed.stop_signals import NOTICES, QUERY, STOP_SIGNALS, Interrupts, handled_signals
 from launcher import own_time, processes
 from launcher.failure_block import print_outcome, print_resume
-from launcher.fanout.launch_end import NodePart, as_slurm_ended, judge_end
+from launcher.fanout.launch_end import LaunchEnd, NodePart, as_slurm_ended
 from launcher.interrupt import code_for_shell
 from launcher.outcome import Outcome
 from launcher.own_time import Deadline
@@ -318,7 +318,7 @@ def find_outcome(
     if not any(part.told or part.code for part in parts):
         return None
     first_signal = next(iter(asked), 0)
-    return as_slurm_ended(judge_end(plan, parts, started, first_signal), plan)
+    return as_slurm_ended(LaunchEnd(plan, parts, started, first_signal).outcome(), plan)
 
 
 def forward_signal(signum: int, plan: Plan, srun: Srun) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from agents import ROOT
+from job_tools import job_plan
 
 from launcher import failure
 from launcher.agent.facts import Facts
@@ -29,7 +30,6 @@ from launcher.outcome import (
 )
 from launcher.record import run_json
 from launcher.text import print_row
-from launcher.wire import limits
 from launcher.wire.messages import Verdict
 
 
@@ -356,8 +356,9 @@ def launch_end(
     engine: str = "",
     still_s: float = 0.0,
 ) -> LaunchEnd:
-    run = "r", Path("logs"), "again", can_resume
-    return LaunchEnd(*run, parts, 0.0, 0.0, stopped_by, engine, limits.SILENCE_S, still_s)
+    checkpoints = Path("checkpoints") if can_resume else None
+    plan = job_plan(Path(), run_id="r", command="again", checkpoint_dir=checkpoints, engine=engine)
+    return LaunchEnd(plan, parts, 0.0, stopped_by, still_s)
 
 
 def told(code: int, fault: str = "") -> Outcome:
