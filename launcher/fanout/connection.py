@@ -74,9 +74,9 @@ class Connection(Child):
         self._show = show
         self._messages = Answers(token.rpartition(".")[0])
         self._answers: dict[type, Any] = {}
-        self._words = b""  # stderr before the start, from start-up files or Python
+        self._words = b""  # stderr before the start; once ssh has ended, also its own messages
 
-        self._log = descriptors.anonymous_file("ssh")  # ssh's own messages
+        self._log = descriptors.anonymous_file("ssh")  # ssh's own messages; -1: it has ended
         log = f"/proc/{os.getpid()}/fd/{self._log}"
         super().__init__(loop, ssh_command(node, loop.environ, connect_s, log), self._read_output)
 
@@ -91,7 +91,8 @@ class Connection(Child):
     def start(self, request: Start) -> None:
         """Start the node's agent. From now on, stderr is output of the run."""
         self.is_started = True
-        self._words = b""
+        if self._log >= 0:
+            self._words = b""
         self.heard = time.monotonic()
         self.ask(request)
 
@@ -105,10 +106,36 @@ class Connection(Child):
     @property
     def last_words(self) -> str:
         """The last line that ssh printed, or else the node's last on stderr before the start."""
-        size = os.fstat(self._log).st_size
-        said = self._words + b"\n" + os.pread(self._log, 4096, max(0, size - 4096))
-        lines = said.decode(errors="replace").split("\n")
+        lines = self._read_errors().decode(errors="replace").split("\n")
         return next(filter(None, map(str.strip, reversed(lines))), "")
+
+    def _read_errors(self) -> bytes:
+        """Return the node's stderr before the start, and ssh's own messages: 4 KiB of each."""
+        if self._log < 0:
+            return self._words
+        size = os.fstat(self._log).st_size
+        return self._words + b"\n" + os.pread(self._log, 4096, max(0, size - 4096))
+
+    def reap(self) -> None:
+        """Do what Child.reap() does. If ssh has ended, also close the file of its messages."""
+        super().reap()
+        if self.code is not None:
+            self._close_log()
+
+    def disconnect(self) -> None:
+        """End ssh, and close all that is open for it now, so that another one may replace it."""
+        self.terminate()
+        self.close_input()
+        for fd in list(self._open):
+            self._end(fd)
+        self._close_log()
+
+    def _close_log(self) -> None:
+        """Close the file of ssh's messages, but keep their end."""
+        if self._log >= 0:
+            self._words = self._read_errors()
+            os.close(self._log)
+            self._log = -1
 
     def _read_output(self, data: bytes, is_error: bool) -> None:
         """Keep messages, and stderr before the start; show the rest. No data means the end."""

@@ -75,8 +75,9 @@ class Nodes:
             turn(min(until, now + limits.CONNECT_AGAIN_S))
 
     def disconnect_all(self) -> None:
+        """End all connections at once, before connect_all() makes new ones."""
         for connection in self.connections:
-            connection.terminate()
+            connection.disconnect()
         self.connections.clear()
 
     def leave_behind(self) -> list[Connection]:

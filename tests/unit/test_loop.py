@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agents import ROOT, eventually, run_program
+from agents import PATIENCE_S, ROOT, eventually, run_program
 from job_tools import USUAL, make_tool
 
 from launcher import processes
 from launcher.fanout.connection import Connection, Gap
 from launcher.fanout.loop import Loop
-from launcher.fanout.nodes import Silence
+from launcher.fanout.nodes import TRIES, Nodes, Silence
 from launcher.fanout.swap import exclude_ill, find_ill, replace_ill
 from launcher.plan.plan import NodePlan, Plan
 from launcher.record import run_json
@@ -78,6 +78,62 @@ def test_a_child_that_is_stopped_ends_at_once() -> None:
 def test_a_child_that_is_stopped_does_not_outlive_a_launcher_that_is_killed() -> None:
     ended = run(f"{STOPS}os.kill(os.getpid(), signal.SIGKILL)\n")
     eventually(lambda: processes.start_ticks(int(ended.stdout)) is None, "the child")
+
+
+# --- connections that end -------------------------------------------------------------------------
+
+# Says hello as n0. As another node, writes $SAYS to stderr or, like ssh, to the file after -E.
+DROPS = """
+[[ $* != *" -G "* ]] || exit 1
+if [[ $* == *" n0 "* ]]; then
+  printf '\\002token.0 {"Hello":{"address":"10.0.0.1"}}\\n'
+  exec cat
+fi
+log=/dev/stderr
+[[ -z $IN_LOG ]] || while (($#)); do [[ $1 != -E ]] || log=$2; shift; done
+[[ -z $SAYS ]] || printf '%b' "$SAYS" >>"$log"
+exit 255
+"""
+BY_BASTION = (
+    "kex_exchange_identification: Connection closed by remote host\\r\\n"
+    "Connection closed by UNKNOWN port 65535\\r\\n"
+)
+
+
+def test_connections_that_are_replaced_leave_no_file_open(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tool(tools / "ssh", DROPS)
+    monkeypatch.setenv("SAYS", BY_BASTION)
+    monkeypatch.setenv("IN_LOG", "1")
+    monkeypatch.setattr(limits, "CONNECT_AGAIN_S", 0.01)
+    loop = Loop(os.environ, 8)
+    made: list[Connection] = []
+
+    def connect(place: int) -> Connection:
+        name = f"n{place}"
+        made.append(Connection(loop, name, connect_s=1, token="token.0", show=lambda *_: None))
+        return made[-1]
+
+    def turn(until: float) -> None:
+        loop.wait(until - time.monotonic())
+        for connection in nodes.connections:
+            connection.look_for_fault()
+
+    def count_files() -> int:
+        files = map(os.path.realpath, Path("/proc/self/fd").iterdir())
+        return sum("/pipe:" in file or "/memfd:ssh" in file for file in files)
+
+    nodes = Nodes([], lambda *_: made[0], can_change=False)
+    before = count_files()
+    nodes.connect_all(connect, 2, turn, time.monotonic() + PATIENCE_S)
+    assert len(made) == 1 + TRIES
+    assert count_files() == before + 4  # of n0: three pipes, and the file for ssh's messages
+    nodes.disconnect_all()
+    assert count_files() == before
+    while made[0].code is None:
+        loop.wait(1.0)
+    loop.close()
 
 
 # --- nodes that were silent -----------------------------------------------------------------------
