@@ -33,6 +33,14 @@ CURES = {
     "name-unresolved": "correct the name of the node or hosts file, or ~/.ssh/config",
     "ssh-refused": "make sure that 'ssh {node} true' works without a prompt",
 }
+# What ssh prints if sshd, perhaps a bastion's, has ended the connection before the login (with -q,
+# ssh prints nothing) ...
+_DROPPED = re.compile(rb"Connection (closed|refused|reset|timed out)|Exceeded MaxStartups|^\s*\Z")
+# ... and what it prints, perhaps before that, if another try cannot help: the login, the host key
+# or the name is wrong.
+_REJECTED = re.compile(
+    b"(Permission|Access) denied|verification failed|authentication fail|resolve hostname|not known"
+)
 T = TypeVar("T")
 Turn = Callable[[float], None]  # handles events until this time, or for a shorter one
 
@@ -200,9 +208,15 @@ class Connection(Child):
 
     @property
     def is_dropped(self) -> bool:
-        """Whether an sshd on the way has dropped the connection, as sshd does when overloaded."""
+        """Whether an sshd on the way has dropped the connection, as sshd does when overloaded.
+
+        This is judged by what ssh printed (see _DROPPED).
+        """
         has_failed = not self.answer(Hello) and not self.may_come
-        return has_failed and self.code == SSH_FAILED and self._fault == "ssh-refused"
+        if not has_failed or self.code != SSH_FAILED or self._fault != "ssh-refused":
+            return False
+        errors = self._read_errors()
+        return bool(_DROPPED.search(errors)) and not _REJECTED.search(errors)
 
     def _find_fault(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired, KeyError, ValueError):

@@ -100,6 +100,45 @@ BY_BASTION = (
 )
 
 
+@pytest.mark.parametrize("in_log", ["", "1"], ids=["stderr", "log"])
+@pytest.mark.parametrize(
+    ("says", "is_dropped"),
+    [
+        ("", True),  # ssh -q
+        (BY_BASTION, True),
+        ("kex_exchange_identification: read: Connection reset by peer\\r\\n", True),
+        ("ssh: connect to host n1 port 22: Connection refused\\r\\n", True),
+        ("Connection timed out during banner exchange\\r\\n", True),
+        ("me@n1: Permission denied (publickey).\\r\\n", False),
+        (f"me@bastion: Permission denied (publickey).\\r\\n{BY_BASTION}", False),
+        ("Access denied by pam_slurm_adopt: no active jobs\\nConnection closed by n1\\n", False),
+        ("Received disconnect from n1 port 22:2: Too many authentication failures\\r\\n", False),
+        ("@ WARNING: ... @\\r\\nHost key verification failed.\\r\\n", False),
+        (f"ssh: Could not resolve hostname bastion: again\\r\\n{BY_BASTION}", False),
+        (
+            f"channel 0: open failed: connect failed: Name or service not known\\n{BY_BASTION}",
+            False,
+        ),
+        ("command-line: line 0: Bad configuration option: nosuchoption\\r\\n", False),
+    ],
+)
+def test_only_a_dropped_connection_is_worth_another_try(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, says: str, is_dropped: bool, in_log: str
+) -> None:
+    make_tool(tools / "ssh", DROPS)
+    monkeypatch.setenv("SAYS", says)
+    monkeypatch.setenv("IN_LOG", in_log)
+    loop = Loop(os.environ, 1)
+    node = Connection(loop, "n1", connect_s=1, token="token.0", show=lambda *_: None)
+    while node.code is None:
+        loop.wait(1.0)
+    node.look_for_fault()
+    eventually(lambda: not node.may_come, "the cause")
+    loop.close()
+    assert node.is_dropped == is_dropped
+    assert node.last_words == says.rpartition("\\n")[0].rpartition("\\n")[2].removesuffix("\\r")
+
+
 def test_connections_that_are_replaced_leave_no_file_open(
     tools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
