@@ -16,14 +16,8 @@ from launcher.plan.typed import Words
 from launcher.text import Environ, OwnEnviron, PlanError, count, read_text, whole
 from launcher.wire import limits
 
-# What scripts read of a job, and what is the same on each of its nodes.
-JOB_VARIABLES = (
-    "PBS_JOBID",
-    "PBS_JOBNAME",
-    "PBS_O_WORKDIR",
-    "PBS_ARRAY_INDEX",
-    "PBS_ARRAYID",  # of Torque
-)
+# What scripts read of a job, and what is the same on each of its nodes; PBS_ARRAYID is Torque's.
+JOB_VARIABLES = "PBS_JOBID", "PBS_JOBNAME", "PBS_O_WORKDIR", "PBS_ARRAY_INDEX", "PBS_ARRAYID"
 REQUEST = (
     "ask for nodes with qsub -l select=2:ncpus=16:ngpus=4 (PBS Pro, OpenPBS)"
     " or qsub -l nodes=2:ppn=4 (Torque)"
@@ -166,15 +160,14 @@ def describe_short_delay(grace_s: int, environ: Environ) -> str:
     if not delay.isdecimal() or stop_s <= int(delay):
         return ""
 
-    cause = f"a stop can take {stop_s} s (GRACE + {close_s}), but PBS kills this job {delay} s"
+    cause = f"a stop can take {stop_s} s (GRACE + {close_s}), but PBS kills this job {delay} s "
+    cause += f"after qdel or the walltime (kill_delay of queue {environ['PBS_QUEUE']})"
     cure = f"submit with qsub -K {stop_s}, or " if is_torque(environ) else ""
     cure += f"ask your administrator to set kill_delay={stop_s}"
     most_grace_s = int(delay) - close_s
     if most_grace_s > 0:
         cure += f", or set GRACE={most_grace_s} if the ranks save within {most_grace_s} s"
-    return (
-        f"{cause} after qdel or the walltime (kill_delay of queue {environ['PBS_QUEUE']}); {cure}"
-    )
+    return f"{cause}; {cure}"
 
 
 def _kill_delay(environ: Environ) -> str:
@@ -237,6 +230,10 @@ _REPEATED = {
     "-m": "Mail_Points",
     "-M": "Mail_Users",
 }
+# A #PBS line: an option, or `-l` with a resource's name, and its value. The options -J and -t
+# (Torque) are not read: they would start all tasks of a job array again.
+_LINE = re.compile(r"^#PBS (-[^Jt\W](?: \w+(?==))?)[ =](.*)$", re.MULTILINE)
+_LIST = "Resource_List."
 _DEFAULTS = ("_pbs_project_default", "STDIN", "n", "a")
 _DERIVED = {"nodect", "neednodes", "nodes", "select", "place", "soft_walltime"}
 _DERIVED_FROM_CHUNKS = {"ncpus", "mem", "vmem", "mpiprocs", "ompthreads", "ngpus", "naccelerators"}
@@ -253,8 +250,7 @@ def is_torque(environ: Environ) -> bool:
     if environ.get("PBS_JOBID"):
         return environ.get("PBS_VERSION", "").startswith("TORQUE")
     version = ask_scheduler("sh", "-c", "qsub --version 2>&1") or ""
-    # OpenPBS and PBS Pro print a line such as pbs_version = 23.06.06.
-    return version.lower().startswith("version:")
+    return version.lower().startswith("version:")  # PBS Pro prints pbs_version = 23.06.06
 
 
 def job_command(environ: Environ, script: Path, typed: Words) -> list[str]:
@@ -298,23 +294,12 @@ def _qsub(environ: Environ, script: Path) -> list[str]:
     Asks qstat in a job; empty if the job's size is not known.
     """
     attributes = _this_job(environ) if environ.get("PBS_JOBID") else _one_node(environ)
-    has_chunks = not is_torque(environ)
-    names = ["select", "place", "walltime"] if has_chunks else ["nodes", "walltime"]
-
-    # PBS derives these resources from the others, and rejects them beside those.
-    derived = _DERIVED | (_DERIVED_FROM_CHUNKS if has_chunks else set())
-    derived |= {name for chunk in read_chunks(attributes) for name in chunk}
-    given = [name.removeprefix("Resource_List.") for name in attributes if "Resource_List" in name]
-    names += [name for name in given if name not in derived and name not in names]
-    asked = {f"-l {name}": attributes.get(f"Resource_List.{name}") for name in names}
-    if not asked[f"-l {names[0]}"]:
+    resources = _resources(attributes, has_chunks=not is_torque(environ))
+    if not resources:
         return []
 
-    text = script.read_text(errors="surrogateescape")
-    lines = re.findall(r"^#PBS (-[^J\W](?: \w+(?==))?)[ =](.*)$", text, re.MULTILINE)
-    asked |= {option: attributes.get(option) for option in (*_REPEATED, "-o", "-q", "-r")}
-    options = dict(lines)  # by letter, or `-l NAME`
-    options |= {option: value for option, value in asked.items() if value is not None}
+    options = dict(_LINE.findall(script.read_text(errors="surrogateescape"))) | resources
+    options |= {name: value for name, value in attributes.items() if name.startswith("-")}
 
     command = ["qsub", "-V"]
     for option, value in options.items():
@@ -324,15 +309,31 @@ def _qsub(environ: Environ, script: Path) -> list[str]:
     return command
 
 
+def _resources(attributes: Mapping[str, str], *, has_chunks: bool) -> dict[str, str]:
+    """Return the values of qsub's -l, by `-l NAME`; empty if the job's size is not known.
+
+    `has_chunks` is false for Torque. Omits what PBS derives from these: qsub would reject both.
+    """
+    first = ["select", "place", "walltime"] if has_chunks else ["nodes", "walltime"]
+    given = {name.removeprefix(_LIST): attributes[name] for name in attributes if _LIST in name}
+    if not given.get(first[0]):
+        return {}
+
+    derived = _DERIVED | (_DERIVED_FROM_CHUNKS if has_chunks else set())
+    derived |= {name for chunk in read_chunks(attributes) for name in chunk}
+    others = [name for name in given if name not in derived and name not in first]
+    return {f"-l {name}": given[name] for name in [*first, *others] if name in given}
+
+
 def _one_node(environ: Environ) -> dict[str, str]:
     """Return the attributes of a job of one node, with a CPU for each rank."""
     ranks = environ.get("NPROC_PER_NODE") or "1"
     select = f"1:ncpus={ranks}:mpiprocs={ranks}"
-    return {"Resource_List.select": select, "Resource_List.nodes": f"1:ppn={ranks}"}
+    return {f"{_LIST}select": select, f"{_LIST}nodes": f"1:ppn={ranks}"}
 
 
 def _this_job(environ: Environ) -> dict[str, str]:
-    """Return this job's attributes from qstat, and the qsub options that it was submitted with."""
+    """Return this job's attributes from qstat, and by letter the options it was submitted with."""
     attributes = ask_qstat(environ["PBS_JOBID"])
     options = {
         option: attributes[name]
@@ -340,10 +341,10 @@ def _this_job(environ: Environ) -> dict[str, str]:
         if name in attributes and attributes[name] not in _DEFAULTS
     }
 
-    if attributes.get("Rerunable") == "False":
-        options["-r"] = "n"
     if folder := os.path.dirname(attributes.get("Output_Path", "").partition(":")[2]):
         options["-o"] = f"{folder}/".removeprefix(f"{os.getcwd()}/")  # PBS names the file
     if queue := environ.get("PBS_O_QUEUE"):  # the queue of the submission; it may route jobs
         options["-q"] = queue
-    return {"Resource_List.walltime": "", **attributes, **options}  # "" removes the script's
+    if attributes.get("Rerunable") == "False":
+        options["-r"] = "n"
+    return {f"{_LIST}walltime": "", **attributes, **options}  # "" removes the script's

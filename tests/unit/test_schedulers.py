@@ -802,6 +802,15 @@ def test_qsub_for_a_job_like_this_one(
     assert shlex.join(command) == (expected and f"qsub -V {expected}")
 
 
+@pytest.mark.parametrize("array", ["-J 0-3", "-t 0-3"])  # the latter: Torque
+def test_a_job_like_this_one_is_no_array(tmp_path: Path, qstat: Path, array: str) -> None:
+    tell(qstat, told("qstat-xf-array-subjob"))
+    (tmp_path / "array.pbs").write_text(f"#PBS {array}\n#PBS -p 3\n")
+    command = pbs.job_command({"PBS_JOBID": "1.head"}, tmp_path / "array.pbs", ["typed.sh"])
+    assert "-p 3 " in shlex.join(command)
+    assert array not in shlex.join(command)
+
+
 @pytest.mark.parametrize(
     ("text", "lines", "expected"),
     [
