@@ -46,7 +46,7 @@ class Loop:
         """
         self.environ = environ  # the children's
         needed = 4 * most_children + 64  # open files
-        limit = descriptors.raise_limit(needed)
+        limit = descriptors.raise_limit(2 * needed)  # a lost node gets a second connection
         if 0 <= limit < needed:  # negative: there is none
             cause = f"{most_children} nodes need {needed} open files, and the limit is {limit}"
             raise Refused("low-nofile", f"{cause}; raise the hard limit (ulimit -Hn) here")

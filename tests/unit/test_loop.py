@@ -61,6 +61,17 @@ def test_what_is_sent_to_our_session_does_not_reach_a_child() -> None:
     assert (ended.stdout, ended.stderr) == ("True\n", "")
 
 
+def test_the_limit_of_open_files_allows_a_second_connection_to_each_node() -> None:
+    ended = run(
+        "import resource\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))\n"
+        "Loop({}, most_children=100)\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 2 * 4 * 100)\n"
+    )
+    assert (ended.stdout, ended.stderr) == ("True\n", "")
+
+
 STOPS = """
 import os, signal
 loop = Loop({}, most_children=1)
