@@ -240,6 +240,9 @@ def _read_named(typed: Typed, nproc: int | None) -> World:
     if typed.nodefile or (typed.fanout == "auto" and not is_named):
         nodes = pbs.read_nodefile(typed.environ, nproc)
     else:
+        missing = [word for word in typed.node if "/" in word and not os.path.exists(word)]
+        if missing:
+            raise PlanError(f"there is no file {missing[0]!r}; correct its path, or name nodes")
         more = hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()
         nodes = hosts.read_nodes([*typed.node, *more], nproc)
 
