@@ -14,7 +14,8 @@ from launcher.plan.typed import Typed, is_same
 from launcher.text import OwnEnviron
 
 # The names of other programs' variables that are sent over ssh, and repeated in a resume line.
-FORWARDED = re.compile("|".join(n.replace("*", ".*") for one in TABLE.values() for n in one.sent))
+_SENT = "|".join(name.replace("*", ".*") for setting in TABLE.values() for name in setting.sent)
+FORWARDED = re.compile(f"(?!({'|'.join(TABLE['machines'].own)})$)({_SENT})")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS")
 
 

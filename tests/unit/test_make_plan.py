@@ -577,6 +577,7 @@ def test_an_agent_is_started_with_the_variables_that_it_reads() -> None:
         ({"HOME": "/root", "PATH": "/bin"}, {}, "x.sh"),
         # Secrets.
         ({"WANDB_API_KEY": "hush", "WANDB_IDENTITY_TOKEN_FILE": "hush"}, {}, "x.sh"),
+        ({"VLLM_API_KEY": "hush", "VLLM_HOST_IP": "10.0.0.1", "FSDP_X": "1"}, {}, "FSDP_X=1 x.sh"),
         ({"RUN_SECRET": "hush"}, {}, "x.sh"),
     ],
 )

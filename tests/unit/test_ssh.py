@@ -303,11 +303,15 @@ NEEDED = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "FI_PROVIDER": "efa",
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
     "HF_HOME": "/hf",
     "KMP_AFFINITY": "none",
+    "MEGATRON_LM_TP_DEGREE": "2",
     "MKL_NUM_THREADS": "2",
     "MLFLOW_TRACKING_URI": "http://head:5000",
     "NVTE_FLASH_ATTN": "0",
+    "PL_GLOBAL_SEED": "7",
     "PYTHONHASHSEED": "7",
     "PYTHONPATH": "src:",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -316,6 +320,8 @@ NEEDED = {
     "TRANSFORMERS_OFFLINE": "1",
     "TRITON_CACHE_DIR": "/triton",
     "UCX_TLS": "tcp",
+    "VLLM_API_KEY": "hush",
+    "VLLM_ATTENTION_BACKEND": "FLASH_ATTN",
     "WANDB_MODE": "offline",
 }
 
@@ -323,17 +329,18 @@ NEEDED = {
 def test_what_training_reads_is_sent_or_named(nodes: Nodes) -> None:
     nodes.agent(DUMP)
     for node in ("n0", "n1"):  # a login has none of them
-        without = " ".join(f"-u {name}" for name in (*NEEDED, "MY_DATA", "OTHER"))
+        without = " ".join(f"-u {name}" for name in (*NEEDED, "MY_DATA", "OTHER", "VLLM_HOST_IP"))
         (nodes.nodes / node).write_text(f"exec env {without} bash -s")
     (nodes.folder / "own.py").write_text("print(os.environ['MY_DATA'], os.getenv('HOME'))\n")
     others = {"MY_DATA": "/data", "OTHER": "1", "LD_LIBRARY_PATH": "/opt/lib"}
+    others["VLLM_HOST_IP"] = "10.0.0.1"  # of this machine
     code, _, err = nodes.launch("-", "1", "n0", "n1", **NEEDED, **others)
-    names = "LD_LIBRARY_PATH MY_DATA"
+    names = "LD_LIBRARY_PATH MY_DATA VLLM_HOST_IP"
     assert code == 0 and f"variables  not sent: {names}   (FORWARD_ENV='{names}' sends them)" in err
     for rank in ("0", "1"):
         environ = json.loads((nodes.nodes / rank).read_text())[1]
         assert {name: environ.get(name) for name in NEEDED} == NEEDED
-        assert "MY_DATA" not in environ
+        assert not {"MY_DATA", "VLLM_HOST_IP"} & environ.keys()
 
 
 PBSDSH = """for node in 0 1; do
