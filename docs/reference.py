@@ -12,12 +12,15 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from configparser import ConfigParser
+from dataclasses import dataclass, fields
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
 from launcher.cli.options import COMMANDS
-from launcher.plan.settings import TABLE, VARIABLES, Setting
+from launcher.plan import settings
+from launcher.plan.settings import FILE, Setting
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/reference.md"
@@ -25,6 +28,35 @@ HELP = ROOT / "scripts/lib/help.txt"
 
 # The comment in test_distributed_integration.sh is its whole help.
 LAUNCHERS = [name for name in COMMANDS if name != "test_distributed_integration"]
+
+
+@dataclass(frozen=True)
+class Entry(Setting):
+    """An entry of the table, with its texts for users."""
+
+    meaning: str = ""
+    default: str = ""
+    applies: str = ""
+    row_below: str = ""
+    help: str = ""
+    label: str = ""
+    shown_by: str = ""
+    help_of_launch: str = ""
+    help_below: str = ""
+
+
+def read_entries() -> Iterator[tuple[str, Entry]]:
+    """Yield the entries by header. Raises TypeError if one has a key that nothing reads."""
+    parser = ConfigParser(interpolation=None)
+    parser.read(FILE)
+    known = {field.name for field in fields(Setting)}
+    for header, setting in settings.TABLE.items():
+        texts = {key: text for key, text in parser[header].items() if key not in known}
+        yield header, Entry(**vars(setting), **texts)
+
+
+TABLE = dict(read_entries())
+VARIABLES = {name: TABLE[name] for name in settings.VARIABLES}
 
 WIDTH = 100  # columns of a page
 OPTION_WIDTH, VARIABLE_WIDTH = 14, 17  # of the names in --help
@@ -89,7 +121,7 @@ def option_rows(commands: Sequence[str]) -> Iterator[list[str]]:
             yield [", ".join(f"`{name}`" for name in names), one_line(setting.meaning)]
 
 
-def variable_row(name: str, setting: Setting) -> list[str]:
+def variable_row(name: str, setting: Entry) -> list[str]:
     applies = setting.applies or "all"
     return [f"`{name}`", *map(one_line, (setting.default, applies, setting.meaning))]
 
@@ -107,14 +139,14 @@ def one_line(text: str) -> str:
     return text.replace("\n", " ")
 
 
-def is_option(setting: Setting) -> bool:
+def is_option(setting: Entry) -> bool:
     return setting.names[0].startswith("-")
 
 
-def arrange(below: Mapping[str, str]) -> Iterator[Setting]:
+def arrange(below: Mapping[str, str]) -> Iterator[Entry]:
     """Yield the entries in the order of the table, except that some go below others, by header."""
 
-    def place(under: str) -> Iterator[Setting]:
+    def place(under: str) -> Iterator[Entry]:
         for header, other in below.items():
             if other == under:
                 yield TABLE[header]

@@ -82,8 +82,7 @@ class Nodes:
 
     def leave_behind(self) -> list[Connection]:
         """Leave the nodes that the run has begun to continue without. Returns them, each once."""
-        answers = [node.answer(Membership) for node in self.connections]
-        known = [membership for membership in answers if membership]
+        known = [found for node in self.connections if (found := node.answer(Membership))]
         if not known:
             return []
         newest = max(known, key=lambda membership: membership.attempt)
@@ -168,8 +167,7 @@ class Nodes:
     @property
     def num_killed(self) -> int:
         """How many processes were left when their node's part of the run ended."""
-        ends = [node.answer(Exit) for node in self.connections]
-        return sum(end.left for end in ends if end)
+        return sum(end.left for node in self.connections if (end := node.answer(Exit)))
 
     def parts(self, unreachable: Container[Connection]) -> list[NodePart]:
         """Return how each node's part of the run ended, by node rank, then of the spares."""

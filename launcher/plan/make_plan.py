@@ -92,7 +92,7 @@ def make_plan(typed: Typed) -> Plan:
 def _read_restarts(typed: Typed) -> int:
     """Return how often the ranks may be restarted. Raises PlanError if the engine cannot do it."""
     given = _first(typed.max_restarts, typed.environ, "MAX_RESTARTS")
-    restarts = int(read_value("MAX_RESTARTS", given or VARIABLES["MAX_RESTARTS"].default))
+    restarts = int(read_value("MAX_RESTARTS", given or "0"))
     if restarts and typed.engine:
         cause = f"MAX_RESTARTS is {restarts}, but {typed.engine} cannot restart ranks"
         raise PlanError(f"{cause}; omit it")
@@ -240,9 +240,9 @@ def _read_named(typed: Typed, nproc: int | None) -> World:
     if typed.nodefile or (typed.fanout == "auto" and not is_named):
         nodes = pbs.read_nodefile(typed.environ, nproc)
     else:
-        missing = [word for word in typed.node if "/" in word and not os.path.exists(word)]
-        if missing:
-            raise PlanError(f"there is no file {missing[0]!r}; correct its path, or name nodes")
+        for word in typed.node:
+            if "/" in word and not os.path.exists(word):
+                raise PlanError(f"there is no file {word!r}; correct its path, or name nodes")
         more = hosts.read_hostfile(Path(typed.hostfile)) if typed.hostfile else ()
         nodes = hosts.read_nodes([*typed.node, *more], nproc)
 

@@ -20,7 +20,10 @@ _LISTS = {"names_nodes", "words", "sent", "own"}
 
 @dataclass(frozen=True)
 class Setting:
-    """An entry of the table. The comment at the top of settings.ini explains the fields."""
+    """An entry of the table. The comment at the top of settings.ini explains the fields.
+
+    The texts for users are left to docs/reference.py: a launch does not need them.
+    """
 
     commands: Sequence[str]  # that accept these options; [""]: all
     names: Sequence[str]  # options as `--flag`, `--name=` or `--name=field`, or one variable
@@ -37,15 +40,6 @@ class Setting:
     hidden: str = ""
     sent: Sequence[str] = ()
     own: Sequence[str] = ()
-    meaning: str = ""
-    default: str = ""
-    applies: str = ""
-    row_below: str = ""
-    help: str = ""
-    label: str = ""
-    shown_by: str = ""
-    help_of_launch: str = ""
-    help_below: str = ""
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -60,8 +54,9 @@ def _read_table() -> Iterator[tuple[str, Setting]]:
         commands, _, names = header.rpartition(": ")
         given: dict[str, Any] = {}
         for key, value in re.findall(r"^(\w+) = (.*(?:\n .*)*)", lines, re.MULTILINE):
-            parts = re.split(r"\n +", value)  # further lines of a value are indented
-            given[key] = " ".join(parts).split(", ") if key in _LISTS else "\n".join(parts)
+            if key in Setting.__annotations__:
+                line = re.sub(r"\n +", " ", value)  # further lines of a value are indented
+                given[key] = line.split(", ") if key in _LISTS else line
         yield header, Setting(commands.split(", "), names.split(", "), **given)
 
 

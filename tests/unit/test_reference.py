@@ -9,8 +9,9 @@ import pytest
 
 from distributed.network import PROFILES
 from docs import reference
+from docs.reference import TABLE, VARIABLES, Entry
 from launcher.cli.options import COMMANDS, COMMON, TASKS, options_of
-from launcher.plan.settings import FILE, TABLE, VARIABLES, Setting, in_order
+from launcher.plan.settings import FILE, in_order
 from launcher.plan.typed import Typed
 
 # Fields of `Values` that a command's `finish` replaces by others.
@@ -85,7 +86,7 @@ def test_the_table_is_an_ini_file() -> None:
 def test_the_comment_at_the_top_says_what_each_key_means() -> None:
     told = FILE.read_text().partition("\n\n")[0]
     keys = re.findall(r"^#   ([a-z_]+(?:, [a-z_]+)*) {2,}", told, re.M)
-    known = {field.name for field in fields(Setting)} - {"commands", "names"}
+    known = {field.name for field in fields(Entry)} - {"commands", "names"}
     assert {*", ".join(keys).split(", ")} == known
 
 
