@@ -148,16 +148,16 @@ class Connection(Child):
     def _read_output(self, data: bytes, is_error: bool) -> None:
         """Keep messages, and stderr before the start; show the rest. No data means the end."""
         output = data
-        told = list[Any]()
+        received = list[Any]()
         if not is_error:
-            output, told = self._messages.read(data)
-            for _, message in told:
+            output, received = self._messages.read(data)
+            for _, message in received:
                 if isinstance(message, Membership):
                     self._answers[Membership] = message  # the newest
                 self._answers.setdefault(type(message), message)  # of other kinds, the first
 
-        if told or not self.is_started:  # the ranks' output says nothing about the far side
-            self._note_heard(time.monotonic())
+        if received or not self.is_started:  # the ranks' output says nothing about the far side
+            self._note_sign_of_life()
         if is_error and not self.is_started:
             self._words = (self._words + data)[-4096:]
             return
@@ -167,7 +167,9 @@ class Connection(Child):
         if not data:
             self._show(b"", is_error)
 
-    def _note_heard(self, now: float) -> None:
+    def _note_sign_of_life(self) -> None:
+        """Set `heard` to now, and `gap` if the silence before was long."""
+        now = time.monotonic()
         if self.is_started and now - self.heard > limits.GAP_S:
             self.gap = Gap(now, now - self.heard)
         self.heard = now

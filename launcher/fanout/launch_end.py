@@ -65,7 +65,7 @@ class LaunchEnd:
         """Yield what the agents reported, with this launcher's run id and command."""
         for told in (part.told for part in self.parts if part.told):
             # A node does not choose what the user pastes.
-            command = self._command if told.command else ""
+            command = self.plan.run_variables()["LAUNCH_COMMAND"] if told.command else ""
             outcome = replace(told, run_id=self.plan.run_id, command=command)
             failure = outcome.failure
             if not failure:
@@ -149,13 +149,10 @@ class LaunchEnd:
         return self._outcome(code, failure)
 
     def _outcome(self, code: int, failure: Failure | None = None) -> Outcome:
-        # Without a known folder of checkpoints, only an agent knows whether the run can resume.
-        command = self._command if self.plan.checkpoint_dir else ""
-        return Outcome(
-            code, failure, started=self.started, run_id=self.plan.run_id, command=command
-        )
+        """Return this outcome, with the command that resumes the run if checkpoints are known.
 
-    @property
-    def _command(self) -> str:
-        """The command that resumes the run."""
-        return self.plan.run_variables()["LAUNCH_COMMAND"]
+        Without a known folder of checkpoints, only an agent knows whether the run can resume.
+        """
+        plan = self.plan
+        command = plan.run_variables()["LAUNCH_COMMAND"] if plan.checkpoint_dir else ""
+        return Outcome(code, failure, started=self.started, run_id=plan.run_id, command=command)

@@ -125,8 +125,9 @@ class Nodes:
     def sweep(self, node: Connection) -> None:
         """Connect again to a lost node, to end the processes that are left there."""
         token = f"{os.urandom(16).hex()}.0"
-        self._sweeps[node] = self._connect(node.name, token, lambda line, is_error: None)
-        self._sweeps[node].ask(Sweep(node.token))
+        sweep = self._connect(node.name, token, lambda line, is_error: None)
+        sweep.ask(Sweep(node.token))
+        self._sweeps[node] = sweep
 
     def sweep_unreported(self, loop: Loop, within_s: float) -> dict[Connection, str]:
         """Sweep the nodes that have not reported their end. Returns the unreachable ones, and why.
@@ -143,8 +144,9 @@ class Nodes:
                 self.sweep(node)
 
         self._await_sweeps(loop, within_s)
-        failed = [(node, sweep) for node, sweep in self._sweeps.items() if not sweep.answer(Exit)]
-        return {node: sweep.last_words for node, sweep in failed}
+        return {
+            node: sweep.last_words for node, sweep in self._sweeps.items() if not sweep.answer(Exit)
+        }
 
     def end_hung(self, loop: Loop) -> None:
         """After a refusal, end what hangs, or was stopped, on nodes that did not report. Waits."""

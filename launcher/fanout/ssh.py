@@ -108,8 +108,11 @@ class Fanout:
         plan = self.plan
         answers = [node.answer(Report) for node in self.connections]
         reports = [report for report in answers if report]
-        unheard = [node for node in self.connections if not node.answer(Report)]
-        silent = [Finding(node.name, node.explain_silence(hello_s)) for node in unheard]
+        silent = [
+            Finding(node.name, node.explain_silence(hello_s))
+            for node in self.connections
+            if not node.answer(Report)
+        ]
         outcome = compare.combine(reports, silent, time.monotonic() - began)
         out = sys.stderr if plan.is_detached else self.terminals.err.text
         refuses = compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out)

@@ -78,15 +78,14 @@ def exclude_ill(plan: Plan, ill: Collection[int]) -> tuple[Plan, list[str]] | No
         return None
 
     swapped, changes = replaced
-    rest = [host for node_rank, host in enumerate(hosts) if node_rank not in ill]
-    swapped = replace(
+    remaining = [host for node_rank, host in enumerate(hosts) if node_rank not in ill]
+    return replace(
         swapped,
         nodes=(),
-        hosts=",".join(rest),
+        hosts=",".join(remaining),
         left_out=[*plan.left_out, *(hosts[node_rank] for node_rank in sorted(ill))],
-        master_addr=find_address(rest[0]) if 0 in ill else plan.master_addr,
-    )
-    return swapped, changes
+        master_addr=find_address(remaining[0]) if 0 in ill else plan.master_addr,
+    ), changes
 
 
 def choose_master(plan: Plan, hellos: Sequence[Hello | None]) -> Plan:

@@ -9,40 +9,40 @@ from launcher.text import Environ, whole
 def find_idle(plan: Plan) -> str:
     """Return a line about nodes or GPUs of the job that this run does not use; empty if none.
 
-    Also empty in a task of a SLURM step, whose size the user chose, and in a dry run of a batch
-    script outside a job. Spares count as used.
+    The fault's name ends the line. Also empty in a task of a SLURM step, whose size the user chose,
+    and in a dry run of a batch script outside a job. Spares count as used; of a step, only nodes
+    are compared.
     """
     environ = plan.environ
     if is_task(environ) or plan.fanout == "job_command":
         return ""
 
-    if in_slurm_step(environ):  # in a shell of the step
-        nodes = int(environ["SLURM_STEP_NUM_NODES"])
-        cure = "give each node a task: srun --overlap [partial-launch]"
-        text = f"this run uses {plan.num_agents} of the step's {nodes} nodes; {cure}"
-        return text if plan.num_agents < nodes else ""
+    part = "step" if in_slurm_step(environ) else "job"  # a step: in a shell of it
+    cure = "run_ddp.sh uses all of them"
+    if part == "step":
+        cure = "give each node a task: srun --overlap"
+    elif plan.program in ("run_ddp.sh", "launch_distributed_train.sh"):
+        cure = "omit -n and NPROC_PER_NODE to use all of them"
 
-    nodes, gpus = _job_size(environ)
-    cure = "run_ddp.sh uses all of them [partial-launch]"
-    if plan.program in ("run_ddp.sh", "launch_distributed_train.sh"):
-        cure = "omit -n and NPROC_PER_NODE to use all of them [partial-launch]"
-
+    nodes, gpus = _size(environ)
     if plan.num_agents < nodes:
-        return f"this run uses {plan.num_agents} of the job's {nodes} nodes; {cure}"
+        used = f"{plan.num_agents} of the {part}'s {nodes} nodes"
+        return f"this run uses {used}; {cure} [partial-launch]"
     nproc = min(plan.rank_counts(gpus))  # where no number was given, one rank per GPU
     if nproc < gpus:
-        return f"this run uses {nproc} of the job's {gpus} GPUs on each node; {cure}"
+        used = f"{nproc} of the job's {gpus} GPUs on each node"
+        return f"this run uses {used}; {cure} [partial-launch]"
     return ""
 
 
-def _job_size(environ: Environ) -> tuple[int, int]:
-    """Return the job's number of nodes, and of GPUs on each; 0 for what is not known."""
+def _size(environ: Environ) -> tuple[int, int]:
+    """Return the step's or job's number of nodes, and of GPUs on each; 0 for what is not known."""
+    if in_slurm_step(environ):
+        return int(environ["SLURM_STEP_NUM_NODES"]), 0
     if environ.get("SLURM_JOB_ID"):
         per_node = environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # a100:2
         given = environ.get("SLURM_GPUS_ON_NODE") or per_node  # salloc's shell has only the latter
-        sizes = (environ.get("SLURM_JOB_NUM_NODES", ""), given)
-        nodes, gpus = map(whole, sizes)
-        return nodes, gpus
+        return whole(environ.get("SLURM_JOB_NUM_NODES", "")), whole(given)
     nodes = pbs.count_nodes(environ)
-    cards = pbs.read_lines(environ, "PBS_GPUFILE")
-    return nodes, len(cards) // max(nodes, 1)  # Torque's file has a line for each GPU
+    gpu_lines = pbs.read_lines(environ, "PBS_GPUFILE")  # Torque's file has a line for each GPU
+    return nodes, len(gpu_lines) // max(nodes, 1)

@@ -321,8 +321,8 @@ def _resources(attributes: Mapping[str, str], *, has_chunks: bool) -> dict[str, 
 
     derived = _DERIVED | (_DERIVED_FROM_CHUNKS if has_chunks else set())
     derived |= {name for chunk in read_chunks(attributes) for name in chunk}
-    others = [name for name in given if name not in derived and name not in first]
-    return {f"-l {name}": given[name] for name in [*first, *others] if name in given}
+    names = [*first, *(name for name in given if name not in derived)]
+    return {f"-l {name}": given[name] for name in names if name in given}
 
 
 def _one_node(environ: Environ) -> dict[str, str]:

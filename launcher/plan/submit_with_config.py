@@ -182,8 +182,7 @@ def read_sinfo(text: str, *, of_default: bool) -> list[int]:
     `text` has a line for each partition and node, `debug* node1 gpu:a100:8`; `*` marks the default
     partition. If a cluster has none, all partitions count.
     """
-    fields = (line.split(" ") for line in text.splitlines())
-    lines = [line for line in fields if len(line) == 3 and all(line)]  # a site may print others
+    lines = re.findall(r"^(\S+) (\S+) (\S+)$", text, re.MULTILINE)  # a site may print others
     in_default = [line for line in lines if line[0].endswith("*")]
 
     chosen = in_default if of_default and in_default else lines
