@@ -74,7 +74,7 @@ class Connection(Child):
         self.lost = ""  # why the node's part of the run ended early
         self.is_silent = False  # at the time it was lost
         self.is_left = False  # the run continues without it
-        self.heard = time.monotonic()
+        self.heard = time.monotonic()  # of the last sign of life
         self.gap = Gap()  # the last silence that could have ended the run
         self.silence_news = SilenceNews()
         self._fault = "ssh-refused"  # why there was no connection, once ssh has ended
@@ -187,6 +187,7 @@ class Connection(Child):
         self.is_silent = is_silent
 
     def describe_loss(self) -> str:
+        """Return the line for the terminal, with the fault's name if the node was silent."""
         return f"{self.name}: {self.lost}{' [link-lost]' if self.is_silent else ''}"
 
     def leave_behind(self) -> None:
@@ -196,8 +197,8 @@ class Connection(Child):
 
     # --- why there is no connection -----------------------------------------------------------
 
-    def look_for_fault(self) -> None:
-        """If ssh has failed without a hello, find out why in a thread; do so only once."""
+    def start_probe(self) -> None:
+        """If ssh has failed without a hello, start a thread that finds out why; do so only once."""
         if not self._probe and self.code == SSH_FAILED and not self.answer(Hello):
             self._probe = threading.Thread(target=self._find_fault, daemon=True)
             self._probe.start()
@@ -221,6 +222,7 @@ class Connection(Child):
         return bool(_DROPPED.search(errors)) and not _REJECTED.search(errors)
 
     def _find_fault(self) -> None:
+        """In the thread, set `_fault`, unless ssh does not report its configuration."""
         with contextlib.suppress(subprocess.TimeoutExpired, KeyError, ValueError):
             self._fault = find_fault(self.name, self._loop.environ)
 
@@ -248,7 +250,7 @@ class Connection(Child):
 
 
 def wait_for(kind: type, connections: Sequence[Connection], turn: Turn, until: float) -> None:
-    """Wait until every node has sent an answer of this kind, or its connection has ended."""
+    """Wait until each node has sent an answer of this kind or is disconnected, or until `until`."""
     while time.monotonic() < until and any(
         node.code is None and not node.answer(kind) for node in connections
     ):

@@ -84,11 +84,13 @@ def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -
     agent = fork_agent(start.command[2:], environ, move_control_off_stdin(token), pdsh)
 
     def beat() -> None:
+        """Send heartbeats for as long as this process lives."""
         while True:
             send_message(token)
             time.sleep(limits.BEAT_S)
 
     def await_cut(fd: int) -> None:
+        """Wait until pdsh's connection has ended; report that if the agent is still running."""
         while os.read(fd, 4096):
             pass
         if processes.start_ticks(agent.pid) is not None:  # otherwise the agent has ended

@@ -77,6 +77,7 @@ class Loop:
         return came
 
     def _on_signal(self) -> None:
+        """Keep the signals that have arrived for wait(), and record which children have ended."""
         numbers = self._wake.recv(4096)
         known = {*stop_signals(), QUERY}
         self._signals += [signal.Signals(number) for number in numbers if number in known]
@@ -84,7 +85,7 @@ class Loop:
             child.reap()
 
     def close(self) -> None:
-        """End the remaining children."""
+        """End the remaining children, without waiting. Signals no longer arrive in wait()."""
         signal.set_wakeup_fd(-1)  # a later signal would be written to a closed socket
         for child in self.children:
             child.close_input()
@@ -116,6 +117,7 @@ def ssh_command(node: str, environ: Environ, connect_s: int, log: str) -> list[s
 
 
 def given_options(environ: Environ) -> list[str]:
+    """Return the user's own options for ssh."""
     return environ.get("SSH_OPTS", "").split()
 
 
@@ -165,7 +167,7 @@ class Child:
     def close_input(self) -> None:
         """Close the program's stdin now, and drop unsent data."""
         if self._stdin >= 0:
-            self._want_write(False)
+            self._want_write(is_wanted=False)
             os.close(self._stdin)
             self._stdin = -1
 
@@ -202,9 +204,10 @@ class Child:
         except OSError:  # the program has closed its stdin
             self.close_input()
             return
-        self._want_write(bool(self._unsent))
+        self._want_write(is_wanted=bool(self._unsent))
 
-    def _want_write(self, is_wanted: bool) -> None:
+    def _want_write(self, *, is_wanted: bool) -> None:
+        """Have the loop call _write() as soon as stdin can be written to, or no longer."""
         is_registered = self._stdin in self._loop.selector.get_map()
         if is_wanted and not is_registered:
             self._loop.selector.register(self._stdin, selectors.EVENT_WRITE, self._write)
@@ -224,6 +227,7 @@ class Child:
         return bool(data)
 
     def _end(self, fd: int) -> None:
+        """Close one of the program's two outputs, and report its end."""
         self._loop.selector.unregister(fd)
         self._open.remove(fd)
         os.close(fd)

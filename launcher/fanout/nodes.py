@@ -46,7 +46,8 @@ class Nodes:
 
         If many connections arrive at once, an sshd, especially a bastion's, drops some
         (MaxStartups). If others succeed, the dropped ones are tried again, TRIES times in all,
-        after longer pauses. `connect` connects to the node with an index.
+        after longer pauses. `connect` connects to the node with an index. `until` is monotonic
+        time. Replaces a dropped connection in `connections`.
         """
         connections = self.connections
         for place in range(num_nodes):
@@ -65,7 +66,7 @@ class Nodes:
             if not dropped and not any(connection.may_come for connection in connections):
                 return
 
-            for number, place in enumerate(dropped):
+            for number, place in enumerate(dropped):  # not all at once, or sshd drops some again
                 pause_s = (
                     limits.CONNECT_AGAIN_S * 2 ** tries[place] + limits.CONNECT_PACE_S * number
                 )
@@ -107,7 +108,7 @@ class Nodes:
 
     @property
     def others_s(self) -> float:
-        """The limit for the other nodes' parts to end after one has."""
+        """The limit, in seconds, for the other nodes' parts of the run to end after the first."""
         return limits.for_nodes(limits.OTHERS_S, len(self.connections))
 
     def check_deadline(self, rest_s: float) -> bool:
@@ -157,7 +158,10 @@ class Nodes:
         self._await_sweeps(loop, limits.SSH_CONNECT_S + limits.SWEEP_S)
 
     def _await_sweeps(self, loop: Loop, within_s: float) -> None:
-        """Wait until all second connections have ended. From here on, signals have no effect."""
+        """Wait until all second connections have ended, for up to `within_s`.
+
+        Closes those that have reported. From here on, signals have no effect.
+        """
         until = time.monotonic() + within_s
         sweeps = self._sweeps.values()
         while any(sweep.code is None for sweep in sweeps) and time.monotonic() < until:
@@ -204,11 +208,11 @@ class Silence:
             if node.code is None and not node.is_left and not node.answer(Exit)
         ]
 
-    def note_turn(self, *, is_ending: bool) -> None:
+    def detect_suspension(self, *, is_ending: bool) -> None:
         """Detect that this process or the machine was suspended; that does not count as silence.
 
-        `still_s` says for how long, until the run has survived it by RECALL_S, or for good if the
-        run is ending.
+        To be called after each wait. Sets `still_s` to the seconds of a suspension, until the run
+        has survived it by RECALL_S, or for good if the run is ending.
         """
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         slept_s = now - (self._turned_at or now)
@@ -226,7 +230,10 @@ class Silence:
         return min((node.heard + self.limit_s for node in self.awaited), default=math.inf)
 
     def describe(self) -> Iterator[str]:
-        """Yield a line for each node that has become silent, or is heard again, since last time."""
+        """Yield a line for each node that has become silent, or is heard again, since last time.
+
+        Each node's `silence_news` remembers what was reported last.
+        """
         for node in self.awaited:
             if news := node.silence_news.note_silence(time.monotonic() - node.heard, self.limit_s):
                 yield f"{node.name}: {news}"

@@ -35,6 +35,7 @@ class PdshFanout(Fanout):
         self.pdsh: Child | None = None
 
     def require_tools(self) -> None:
+        """Raise Refused if this machine lacks pdsh or ssh."""
         if not shutil.which("pdsh"):
             cure = "install it, or use launch_torchrun_auto.sh"
             raise Refused("env-missing", f"pdsh is not installed here; {cure}")
@@ -70,15 +71,18 @@ class PdshFanout(Fanout):
         return [*command, "-t", str(limits.PDSH_CONNECT_S + self.slack_s), remote]
 
     def start_request(self, report: Report, node: Connection) -> Start:
+        """Return the request of the ssh fan-out, with the socket on which the far side waits."""
         start = super().start_request(report, node)
         return replace(start, socket=f"{self.socket}.{report.node_rank}")
 
     def handle_end(self, node: Connection) -> None:
+        """Do what the ssh fan-out does. If pdsh itself has ended, the nodes must end soon, too."""
         super().handle_end(node)
         if self.pdsh and self.pdsh.code is not None:
             self.close_within(self.nodes.others_s)
 
     def paste_line(self, node: str, line: str) -> str:
+        """Return a command line that runs a shell line on a node through pdsh."""
         options = shlex.quote(" ".join(["-tt", *given_options(self.plan.environ)]))
         words = f"-w {shlex.quote(node)} {quote_line(line.replace('%', '%%'))}"
         return f"PDSH_SSH_ARGS_APPEND={options} pdsh -R ssh -S {words}"

@@ -121,6 +121,8 @@ def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
 def ask_nodes(plan: Plan) -> list[Report]:
     """Run the preflight on every node. Returns the reports of those that answer, by node rank.
 
+    Waits for up to STEP_PREFLIGHT_S, or STEP_IMAGE_S (see read_answers).
+
     Raises Refused if more nodes are silent than there are spares. Exits if SLURM ended the step.
     """
     pieces = in_pieces(encode(plan.request(meeting_size=plan.num_agents)), LONGEST)

@@ -84,10 +84,12 @@ class Fanout:
             self.terminals.err.drain(limits.DRAIN_S)
 
     def require_tools(self) -> None:
+        """Raise Refused if this machine lacks a program that the fan-out needs."""
         if not shutil.which("ssh"):
             raise Refused("env-missing", "ssh is not installed here; install OpenSSH's client")
 
     def say(self, text: str) -> None:
+        """Print a line that begins with the script's name."""
         print(f"{self.plan.program}: {printable(text, LONGEST_ROW)}", file=self.terminals.err.text)
 
     # --- the preflight ------------------------------------------------------------------------
@@ -150,7 +152,10 @@ class Fanout:
         return self.connect(self.plan.nodes[number].name, f"{self.token}.{number}", show)
 
     def connect(self, node: str, token: str, show: Show) -> Connection:
-        """Start ssh to a node, and send it the commands that start the far side there."""
+        """Start ssh to a node, and send it the commands that start the far side there.
+
+        During a run, ssh gives up after SSH_CONNECT_S; before, while the preflight can still wait.
+        """
         at_start_s = max(limits.SSH_CONNECT_S, self.plan.preflight_s - limits.CHECKS_S - 1)
         connect_s = (limits.SSH_CONNECT_S if self.started else at_start_s) + self.slack_s
         connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
@@ -161,6 +166,7 @@ class Fanout:
     # --- the run ------------------------------------------------------------------------------
 
     def start_nodes(self, reports: Sequence[Report]) -> None:
+        """Send each node its start request, and set `started`. `reports` are by node rank."""
         self.started = time.time()
         for connection, report in zip(self.connections, reports, strict=True):
             connection.start(self.start_request(report, connection))
@@ -200,7 +206,7 @@ class Fanout:
             self.forward_signal(signum)
 
         self.terminals.show_held(now)
-        self.silence.note_turn(is_ending=self.close_at < math.inf)
+        self.silence.detect_suspension(is_ending=self.close_at < math.inf)
         for node in self.connections:
             self.handle_end(node)
         self.handle_silence()
@@ -249,7 +255,7 @@ class Fanout:
         is_cut = node.answer(Cut)
         has_ended = node.answer(Exit) and not is_cut
         if not self.started:
-            node.look_for_fault()  # why ssh has not reached it
+            node.start_probe()  # why ssh has not reached it
         elif node.is_left or (has_ended and self.nodes.can_change):
             pass  # the run continues without it, or the agents decide whether it does
         elif has_ended:
@@ -269,6 +275,7 @@ class Fanout:
         return self.started > 0 and time.monotonic() < self.close_at
 
     def close_within(self, seconds: float) -> None:
+        """Close the control streams after this time, unless they close earlier anyway."""
         self.close_at = min(self.close_at, time.monotonic() + seconds)
 
     # --- the end ------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def choose_requeue(
 
 
 def requeue_after_notice(plan: Plan) -> bool:
-    """Requeue the job, unless its last starts ended with the same checkpoint: then it ends.
+    """Record the newest checkpoint. Requeue the job, unless its last starts had the same one.
 
     Returns False if the user has to resume: the job was cancelled, or SLURM rejects the request.
     """
@@ -211,7 +211,7 @@ def requeue_after_notice(plan: Plan) -> bool:
     if slurm.has_ended(job):  # scancel came after the notice
         return False
 
-    newest = note_newest(plan)
+    newest = record_newest(plan)
     if len(newest) == MOST_STARTS and len({*newest}) == 1:
         warn(f"{plan.program}: {MOST_STARTS - 1} restarts made no progress; not requeuing the job")
         return True
@@ -241,7 +241,7 @@ def requeue(plan: Plan) -> bool:
     return is_back
 
 
-def note_newest(plan: Plan) -> list[str]:
+def record_newest(plan: Plan) -> list[str]:
     """Add the newest checkpoint's name to a file in the run's folder, which has one per start.
 
     Returns the last MOST_STARTS; none if that fails, or if no folder of checkpoints is known.
@@ -309,9 +309,9 @@ def find_outcome(
 ) -> Outcome | None:
     """Return the outcome of a step; None if no agent reported one or failed, and none was killed.
 
-    `code` is srun's, the highest of its tasks. If it is 137 or more, nodes without a reported
-    exit count as killed, but not after a signal in `asked`, nor if an outcome was reported: then
-    await_end() may have killed srun, because tasks took long to exit.
+    Asks scontrol. `code` is srun's, the highest of its tasks. If it is 137 or more, nodes without a
+    reported exit count as killed, but not after a signal in `asked`, nor if an outcome was
+    reported: then await_end() may have killed srun, because tasks took long to exit.
     """
     is_killed = code >= KILLED and not (asked or output.has_outcome)
     parts = output.parts(plan.hosts, KILLED if is_killed else 0)

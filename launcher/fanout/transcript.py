@@ -12,9 +12,9 @@ from launcher.record.run_json import writing_to
 
 
 def new_file(plan: Plan) -> Path:
-    """Return the path of a new transcript, to which the link `latest_node<rank>.log` points.
+    """Return the path of a new transcript. Makes its folder and the link `latest_node<rank>.log`.
 
-    Raises Refused if the folder cannot be written to.
+    The file itself is left to the caller. Raises Refused if the folder cannot be written to.
     """
     folder = plan.directory / plan.log_dir / "distributed_training"
     name = f"cluster_train_{time.strftime('%Y%m%d-%H%M%S')}_node{plan.node_rank}.log"

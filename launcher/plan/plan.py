@@ -95,7 +95,7 @@ class ConfigFacts:
 class Plan(World, Choices, ConfigFacts):
     """Everything that the user, the environment, the config and the scheduler decided."""
 
-    fanout: str  # local, srun, ssh or pdsh
+    fanout: str  # a module of launcher/fanout/ such as local, srun, ssh; or check (the config)
     command: str  # the resume line: all that was typed, quoted for a shell
     root: Path  # the project
     directory: Path  # where the launch was typed; relative paths begin here

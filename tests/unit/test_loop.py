@@ -143,7 +143,7 @@ def test_only_a_dropped_connection_is_worth_another_try(
     node = Connection(loop, "n1", connect_s=1, token="token.0", show=lambda *_: None)
     while node.code is None:
         loop.wait(1.0)
-    node.look_for_fault()
+    node.start_probe()
     eventually(lambda: not node.may_come, "the cause")
     loop.close()
     assert node.is_dropped == is_dropped
@@ -168,7 +168,7 @@ def test_connections_that_are_replaced_leave_no_file_open(
     def turn(until: float) -> None:
         loop.wait(until - time.monotonic())
         for connection in nodes.connections:
-            connection.look_for_fault()
+            connection.start_probe()
 
     def count_files() -> int:
         files = map(os.path.realpath, Path("/proc/self/fd").iterdir())
