@@ -49,7 +49,7 @@ def as_slurm_ended(outcome: Outcome, plan: Plan) -> Outcome:
 
 @dataclass(frozen=True)
 class LaunchEnd:
-    """What a launcher knows about the end of a run on several nodes."""
+    """What a launcher knows about the end of a run on several nodes, which has just ended."""
 
     plan: Plan
     parts: Sequence[NodePart]  # by node rank

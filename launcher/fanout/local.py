@@ -80,7 +80,10 @@ def check_here(plan: Plan) -> Report:
 
 
 def check_health(plan: Plan, nproc: int) -> bool:
-    """Start ranks on this node and test them together. Prints and returns whether they can work."""
+    """Start `nproc` ranks on this node alone, and wait until they have tested each other.
+
+    Prints and returns whether they can work together.
+    """
     start = time.monotonic()
     # --standalone limits the test to this node and a free port, even in a step of a SLURM job.
     agent = [plan.python, str(plan.root / AGENT), "--standalone", "--nproc-per-node", str(nproc)]

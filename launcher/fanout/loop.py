@@ -96,8 +96,8 @@ class Loop:
 def fixed_options() -> Sequence[str]:
     """Return the fixed options that this machine's ssh knows. Asks ssh for its version, once."""
     with contextlib.suppress(OSError):
-        told = subprocess.run(["ssh", "-V"], stdin=subprocess.DEVNULL, capture_output=True)
-        version = re.search(rb"OpenSSH_(\d+)\.(\d+)", told.stderr)
+        result = subprocess.run(["ssh", "-V"], stdin=subprocess.DEVNULL, capture_output=True)
+        version = re.search(rb"OpenSSH_(\d+)\.(\d+)", result.stderr)
         if version and (int(version[1]), int(version[2])) >= (8, 7):
             return (*FIXED, *SINCE_8_7)
     return FIXED

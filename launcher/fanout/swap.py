@@ -29,6 +29,7 @@ def find_ill(plan: Plan, reports: Sequence[Report | None]) -> set[int]:
     bad = {host.partition(".")[0] for host, times in losses.items() if times >= TWICE}
 
     def is_ill(report: Report | None) -> bool:
+        """Return whether the node with this report must not be used."""
         if report is None or report.host in bad:
             return True
         return any(plan.is_strict or not fault.warns for fault in report.faults)

@@ -227,14 +227,15 @@ def read_world(typed: Typed, fanout: str) -> World:
 
 
 def _first(given: str | None, environ: Environ, variable: str) -> str | None:
-    """Return the argument if it was given, otherwise the variable if it is not empty."""
+    """Return the argument if it was given, otherwise the variable; None if that is empty."""
     return given if given is not None else environ.get(variable) or None
 
 
 def _read_named(typed: Typed, nproc: int | None) -> World:
     """Return the nodes that the user or PBS names one by one; the first has node rank 0.
 
-    May ask PBS. Raises PlanError if there are no nodes, or if they cannot be read.
+    May ask PBS. Raises PlanError if there are no nodes, if they cannot be read, or if one is a path
+    that does not exist: the user meant a file of nodes.
     """
     is_named = typed.node or typed.hostfile
     if typed.nodefile or (typed.fanout == "auto" and not is_named):

@@ -79,14 +79,15 @@ class Own:
         return values
 
 
-def find_own(asked: Choices, begun: Collection[str]) -> Own:
+def find_own(choices: Choices, begun: Collection[str]) -> Own:
     """Return which variables the scheduler has set for this node only; `values` are still empty.
 
     `begun` has the shell's initial variables, as `NAME=value`: in the job, a value that is not
     among them was typed. A value that the Python environment changed counts as typed. In a PBS job,
     qstat is asked for those that qsub sent.
     """
-    environ = asked.environ
+    environ = choices.environ
+    # The schedulers of this job, by the variables that name them.
     signs = [sign for sign in OWN if environ.get(sign)]
     names = {name for sign in signs for name in OWN[sign]} & environ.keys()
     # In a shell that is older than the job, the scheduler's values are as new as typed ones.
@@ -94,7 +95,7 @@ def find_own(asked: Choices, begun: Collection[str]) -> Own:
     attributes = pbs.ask_qstat(environ.get("PBS_JOBID", "")) if names else {}
     sent = f",{attributes.get('Variable_List', '')},".replace("\\,", ",")
 
-    chosen = {*asked.activated, *asked_names(environ)}
+    chosen = {*choices.activated, *asked_names(environ)}
     for name in names:
         value = f"{name}={environ[name]}"
         is_typed = began_in_job and value not in begun
@@ -137,7 +138,7 @@ def _find_shell() -> int:
 def ask_for_values(names: Collection[str], plan: Plan) -> dict[str, dict[str, str]]:
     """Return what the scheduler set for each node, by node; only here if pbsdsh does not answer.
 
-    pbsdsh is asked only if there are several nodes, and variables to ask for.
+    pbsdsh is asked, and waited for, only if there are several nodes, and variables to ask for.
     """
     environ = plan.environ
     hosts = list(dict.fromkeys(pbs.read_lines(environ)))

@@ -34,16 +34,16 @@ def read_nodefile(environ: Environ, nproc: int | None) -> tuple[NodePlan, ...]:
 
     lines = read_lines(environ)
     names = dict.fromkeys(lines)
-    asked = whole(environ.get("PBS_NUM_NODES", ""))  # set by Torque
+    num_asked = whole(environ.get("PBS_NUM_NODES", ""))  # set by Torque; 0: not known
     is_complete = bool(lines)
-    if lines and asked and len(names) != asked:
+    if lines and num_asked and len(names) != num_asked:
         # Torque counts what was requested; a scheduler may put several of these nodes on one host.
-        requested = int(environ.get("PBS_NUM_PPN") or 1) * asked
+        requested = int(environ.get("PBS_NUM_PPN") or 1) * num_asked
         is_complete = requested in (0, len(lines))  # 0: no nodes were requested
     if not is_complete:
         raise PlanError(
             f"the job's node file has {count(len(names), 'node')}, but should have "
-            f"{asked or 'some'}; {REQUEST}"
+            f"{num_asked or 'some'}; {REQUEST}"
         )
 
     if nproc:
