@@ -145,8 +145,7 @@ class LaunchEnd:
         has_log = node >= 0 and not self.plan.engine
         log = f"{self.plan.log_dir}/{self.plan.run_id}/node_{node}.log" if has_log else ""
         host = self.parts[node].host if node >= 0 else short_host_name()
-        failure = Failure(fault, cause, code, host, node, time.time(), log=log)
-        return self._outcome(code, failure)
+        return self._outcome(code, Failure(fault, cause, code, host, node, time.time(), log=log))
 
     def _outcome(self, code: int, failure: Failure | None = None) -> Outcome:
         """Return this outcome, with the command that resumes the run if checkpoints are known.

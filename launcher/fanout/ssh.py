@@ -84,12 +84,10 @@ class Fanout:
             self.terminals.err.drain(limits.DRAIN_S)
 
     def require_tools(self) -> None:
-        """Raise Refused if this machine lacks a program that the fan-out needs."""
         if not shutil.which("ssh"):
             raise Refused("env-missing", "ssh is not installed here; install OpenSSH's client")
 
     def say(self, text: str) -> None:
-        """Print a line that begins with the script's name."""
         print(f"{self.plan.program}: {printable(text, LONGEST_ROW)}", file=self.terminals.err.text)
 
     # --- the preflight ------------------------------------------------------------------------
@@ -110,11 +108,8 @@ class Fanout:
         plan = self.plan
         answers = [node.answer(Report) for node in self.connections]
         reports = [report for report in answers if report]
-        silent = [
-            Finding(node.name, node.explain_silence(hello_s))
-            for node in self.connections
-            if not node.answer(Report)
-        ]
+        unheard = [node for node in self.connections if not node.answer(Report)]
+        silent = [Finding(node.name, node.explain_silence(hello_s)) for node in unheard]
         outcome = compare.combine(reports, silent, time.monotonic() - began)
         out = sys.stderr if plan.is_detached else self.terminals.err.text
         refuses = compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out)
@@ -152,10 +147,7 @@ class Fanout:
         return self.connect(self.plan.nodes[number].name, f"{self.token}.{number}", show)
 
     def connect(self, node: str, token: str, show: Show) -> Connection:
-        """Start ssh to a node, and send it the commands that start the far side there.
-
-        During a run, ssh gives up after SSH_CONNECT_S; before, while the preflight can still wait.
-        """
+        """Start ssh to a node, and send it the commands that start the far side there."""
         at_start_s = max(limits.SSH_CONNECT_S, self.plan.preflight_s - limits.CHECKS_S - 1)
         connect_s = (limits.SSH_CONNECT_S if self.started else at_start_s) + self.slack_s
         connection = Connection(self.loop, node, connect_s=connect_s, token=token, show=show)
@@ -275,7 +267,6 @@ class Fanout:
         return self.started > 0 and time.monotonic() < self.close_at
 
     def close_within(self, seconds: float) -> None:
-        """Close the control streams after this time, unless they close earlier anyway."""
         self.close_at = min(self.close_at, time.monotonic() + seconds)
 
     # --- the end ------------------------------------------------------------------------------
@@ -288,16 +279,15 @@ class Fanout:
         for node, why in unreachable.items():
             self.say(f"{node.name}: {why}")
         parts = self.nodes.parts(unreachable)
-        end = LaunchEnd(plan, parts, self.started, self.stopped_by, self.silence.still_s)
-        outcome = end.outcome()
+        end = LaunchEnd(plan, parts, self.started, self.stopped_by, self.silence.still_s).outcome()
         if killed := self.nodes.num_killed:
             self.say(f"{count(killed, 'process', 'processes')} of the run had to be killed")
         where = "on the reachable nodes" if unreachable else f"on {count(len(plan.nodes), 'node')}"
         self.terminals.out.drain(limits.DRAIN_S)
         err = self.terminals.err.text
-        print_row("ended", f"code {outcome.code}; nothing is left running {where}", err)
-        print_outcome(outcome, err, plan.folder)
-        return code_for_shell(outcome.code, {self.stopped_by})
+        print_row("ended", f"code {end.code}; nothing is left running {where}", err)
+        print_outcome(end, err, plan.folder)
+        return code_for_shell(end.code, {self.stopped_by})
 
     def paste_line(self, node: str, line: str) -> str:
         """Return a command line that runs a shell line on a node; Ctrl-C ends it there."""

@@ -44,5 +44,5 @@ def _size(environ: Environ) -> tuple[int, int]:
         given = environ.get("SLURM_GPUS_ON_NODE") or per_node  # salloc's shell has only the latter
         return whole(environ.get("SLURM_JOB_NUM_NODES", "")), whole(given)
     nodes = pbs.count_nodes(environ)
-    gpu_lines = pbs.read_lines(environ, "PBS_GPUFILE")  # Torque's file has a line for each GPU
-    return nodes, len(gpu_lines) // max(nodes, 1)
+    # Torque's file has a line for each GPU.
+    return nodes, len(pbs.read_lines(environ, "PBS_GPUFILE")) // max(nodes, 1)
