@@ -8,6 +8,7 @@ import subprocess
 from distributed import environment, hostlist
 from distributed.errors import STOPPED
 from distributed.job import ask_scheduler, in_slurm_step, job_id
+from distributed.stop_signals import NOTICES
 from launcher.master_port import is_loopback
 from launcher.plan.plan import World
 from launcher.plan.settings import read_nproc, read_number
@@ -259,11 +260,13 @@ def step_command(environ: Environ, typed: Words) -> list[str]:
 def end_chain(code: int, environ: Environ) -> None:
     """Cancel the waiting jobs of this job's chain if the run has completed or failed by itself.
 
-    They are still needed if the run saved and stopped, if a part of it was killed, or if the job is
-    at its time limit, for which SLURM is asked. Does nothing outside a chain or a batch script.
+    They are still needed if the run saved and stopped, if a part of it was killed, if a notice
+    ended its ranks, or if the job is at its time limit. Does nothing outside a chain or a batch
+    script. Asks SLURM for the limit.
     """
     name = chain_of(environ)
-    is_needed = code in (STOPPED, 128 + signal.SIGKILL)  # the latter also after a node was lost
+    kills = signal.SIGKILL, *NOTICES  # SIGKILL also after a node was lost
+    is_needed = code == STOPPED or code - 128 in kills
     if name and in_batch_script(environ) and not (is_needed or is_at_time_limit(environ)):
         subprocess.run(["scancel", "--state=PENDING", f"--name=chain-{name}"])
 

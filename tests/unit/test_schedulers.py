@@ -337,7 +337,7 @@ def test_what_a_batch_script_asks_for(
     ("code", "reason", "is_cancelled"),
     [
         *((code, "None", True) for code in (0, 1, 2, 143)),
-        *((code, "None", False) for code in (75, 137)),
+        *((code, "None", False) for code in (75, 137, 138, 140)),
         (143, "TimeLimit", False),
     ],
 )
