@@ -42,7 +42,7 @@ def host_meeting(
                 ).name
 
         here = meeting.gather(acceptor, {*range(1, num_others + 1)}, wait)
-        for link, _ in here.values():
+        for link in here.values():
             stack.enter_context(contextlib.closing(link))
         left_s = wait.left_s if len(here) == num_others else 0
         faults = meeting.try_pairs(me, here, left_s, limits.PAIR_PASS_S, file)

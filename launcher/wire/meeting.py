@@ -61,13 +61,13 @@ def gather(
     awaited: set[int],
     wait: Wait,
     admit: Callable[[Link, NodeReport], bool] = lambda link, report: True,
-) -> dict[int, tuple[Link, Member]]:
-    """Wait for nodes. Returns those that arrive in time, by node id, with their open links.
+) -> dict[Member, Link]:
+    """Wait for nodes. Returns those that arrive in time, in order of node id, with open links.
 
     Closes the link of a node that is not awaited, or that `admit` rejects. Raises Refused if a node
     reports that the run cannot start.
     """
-    here = dict[int, tuple[Link, Member]]()
+    here = dict[Member, Link]()
     missing = {*awaited}
     while missing and wait.left_s > 0:
         wait.report_missing(missing)
@@ -79,10 +79,10 @@ def gather(
                 missing.remove(node_id)
                 address = address_of(connection.getpeername)
                 port = report.failover_port
-                here[node_id] = link, Member(node_id, report.host, report.nproc, address, port)
+                here[Member(node_id, report.host, report.nproc, address, port)] = link
             else:
                 link.close()
-    return dict(sorted(here.items()))
+    return {member: here[member] for member in sorted(here, key=lambda each: each.node_id)}
 
 
 def _receive_report(link: Link, missing: set[int], deadline: float) -> NodeReport | None:
@@ -127,7 +127,7 @@ def open_failover_port(address: str) -> socket.socket:
 
 def try_pairs(
     first: Member,
-    here: Mapping[int, tuple[Link, Member]],
+    here: Mapping[Member, Link],
     within_s: float,
     more_s: float,  # extra time for answers
     file: str = "",
@@ -142,19 +142,19 @@ def try_pairs(
     until = own_time.now() + within_s
     with open_failover_port(first.address) as listener:
         first = replace(first, failover_port=listener.getsockname()[1])
-        others = [member for _, member in here.values()] if within_s > 0 else []
+        others = [*here] if within_s > 0 else []
 
-        for node_id, (link, _) in here.items():
+        for member, link in here.items():
             # The master's address may lead here through a service that forwards only its port.
             own = replace(first, address=address_of(link.socket.getsockname))
-            link.send(PairTest(neighbours([own, *others], node_id), file))
+            link.send(PairTest(neighbours([own, *others], member.node_id), file))
 
         nearest = neighbours([first, *others], first.node_id)
         found = [(first.node_id, fault) for fault in try_members(nearest, first.node_id, within_s)]
-        for node_id, (link, _) in here.items():
+        for member, link in here.items():
             answer = link.wait(until + more_s)
             if isinstance(answer, PairResult):
-                found += [(node_id, fault) for fault in answer.faults]
+                found += [(member.node_id, fault) for fault in answer.faults]
     return found
 
 

@@ -332,7 +332,7 @@ def test_other_ports_of_a_master_behind_a_service_are_tried_at_its_own_address()
         thread = threading.Thread(target=answer)
         thread.start()
         service = replace(FIRST, address="203.0.113.9")  # leads here, for one port
-        others = {1: (master, Member(1, "n1", 1, "127.0.0.1"))}
+        others = {Member(1, "n1", 1, "127.0.0.1"): master}
         assert meeting.try_pairs(service, others, PATIENCE_S, PATIENCE_S) == []
         thread.join()
     assert tried == OWN

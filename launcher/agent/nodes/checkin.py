@@ -100,9 +100,8 @@ def meet(
     listener = listen(address, port, is_alone=me.num_nodes == 1)
     with contextlib.closing(Acceptor(listener, access, say)) as acceptor:
         here = gather(acceptor, me, wait, tells_late=is_by_hand)
-    members = [Member(0, me.host, me.nproc, address), *(member for _, member in here.values())]
-
-    peers = {node_id: peer for node_id, (peer, _) in here.items()}
+    members = [Member(0, me.host, me.nproc, address), *here]
+    peers = {member.node_id: peer for member, peer in here.items()}
     if tries_pairs and here:
         within_s = limits.for_nodes(limits.PAIRS_S, len(members))
         losses = meeting.try_pairs(members[0], here, within_s, more_s=within_s)
@@ -141,8 +140,8 @@ def listen(address: str, port: int, *, is_alone: bool = False) -> socket.socket:
 
 def gather(
     acceptor: Acceptor, me: NodeReport, wait: Wait, *, tells_late: bool = False
-) -> dict[int, tuple[Link, Member]]:
-    """On node rank 0, wait until every other agent has checked in. Returns them by node rank.
+) -> dict[Member, Link]:
+    """On node rank 0, wait until every other agent has checked in. Returns them, with their links.
 
     Raises Refused, after rejecting the nodes that have checked in, if a node is missing,
     checked in twice, or does not match this one. With `tells_late`, first waits CHECKIN_LATE_S for
@@ -177,7 +176,7 @@ def gather(
 
     try:
         here = meeting.gather(acceptor, awaited, wait, admit)
-        if missing := awaited - here.keys():
+        if missing := awaited - {member.node_id for member in here}:
             came = ", ".join(f"{node.node_rank} ({node.host})" for node in nodes.values())
             if len(nodes) > MANY:
                 hosts = [node.host for _, node in sorted(nodes.items())]

@@ -79,7 +79,7 @@ def _become_first(before: Meeting, me: Member, args: Arguments) -> Meeting:
             acceptor, awaited, wait, lambda _, report: report.attempt == old.attempt
         )
 
-    peers = {node_id: peer for node_id, (peer, _) in here.items()}
+    peers = {member.node_id: peer for member, peer in here.items()}
     is_spare = me in old.spares
     rest = old.members[1:] if is_spare else [member for member in old.members if member != me]
     members = [me, *rest]  # without a spare, refill() removes the lost node
