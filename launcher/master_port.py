@@ -67,6 +67,15 @@ def is_loopback(address: str) -> bool:
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
+def hosts_line(name: str) -> int | None:
+    """Return the number of the line in /etc/hosts that makes the name a loopback address."""
+    for number, line in enumerate(Path("/etc/hosts").read_text(errors="replace").splitlines(), 1):
+        address, *names = line.partition("#")[0].split() or [""]
+        if name in names and is_loopback(address):
+            return number
+    return None
+
+
 def is_here(address: str, port: int = 0) -> bool:
     """Return whether an address or name belongs to this machine.
 

@@ -131,7 +131,9 @@ def _examine_machine(request: Request, environ: Environ, port: int, port_error: 
         nproc = request.cpu_nproc
 
     return Machine(
-        **vars(replace(request, nproc=nproc, port=port)),  # a Machine extends a Request
+        request=request,
+        nproc=nproc,
+        port=port,
         port_error=port_error,
         gpus=gpus,
         gpu_error=gpu_error,

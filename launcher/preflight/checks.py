@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.network import interface_to
-from launcher.master_port import find_holder, is_here, is_loopback, is_loopback_up
+from launcher.master_port import find_holder, hosts_line, is_here, is_loopback, is_loopback_up
 from launcher.preflight import cgroup, infiniband, must_match
 from launcher.preflight.gpus import DEVICES, Gpu, find_slow, newest_cuda
 from launcher.text import Environ, count, torch_cure, unwritable_fault
@@ -33,11 +33,12 @@ warning = functools.partial(Fault, warns=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine(Request):
-    """This node's part in the plan, and what is known about the node."""
+class Machine:
+    """What is asked about this node, and what is known of it."""
 
-    nproc: int
-    port: int
+    request: Request
+    nproc: int  # ranks; 0 means that their number is not known
+    port: int  # the master's
     port_error: int  # errno if the port cannot be opened, otherwise 0
     gpus: tuple[Gpu, ...]
     gpu_error: str  # why the GPUs could not be examined
@@ -49,13 +50,15 @@ class Machine(Request):
     @property
     def script(self) -> Path | None:
         """The training script, if it is a file."""
-        return None if self.words[0] in ("-m", "--no-python") else self.directory / self.words[0]
+        first = self.request.words[0]
+        return None if first in ("-m", "--no-python") else self.request.directory / first
 
     @property
     def may_use_infiniband(self) -> bool:
         """Whether NCCL uses InfiniBand or RoCE between nodes if there is a port for it."""
-        has_nccl = self.backend == "nccl" or (self.backend == "auto" and len(self.gpus) > 0)
-        return self.num_nodes > 1 and has_nccl and infiniband.is_wanted(self.environ)
+        backend = self.request.backend
+        has_nccl = backend == "nccl" or (backend == "auto" and len(self.gpus) > 0)
+        return self.request.num_nodes > 1 and has_nccl and infiniband.is_wanted(self.environ)
 
 
 def check_program(machine: Machine) -> Faults:
@@ -80,16 +83,17 @@ def check_gpus(machine: Machine) -> Faults:
     """Each process has its own healthy, idle GPU; without visible GPUs, all run on the CPU."""
     cure = "have the GPU reset or replaced, or exclude it with CUDA_VISIBLE_DEVICES"
     has_gpu = machine.gpus or any(map(os.path.exists, DEVICES))
+    backend = machine.request.backend
     if machine.gpu_error:
         yield Fault("gpu-unhealthy", machine.gpu_error, cure)
     elif machine.nproc == 0:
         yield Fault("too-few-gpus", "there is no visible GPU", "give a number of processes")
-    elif machine.backend == "nccl" and not has_gpu:
+    elif backend == "nccl" and not has_gpu:
         cause = "backend nccl needs a GPU, but there is none"
         yield Fault("too-few-gpus", cause, "set BACKEND=gloo")
 
     different = {gpu.uuid for gpu in machine.gpus}  # CUDA_VISIBLE_DEVICES may name one twice
-    if 0 < len(different) < machine.nproc and machine.backend != "gloo":
+    if 0 < len(different) < machine.nproc and backend != "gloo":
         cause = f"{machine.nproc} processes, but only {count(len(different), 'visible GPU')}"
         is_shared = machine.nproc <= len(machine.gpus)  # as the variable asks for
         yield Fault("too-few-gpus", cause, "start fewer; see CUDA_VISIBLE_DEVICES", warns=is_shared)
@@ -119,7 +123,7 @@ def check_build(machine: Machine) -> Faults:
     if torch.get("hip"):
         yield from _check_rocm_variables(machine.environ)
         return
-    if not machine.gpus or machine.backend == "gloo":
+    if not machine.gpus or machine.request.backend == "gloo":
         return
 
     cuda = torch.get("cuda")
@@ -161,11 +165,12 @@ def _check_rocm_variables(environ: Environ) -> Faults:
 
 def check_cpus(machine: Machine) -> Faults:
     """Each rank, and each of its data workers, has its own CPU."""
-    wanted = machine.nproc * (1 + machine.num_workers)
+    workers = machine.request.num_workers  # of each rank
+    wanted = machine.nproc * (1 + workers)
     if 0 < machine.cpus < wanted:
         cause = f"{count(machine.cpus, 'CPU')} for {count(machine.nproc, 'rank')}"
-        if machine.num_workers:
-            cause += f", each with {count(machine.num_workers, 'data worker')}"
+        if workers:
+            cause += f", each with {count(workers, 'data worker')}"
         if machine.cpus < len(os.sched_getaffinity(0)):
             cause += " (by a quota)"
         cure = f"request {wanted} CPUs per node (SLURM: --cpus-per-gpu, per GPU), or start fewer"
@@ -174,29 +179,31 @@ def check_cpus(machine: Machine) -> Faults:
 
 def check_master(machine: Machine) -> Faults:
     """The master's name leads to node rank 0, also from other nodes, and its port is free here."""
-    name = machine.master_addr
+    request = machine.request
+    name = request.master_addr
     addresses = []
     try:
         addresses = [str(address[0]) for *_, address in socket.getaddrinfo(name, None)]
     except OSError:
         cause = f"the master's name {name!r} is unknown"
         cure = "correct it, or give its address"
-        is_awaited = machine.num_nodes > 1 and machine.meeting_size == 0  # may not exist yet
+        is_awaited = request.num_nodes > 1 and request.meeting_size == 0  # may not exist yet
         if is_awaited:
             cure = f"the nodes wait until it resolves; if it is wrong, {cure}"
         yield Fault("name-unresolved", cause, cure, warns=is_awaited)
 
     loopback = [address for address in addresses if is_loopback(address)]
-    if machine.num_nodes > 1 and loopback:
+    if request.num_nodes > 1 and loopback:
         means = "is a loopback address" if name == loopback[0] else f"resolves to {loopback[0]}"
         cause = f"the master {name} {means}, which no other machine can reach"
         literal = name in ("localhost", "127.0.0.1", "::1")  # maybe all nodes are this machine
-        if not literal and (line := _hosts_line(name)):
+        if not literal and (line := hosts_line(name)):
             cause += f" (/etc/hosts line {line})"
         cure = "give the master's address on the network the nodes share"
         yield Fault("loopback-address", cause, cure, warns=literal)
 
-    if machine.num_nodes > 1 and machine.node_rank == 0 and addresses and not is_here(addresses[0]):
+    is_master = request.num_nodes > 1 and request.node_rank == 0
+    if is_master and addresses and not is_here(addresses[0]):
         cause = f"the master's address {addresses[0]} does not belong to this node (node rank 0)"
         cure = "set MASTER_ADDR to an address of this node; behind NAT or a service, ignore this"
         yield warning("no-such-interface", cause, cure)
@@ -207,8 +214,9 @@ def _check_port(machine: Machine) -> Faults:
     """This node can listen on the master's port."""
     if machine.port_error == errno.EADDRINUSE:
         holder = find_holder(machine.port)
-        if f" --rdzv-id {machine.run_id} " in holder:
-            cause = f"run {machine.run_id} is live: its node agent is running here"
+        run_id = machine.request.run_id
+        if f" --rdzv-id {run_id} " in holder:
+            cause = f"run {run_id} is live: its node agent is running here"
             yield Fault("run-is-live", cause, "wait until it ends, or choose another RUN_ID")
         else:
             cause = f"port {machine.port} is taken{holder[:120]}"
@@ -225,7 +233,7 @@ def check_interfaces(machine: Machine) -> Faults:
         yield Fault("no-such-interface", cause, "run ip link set lo up")
 
     names = [name for _, name in socket.if_nameindex()]
-    leads = interface_to(machine.master_addr)
+    leads = interface_to(machine.request.master_addr)
     cure = f"unset it, or name one of {', '.join(names)}"
     if leads not in (None, "lo"):
         cure = f"unset it, or name {leads}, which leads to the master"
@@ -270,14 +278,15 @@ def check_limits(machine: Machine) -> Faults:
     """The limits are high enough for data workers and NCCL, and for InfiniBand's locked buffers."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1 means no limit
     # Node rank 0's agent has a connection to each node, and one of each rank to its store.
-    needed = (1 + machine.nproc) * machine.num_nodes + AGENT_FILES + RANK_FILES * machine.nproc
-    if machine.node_rank == 0 and 0 <= most < needed:
+    request = machine.request
+    needed = (1 + machine.nproc) * request.num_nodes + AGENT_FILES + RANK_FILES * machine.nproc
+    if request.node_rank == 0 and 0 <= most < needed:
         cause = f"the hard limit on open files is {most}, and this run's agent needs {needed}"
         yield Fault("low-nofile", cause, "raise it (limits.conf; under SLURM, slurmd's limit)")
     if 0 <= files < LEAST_FILES:
         cause = f"the limit on open files is {files} (data workers need {LEAST_FILES})"
         yield warning("low-nofile", cause, "run ulimit -n 65536 before the launch")
-    yield from cgroup.check_processes(machine.nproc, machine.num_workers)
+    yield from cgroup.check_processes(machine.nproc, request.num_workers)
 
     shm, _, free = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else (0, 0, 0)
     if free < LEAST_SHM:
@@ -300,8 +309,9 @@ def check_limits(machine: Machine) -> Faults:
 def check_folders(machine: Machine) -> Faults:
     """There is space for logs and checkpoints, and a real write succeeds. Makes purged folders."""
     # Other nodes save only sharded checkpoints, in a folder that they share with node rank 0.
-    saved = machine.checkpoint_dir if machine.node_rank == 0 else None
-    for directory in (machine.directory / folder for folder in (machine.log_dir, saved) if folder):
+    request = machine.request
+    saved = request.checkpoint_dir if request.node_rank == 0 else None
+    for directory in (request.directory / folder for folder in (request.log_dir, saved) if folder):
         if directory.is_symlink():  # perhaps to a folder that was purged
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.realpath(directory), exist_ok=True)
@@ -338,12 +348,3 @@ CHECKS = {  # each with the number of things that it checks
 def nearest_existing(directory: Path) -> Path:
     """Return the directory, or its nearest parent that exists."""
     return next(path for path in (directory, *directory.parents) if os.path.exists(path))
-
-
-def _hosts_line(name: str) -> int | None:
-    """Return the number of the line in /etc/hosts that makes the name a loopback address."""
-    for number, line in enumerate(Path("/etc/hosts").read_text(errors="replace").splitlines(), 1):
-        address, *names = line.partition("#")[0].split() or [""]
-        if name in names and is_loopback(address):
-            return number
-    return None

@@ -48,29 +48,37 @@ ASKED: dict[str, Any] = {  # of one node, which is checked
 
 
 def make_machine(**changes: object) -> Machine:
-    """Return a healthy single node, with changes."""
-    machine = Machine(
+    """Return a healthy single node, with changes of it or of what is asked about it."""
+    request = Request(
         run_id="mine",
         num_nodes=1,
         node_rank=0,
-        nproc=2,
+        nproc=None,
         cpu_nproc=1,
         master_addr="127.0.0.1",
-        port=free_port(),
-        port_error=0,
+        port=None,
         words=[__file__],
         directory=Path.cwd(),
         log_dir=Path(),
         checkpoint_dir=None,
+        **ASKED,
+    )
+    own = {field.name for field in dataclasses.fields(Machine)}
+    asked = {name: value for name, value in changes.items() if name not in own}
+    machine = Machine(
+        request=dataclasses.replace(request, **asked),  # type: ignore[arg-type]
+        nproc=2,
+        port=free_port(),
+        port_error=0,
         gpus=(),
         gpu_error="",
         environ={},
         cpus=0,
         ports=(),
         can_open_ports=True,
-        **ASKED,
     )
-    return dataclasses.replace(machine, **changes)  # type: ignore[arg-type]
+    known = {name: value for name, value in changes.items() if name in own}
+    return dataclasses.replace(machine, **known)  # type: ignore[arg-type]
 
 
 def fake_nvidia_smi(tools: Path, gpus: str, users: str = "", listed: str = "") -> None:
@@ -439,9 +447,9 @@ def test_a_live_run_of_the_same_id_is_named() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
         assert agent.stdout is not None
         port = int(agent.stdout.readline())
-        taken = make_machine(port=port, port_error=open_master_port(a_request(port=port))[2])
-        (live,) = checks.check_master(taken)
-        (other,) = checks.check_master(dataclasses.replace(taken, run_id="min"))
+        error = open_master_port(a_request(port=port))[2]
+        (live,) = checks.check_master(make_machine(port=port, port_error=error))
+        (other,) = checks.check_master(make_machine(port=port, port_error=error, run_id="min"))
         agent.communicate(b"\n")
     assert (live.name, other.name) == ("run-is-live", "port-in-use")
     assert live.cause == "run mine is live: its node agent is running here"

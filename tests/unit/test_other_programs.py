@@ -13,10 +13,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distributed import environment, rendezvous
 from distributed.job import ask_scheduler
-from launcher import processes, shared_files
+from launcher import master_port, processes, shared_files
 from launcher.plan import hosts, pbs, submit_with_config
 from launcher.plan.plan import ROOT
-from launcher.preflight import checks
 from launcher.preflight.gpus import visible_gpus
 from launcher.record.commit import git_commit
 
@@ -113,9 +112,9 @@ def test_the_leader_of_a_process_group(odd: int, monkeypatch: pytest.MonkeyPatch
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hosts").write_bytes(b"n1 # of " + LATIN + b"\nn2\n")
     assert hosts.read_hostfile(tmp_path / "hosts") == ["n1", "n2"]
-    monkeypatch.setattr(checks, "Path", lambda _: tmp_path / "hosts")
+    monkeypatch.setattr(master_port, "Path", lambda _: tmp_path / "hosts")
     (tmp_path / "hosts").write_bytes(b"# of " + LATIN + b"\n127.0.1.1 n1\n")
-    assert checks._hosts_line("n1") == 2
+    assert master_port.hosts_line("n1") == 2
     (tmp_path / "nodes").write_bytes(LATIN + b"\n")
     assert pbs.read_lines({"PBS_NODEFILE": str(tmp_path / "nodes")}) == [NAME]
 
