@@ -39,7 +39,7 @@ def choose_variables(
     is_alone = num_nodes == 1
     chosen = {} if is_alone else dict(PROFILES[profile])
     name = None if profile == "none" else interface_to("127.0.0.1" if is_alone else master_addr)
-    if name is not None and (is_alone or name != "lo"):  # loopback does not lead to other nodes
+    if name and (is_alone or name != "lo"):  # loopback does not lead to other nodes
         # To NCCL, a name without "=" is the beginning of names.
         chosen |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     return {variable: value for variable, value in chosen.items() if variable not in environ}

@@ -95,7 +95,7 @@ class Stop:
 
     def _delete_file(self, name: str) -> bool:
         """Delete the user's file with this name, if there is one; returns whether there was."""
-        if self._folder is not None:
+        if self._folder:
             with contextlib.suppress(OSError):
                 Path(self._folder, name).unlink()
                 return True

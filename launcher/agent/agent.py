@@ -298,15 +298,13 @@ class NodeAgent:
         if outcome.code == 0 or facts.verdict or self.may_go_on_elsewhere:
             return outcome
 
+        attempt, peers = self.own.attempt, self.meeting.peers
         if verdict.parts is not None:
-            attempt, peers = self.own.attempt, self.meeting.peers
             step = self.snapshots.save_parts(verdict.parts, attempt, peers, limit_s)
         else:
             saved = self.heartbeats.reached().saved
             is_first = self.own.node_rank == 0
-            step = self.snapshots.save(
-                saved, self.own.attempt, is_first_node=is_first, limit_s=limit_s
-            )
+            step = self.snapshots.save(saved, attempt, is_first_node=is_first, limit_s=limit_s)
         return outcome.with_saved(step) if step >= 0 else outcome
 
     def _report(self, outcome: Outcome, *, has_verdict: bool) -> None:

@@ -15,6 +15,7 @@ from distributed.checkpoint.memory import BEGIN, FILES, Memory, whole_steps
 from distributed.heartbeat import name_record
 from launcher import descriptors, own_time, processes
 from launcher.agent.output.stream import say
+from launcher.agent.snapshots import save as saving
 from launcher.outcome import NodeEnd
 from launcher.wire import limits
 from launcher.wire.meeting import is_busy
@@ -87,7 +88,7 @@ class Snapshots:
         deadline = own_time.now() + limit_s
         processes.die_with_parent(os.getppid())  # the event loop no longer watches the supervisor
         if parts is not None:
-            write = partial(_hand_over, self._files(parts), parts.folder)
+            write = partial(saving.hand_over, self._files(parts), parts.folder)
             _save_in_child(write, parts.step, deadline)
             first_node.send(HandedOver())
         while first_node.wait(deadline) is not None:
@@ -103,7 +104,7 @@ class Snapshots:
         for peer in peers.values():
             while not isinstance(peer.wait(deadline - limit_s / 2), HandedOver | None):
                 pass  # such as a heartbeat
-        write = partial(_write, self._files(parts), attempt, parts.folder)
+        write = partial(saving.save, self._files(parts), attempt, parts.folder)
         is_saved = _save_in_child(write, parts.step, deadline)
         return parts.step if is_saved else -1
 
@@ -131,7 +132,7 @@ class Snapshots:
 
         for step in sorted(newer, reverse=True):
             files = [buffer.fd for buffer in buffers if buffer.header().step == step]
-            write = partial(_write, files, attempt)
+            write = partial(saving.save, files, attempt)
             if own_time.now() < deadline and _save_in_child(write, step, deadline):
                 return step
         return -1
@@ -162,20 +163,6 @@ def _whole_steps(buffers: Sequence[Memory]) -> list[int]:
     held = [{each.step: each.holders} for each in (buffer.header() for buffer in buffers)]
     pairs = zip(held[::2], held[1::2], strict=True)
     return whole_steps([first | second for first, second in pairs])
-
-
-def _write(files: Sequence[int], attempt: int, folder: str = "") -> int:
-    """Call save(), whose import is slow: only the child that saves makes it."""
-    from launcher.agent.snapshots.save import save
-
-    return save(files, attempt, folder)
-
-
-def _hand_over(files: Sequence[int], folder: str) -> int:
-    """Call hand_over(), in the child as well."""
-    from launcher.agent.snapshots.save import hand_over
-
-    return hand_over(files, folder)
 
 
 def _save_in_child(write: Callable[[], int], step: int, deadline: float) -> bool:
