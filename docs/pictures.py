@@ -23,7 +23,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "docs"
-WIDTH = 110  # columns
+WIDTH = 72  # columns: readable on a telephone
 PICTURES = {
     "run": "scripts/ssh/launch_singlenode.sh config/local3.yaml 2",
     "failure": "scripts/ssh/launch_singlenode.sh my.yaml 2",
@@ -102,7 +102,9 @@ def draw(path: Path, command: str, shown: str) -> None:
         console = Console(record=True, width=WIDTH, file=nowhere)
         console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
         console.print(Text.from_ansi(shown), end="\n\n")
-    console.save_svg(str(path), title="launch kit")
+    picture = console.export_svg(title="launch kit")
+    shown_px = 'width="760" '  # at most; a narrow page shows it smaller
+    path.write_text(picture.replace("viewBox=", f"{shown_px}viewBox=", 1), encoding="utf-8")
 
 
 if __name__ == "__main__":
