@@ -74,7 +74,7 @@ def train(arguments: argparse.Namespace, settings: Settings) -> int:
     run = Run(settings, environment, arguments.launch_command)
     step = run.limits.first_step
     last_step = run.limits.last_step
-    validated: dict[str, float] = {}
+    validated = dict[str, float]()
     helper.beat(step, saved=run.saved_step, hang_seconds=settings.distributed.hang_seconds)
     is_over = run.is_over or (last_step is not None and step >= last_step)
     is_stopped = False

@@ -226,7 +226,7 @@ def _read_hosts_and_tasks(v: Variables) -> tuple[str, list[int]]:
 
 def tasks_per_node(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
     """Expand SLURM's short form: `2(x2),1` gives [2, 2, 1]. Raises LauncherError if invalid."""
-    counts: list[int] = []
+    counts = list[int]()
     for item in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item)
         if match is None or int(match[2] or 1) + len(counts) > _MOST_TASKS:

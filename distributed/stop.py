@@ -133,7 +133,7 @@ def restart_save_clock() -> None:
         stop.restart_save_clock()
 
 
-_before: dict[int, Any] = {}  # the handlers that a Stop has replaced
+_before = dict[int, Any]()  # the handlers that a Stop has replaced
 
 
 def _is_ours(handler: Any) -> bool:

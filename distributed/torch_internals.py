@@ -49,7 +49,7 @@ def device_of(group: Any = None) -> str:
     return "cpu" if torch.device("cpu") in types else "cuda"
 
 
-_kept: list[Any] = []
+_kept = list[Any]()
 
 
 def keep_groups() -> None:

@@ -163,7 +163,7 @@ class Acceptor:
         self._say = say
         self._access = access
         self._listener = listener
-        self._waiting: dict[int, _Visitor] = {}  # by file descriptor; the oldest comes first
+        self._waiting = dict[int, _Visitor]()  # by file descriptor; the oldest comes first
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)

@@ -124,7 +124,7 @@ def end_attempt(
     lost = {each.rank for each in failures if each.is_consequence} - {first.rank}
     stopped = {rank for node in nodes for rank in node.stopped} - lost - {first.rank}
 
-    stacks: dict[str, list[int]] = {}
+    stacks = dict[str, list[int]]()
     for each in failures:
         for text, ranks in each.stacks.items():
             stacks.setdefault(text, []).extend(ranks)

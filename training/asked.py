@@ -21,7 +21,7 @@ class Asked(Tree):
         super().__init__(
             (key, Asked(value) if isinstance(value, dict) else value) for key, value in tree.items()
         )
-        self.asked: set[str] = set()
+        self.asked = set[str]()
 
 
 def _recording(name: str, *, is_for_one_key: bool) -> Any:

@@ -118,7 +118,7 @@ class Batches:
             return ""
 
         sampler = self._sampler
-        samples: list[str] = []
+        samples = list[str]()
         first = self._epoch * self.per_epoch + self._batch - back - count
         for number in range(first, first + count):
             epoch, done = divmod(number, self.per_epoch)

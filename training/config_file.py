@@ -33,7 +33,7 @@ class Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping; raises MarkedYAMLError, with the place, for a duplicate key."""
-        seen: list[Any] = []  # a key may have no hash
+        seen = list[Any]()  # a key may have no hash
         for key, _ in node.value:
             if key.value in seen:
                 problem = f"{key.value} is given twice"

@@ -45,7 +45,7 @@ class Meter:
         self._start = time.perf_counter()
         self._paused_s = 0.0
         self._loaded_s = 0.0  # loading, since the last reading
-        self._new: list[tuple[int, Tensor, int]] = []  # step, loss, terms
+        self._new = list[tuple[int, Tensor, int]]()  # step, loss, terms
         self._sums = {"loss": 0.0, "terms": 0}  # since the last reading
         self._terms = 0  # since the start of this process
         self._read_s = 0.0  # training time at the last reading
@@ -155,7 +155,7 @@ class Stopwatch:
     def __init__(self, model: nn.Module) -> None:
         first = next((each for each in model.parameters() if each.requires_grad), None)
         self._is_cuda = first is not None and first.is_cuda
-        self._spans: list[tuple[Any, Any]] = []  # times, or a GPU's events
+        self._spans = list[tuple[Any, Any]]()  # times, or a GPU's events
         if helper.is_sharded(model):
             for block in [*helper.blocks(model)] or [model]:  # after fsdp's own hooks, which wait
                 block.register_forward_pre_hook(self._start)
@@ -224,7 +224,7 @@ class Pace:
         self._read_steps: collections.deque[int] = collections.deque(maxlen=WARM_UP)
         # The first step of a reading, and each rank's time divided by the median rank's.
         self._ratios: collections.deque[tuple[int, Sequence[float]]] = collections.deque()
-        self._named: set[int] = set()
+        self._named = set[int]()
 
     def read(self, step: int, unit: str, flops: float) -> dict[str, float]:
         """Start a new reading; returns the total speed, and the worst rank's other measurements.

@@ -192,7 +192,7 @@ def mean_metrics(
     modes = {one: one.training for one in module.modules()}  # the task may have frozen some
     module.eval()
 
-    names: dict[str, None] = {}  # in their order
+    names = dict[str, None]()  # in their order
     sums: defaultdict[str, float] = defaultdict(float)  # also of the weights
     for batch, counts in batches:
         if step is not None:  # no limit applies before the first step

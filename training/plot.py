@@ -97,7 +97,7 @@ def draw(
 
 def _curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
     """Return the step and the value of each reading, by metric."""
-    curves: dict[str, list[tuple[int, float]]] = {}
+    curves = dict[str, list[tuple[int, float]]]()
     for line in lines:
         for name, value in line.items():
             curves.setdefault(name, []).append((line["step"], value))

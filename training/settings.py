@@ -244,7 +244,7 @@ def _merge_layers(layers: Mapping[str, Tree]) -> tuple[Tree, dict[str, int]]:
     Layers are numbered from 0.
     """
     tree: Tree = {}
-    level_of: dict[str, int] = {}
+    level_of = dict[str, int]()
     for level, layer in enumerate(layers.values()):
         level_of |= dict.fromkeys(_paths(layer), level)
         train = layer.get("train", {})

@@ -139,7 +139,7 @@ class Trackers:
         self._names = names
         self._facts = facts
         self._asked = asked
-        self._started: dict[str, Tracker] = {}
+        self._started = dict[str, Tracker]()
         self._has_begun = False
         self.recorded = 0  # for RunFacts
 

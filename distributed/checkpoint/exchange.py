@@ -99,7 +99,7 @@ def agree_on_step(
     # By rank: the steps of its own parts, each with the number of holders. With one holder, rank 0
     # has all of it. A sharded snapshot of another number of ranks does not count.
     held = [{step: n for step, _, n in parts if n in (1, ranks)} for parts, _ in rows]
-    keeper_of: dict[tuple[int, int], int] = {}  # of a copy, by its step and the rank of the part
+    keeper_of = dict[tuple[int, int], int]()  # of a copy, by its step and the rank of the part
     for keeper, (_, copied) in enumerate(rows):
         keeper_of |= {(step, rank): keeper for step, rank, n in copied if n == ranks}
 

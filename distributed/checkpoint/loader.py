@@ -106,7 +106,7 @@ def _read_and_repair(folder: Path) -> _Found:
     Logs a warning for each damaged one. If this process holds the run's lock, it renames those that
     are newer than the intact one, and points `latest` at that.
     """
-    damaged: dict[Path, str] = {}
+    damaged = dict[Path, str]()
     for candidate in candidates(folder):
         try:
             content = read_files(candidate)

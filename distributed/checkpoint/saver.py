@@ -92,7 +92,7 @@ class Saver:
         self.enabled = enabled
         self.format = format
         self.last_step: int | None = None  # passed to save()
-        self._memory: list[Tensor] = []  # for the copies; reused
+        self._memory = list[Tensor]()  # for the copies; reused
         self._thread = threading.Thread()
         self._error: CheckpointError | None = None
         self.snapshots = Snapshots()
@@ -205,7 +205,7 @@ class Saver:
     def _write(self, step: int, state: State, copies: Sequence[Tensor]) -> None:
         """Write and commit a checkpoint, and delete old ones; an error is kept for `check`."""
         temporary = self.folder / f"step-{step}.tmp-{socket.gethostname()}-{os.getpid()}"
-        parts: dict[str, Any] = {}
+        parts = dict[str, Any]()
         try:
             if self._parts is None:
                 self._begin_folder(temporary)

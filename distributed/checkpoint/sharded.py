@@ -65,8 +65,8 @@ class Parts:
         # a different order on each rank, so parts do not use training's process group.
         self._group = gloo_group() if dist.is_initialized() else None
         self._shapes: dict[str, Any] | None = None  # for which the plan was made
-        self._packed: list[bytes] = []  # where each rank put its tensors last time
-        self._results: list[Any] = []  # the same, unpacked
+        self._packed = list[bytes]()  # where each rank put its tensors last time
+        self._results = list[Any]()  # the same, unpacked
 
     def plan_and_choose(self, trees: Trees) -> tuple[Trees, list[Tensor]]:
         """Return the trees without their tensors' content, and the tensors that this rank writes.

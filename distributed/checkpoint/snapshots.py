@@ -88,7 +88,7 @@ class Buffer(Memory):
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
         self._memory: mmap.mmap | None = None  # up to the end of the tensors
-        self._views: list[Tensor] = []  # one for each tensor's place in it
+        self._views = list[Tensor]()  # one for each tensor's place in it
 
     def write(
         self, step: int, holders: int, tensors: Sequence[Tensor], rest: bytes, rank: int

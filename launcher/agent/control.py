@@ -142,7 +142,7 @@ def collect_signals() -> list[int]:
     Also unblocks the notices: until now, there was no handler, and one would have ended this
     process. Signals that this process ignores, as under nohup, stay ignored.
     """
-    came: list[int] = []
+    came = list[int]()
     for signum in handled_signals():
         signal.signal(signum, lambda received, _: came.append(received))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, notices())

@@ -38,7 +38,7 @@ def fork_ranks(
     that none is closed twice. Deletes error files of earlier attempts. Raises Refused if the files
     of --redirects and --tee cannot be written.
     """
-    ranks: list[Rank] = []
+    ranks = list[Rank]()
     agent = os.getpid()
     # Until a rank has reset its signals, they would reach the agent's handlers in it, and be lost.
     mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, handled_signals())

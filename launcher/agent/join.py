@@ -26,7 +26,7 @@ def join_run(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     3. In `args.environ`, set network variables (printed), and remove LAUNCH_TASK_FILE. Raises
        Refused if the run cannot start.
     """
-    files: dict[str, str] = {}
+    files = dict[str, str]()
     environ = args.environ
     is_first_node = args.node_rank == 0
     is_skipped = environ.get("SKIP_PREFLIGHT") == "1"

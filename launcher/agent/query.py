@@ -42,7 +42,7 @@ class Query:
     def __post_init__(self) -> None:
         self._start = Deadline()  # when to send a request
         self._end = Deadline()  # when to stop waiting for other nodes
-        self._answers: dict[int, NodeStacks] = {}  # the answers, by node rank
+        self._answers = dict[int, NodeStacks]()  # the answers, by node rank
         self._look = Deadline()  # when to check for the files, on node rank 0
         if self.folder and self.ranks.node_rank == 0:
             self._look.set_within(limits.ASKED_LOOK_S)

@@ -81,7 +81,7 @@ class Connection(Child):
         self._probe: threading.Thread | None = None
         self._show = show
         self._messages = Answers(token.rpartition(".")[0])
-        self._answers: dict[type, Any] = {}
+        self._answers = dict[type, Any]()
         self._words = b""  # stderr before the start; once ssh has ended, also its own messages
 
         self._log = descriptors.anonymous_file("ssh")  # ssh's own messages; -1: it has ended

@@ -52,8 +52,8 @@ class Loop:
             raise Refused("low-nofile", f"{cause}; raise the hard limit (ulimit -Hn) here")
 
         self.selector = selectors.DefaultSelector()
-        self.children: list[Child] = []
-        self._signals: list[signal.Signals] = []
+        self.children = list[Child]()
+        self._signals = list[signal.Signals]()
 
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)

@@ -37,7 +37,7 @@ class Nodes:
         self._connect = connect
         self._membership: Membership | None = None  # the newest
         self._decide_by = math.inf  # when the run must have ended or continued
-        self._sweeps: dict[Connection, Connection] = {}  # the newest second connection to each
+        self._sweeps = dict[Connection, Connection]()  # the newest second connection to each
 
     def connect_all(
         self, connect: Callable[[int], Connection], num_nodes: int, turn: Turn, until: float

@@ -53,7 +53,7 @@ class Fanout:
         self.saving_s = 0 if plan.engine else plan.grace_s  # for agents to save a snapshot
         self.secret = handshake.new_secret()
         self.slack_s = len(plan.nodes) // 10  # each key exchange takes time here
-        self.connections: list[Connection] = []
+        self.connections = list[Connection]()
         self.silence = Silence(self.connections, plan.silence_s)
         self.nodes = Nodes(self.connections, self.connect, can_change=plan.min_nodes > 0)
         self.started = 0.0  # seconds since the epoch; 0 until then

@@ -67,10 +67,10 @@ class Output:
     """Reads srun's stdout in a thread: shows the ranks' output, and keeps the agents' messages."""
 
     def __init__(self, srun: Srun, token: str) -> None:
-        self.outcomes: dict[int, Outcome] = {}  # by the node rank that each node started with
-        self.exits: dict[int, int] = {}  # the agents' exit codes, by the same
+        self.outcomes = dict[int, Outcome]()  # by the node rank that each node started with
+        self.exits = dict[int, int]()  # the agents' exit codes, by the same
         self.membership: Membership | None = None  # the nodes that the run still has; None: all
-        self.begun: set[int] = set()  # the nodes that have sent anything
+        self.begun = set[int]()  # the nodes that have sent anything
         self._answers = Answers(token)
         self._news = deque[tuple[int, object]]()  # filled by the thread
         self._screen = Terminal(1)

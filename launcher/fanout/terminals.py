@@ -12,7 +12,7 @@ class Terminals:
         self.out = Terminal(1)
         self.err = self.out if has_one_screen() else Terminal(2)
         self.is_waiting = False  # an unfinished line is not shown yet
-        self._views: list[View] = []
+        self._views = list[View]()
 
     def make_show(self, prefix: bytes) -> Show:
         """Return a function that shows one program's output; no data means the end of a stream."""

@@ -142,7 +142,7 @@ def ask_for_values(names: Collection[str], plan: Plan) -> dict[str, dict[str, st
     """
     environ = plan.environ
     hosts = list(dict.fromkeys(pbs.read_lines(environ)))
-    by_host: dict[str, Environ] = {}
+    by_host = dict[str, Environ]()
     if names and len(hosts) > 1 and len(plan.nodes) > 1:
         with contextlib.suppress(OSError):  # the preflight reports a folder that is not writable
             by_host = ask_pbsdsh(names, hosts, plan.directory / plan.log_dir)
@@ -165,7 +165,7 @@ def ask_pbsdsh(names: Collection[str], hosts: Sequence[str], folder: Path) -> di
     Waits for all hosts, PBSDSH_S seconds and more for many. Each task writes a file to a temporary
     folder in `folder`, which is created. Raises OSError if that or the start of pbsdsh fails.
     """
-    by_host: dict[str, Environ] = {}
+    by_host = dict[str, Environ]()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".nodes-", dir=folder) as answers:
         task = ["pbsdsh", "--", "/bin/sh", "-c", _ANSWER, answers, "|".join(names)]

@@ -131,7 +131,7 @@ def ask_qstat(name: str, option: str = "-f") -> dict[str, str]:
 def read_chunks(attributes: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the resources of each chunk that a job requested; empty if they are not known."""
     asked = attributes.get("schedselect") or attributes.get("Resource_List.select") or ""
-    chunks: list[dict[str, str]] = []
+    chunks = list[dict[str, str]]()
     for chunk in filter(None, asked.split("+")):  # 2:ncpus=16:ngpus=4 is two chunks
         number, _, rest = chunk.partition(":") if chunk[0].isdecimal() else ("1", "", chunk)
         chunks += [dict(word.partition("=")[::2] for word in rest.split(":"))] * int(number)

@@ -52,7 +52,7 @@ def _read_table() -> Iterator[tuple[str, Setting]]:
     text = re.sub(r"^#.*\n", "", FILE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     for header, lines in re.findall(r"^\[(.+)\]\n((?:.+\n)*)", text, re.MULTILINE):
         commands, _, names = header.rpartition(": ")
-        given: dict[str, Any] = {}
+        given = dict[str, Any]()
         for key, value in re.findall(r"^(\w+) = (.*(?:\n .*)*)", lines, re.MULTILINE):
             if key in Setting.__annotations__:
                 line = re.sub(r"\n +", " ", value)  # further lines of a value are indented

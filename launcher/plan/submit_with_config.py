@@ -259,7 +259,7 @@ class Submission:
     def __init__(self, program: str, *, is_dry_run: bool) -> None:
         self.program = program
         self.is_dry_run = is_dry_run
-        self.queued: list[str] = []
+        self.queued = list[str]()
         self.sbatch: subprocess.Popen[str] | None = None  # the last one
 
     def submit(self, words: Words, *, waits: bool = False) -> str:

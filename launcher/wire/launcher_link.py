@@ -81,7 +81,7 @@ class Answers:
     def __init__(self, token: str) -> None:
         self._mark = f"{BEGIN}{token}.".encode()
         self._pattern = re.compile(re.escape(self._mark) + rb"(.*)\n")
-        self._begun: dict[int, bytes] = {}  # incomplete messages, by node
+        self._begun = dict[int, bytes]()  # incomplete messages, by node
         self._text = b""  # what may be the beginning of a message
 
     def read(self, data: bytes) -> tuple[bytes, list[tuple[int, Any]]]:

@@ -212,8 +212,8 @@ def _find_text(folder: Path | None) -> Corpus:
     those that cannot be read, but not hidden ones. Raises SettingsError if there are fewer than two
     text files.
     """
-    train: list[Piece] = []
-    validation: list[Piece] = []
+    train = list[Piece]()
+    validation = list[Piece]()
     skipped = []
 
     def skip_unreadable(error: OSError) -> None:

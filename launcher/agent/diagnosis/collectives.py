@@ -50,7 +50,7 @@ def _find_difference(group: str, told: Mapping[int, Calls]) -> str:
     Only the earliest difference is described: calls with the same number that differ, or an
     unfinished call that some ranks have not reached.
     """
-    calls: dict[int, dict[int, Collective]] = {}  # by rank and number
+    calls = dict[int, dict[int, Collective]]()  # by rank and number
     for rank, latest in told.items():
         of_rank = {call.number: call for call in latest.calls if call.group == group}
         if of_rank or group == "default_pg":  # every rank is in that group
@@ -80,7 +80,7 @@ def _group(
 
 def newest(calls: Iterable[Collective]) -> Calls:
     """Return the latest calls of each process group."""
-    groups: dict[str, list[Collective]] = {}
+    groups = dict[str, list[Collective]]()
     for call in calls:
         groups.setdefault(call.group, []).append(call)
     return Calls([call for group in groups.values() for call in group[-WINDOW:]])

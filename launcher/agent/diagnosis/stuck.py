@@ -52,7 +52,7 @@ def size_of(file: Path) -> int:
 
 def wait_for_stacks(files: Mapping[Path, int], limit_s: float) -> None:
     """Wait up to `limit_s` for all files to grow beyond their old sizes, and to stop growing."""
-    sizes: list[int] = []
+    sizes = list[int]()
     same = 0  # checks without a change: a busy machine writes a stack in parts
     for _ in turns(limit_s if files else 0, 5 * limits.POLL_S):
         before = sizes

@@ -149,7 +149,7 @@ def gather(
     """
     nodes: dict[int, NodeReport] = {me.node_rank: me}
     awaited = {*range(me.num_nodes)} - {me.node_rank}
-    newcomers: list[tuple[int, Link]] = []  # they have checked in, but may still be rejected
+    newcomers = list[tuple[int, Link]]()  # they have checked in, but may still be rejected
 
     def admit(peer: Link, node: NodeReport) -> bool:
         """Add a node to `nodes`. Returns False to turn one of another run away, with a warning.

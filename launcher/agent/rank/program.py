@@ -196,7 +196,7 @@ def _keep_backends() -> list[Any]:
     thread, which may need the GIL for the last tensor that it reduced: a deadlock.
     """
     destroy = dist.destroy_process_group
-    kept: list[Any] = []
+    kept = list[Any]()
 
     @functools.wraps(destroy)
     def keep_and_destroy(group: dist.ProcessGroup | None = None) -> None:

@@ -151,7 +151,7 @@ def _is_shared(holders: int, buffers: Sequence[Memory]) -> bool:
 
 def _holders_of_parts(buffers: Sequence[Memory]) -> dict[str, list[int]]:
     """Return the ranks whose parts of sharded snapshots these buffers hold, by step."""
-    found: dict[str, list[int]] = {}
+    found = dict[str, list[int]]()
     for header in (buffer.header() for buffer in buffers):
         if header.holders > 1:
             found.setdefault(str(header.step), []).append(header.rank)

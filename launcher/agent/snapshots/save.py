@@ -56,7 +56,7 @@ def hand_over(fds: Sequence[int], folder_name: str) -> int:
 
 def _read(fds: Sequence[int]) -> dict[int, Snapshot]:
     """Return the intact parts, by rank."""
-    parts: dict[int, Snapshot] = {}
+    parts = dict[int, Snapshot]()
     for buffer in map(Buffer, fds):
         if buffer.header().rank not in parts and (rest := buffer.about()):
             parts[buffer.header().rank] = buffer.read(rest)
@@ -70,7 +70,7 @@ def _take_from_folder(parts: Mapping[int, Snapshot], name: str) -> dict[int, Sna
     """
     part = parts[min(parts)]
     folder = Path(part.folder, name)
-    others: dict[int, Snapshot] = {}
+    others = dict[int, Snapshot]()
     try:
         for rank in {*range(part.holders)} - {*parts}:
             with (folder / str(rank)).open("rb") as file:  # closed before deletion, for NFS
