@@ -41,7 +41,8 @@ from launcher.wire import limits
 from launcher.wire.messages import Assignment, Membership, Verdict
 from launcher.wire.node_link import Peers, tell_silences
 
-load_dynamo()  # once here, not in each rank, nor at each restart
+with contextlib.suppress(Exception):  # a rank that needs it shows the error
+    load_dynamo()  # once here, not in each rank, nor at each restart
 TRAIN = str(Path(__file__).resolve().parents[2] / "train.py")
 
 

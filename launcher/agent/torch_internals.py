@@ -94,16 +94,5 @@ def reports_leaks() -> bool:
 
 
 def load_dynamo() -> None:
-    """Import what an optimizer or DistributedDataParallel imports when it is first used.
-
-    If that fails, a rank that needs it imports it again, and shows the error. The submodules of
-    packages that were not imported to the end are therefore removed: the second import would find
-    them, and fail with another error.
-    """
-    try:
-        importlib.import_module("torch._dynamo")
-    except Exception:
-        for name in sorted(sys.modules):  # packages before what is in them
-            package = name.rpartition(".")[0]
-            if package and package not in sys.modules:
-                del sys.modules[name]
+    """Import what an optimizer or DistributedDataParallel imports when it is first used."""
+    importlib.import_module("torch._dynamo")

@@ -1,6 +1,5 @@
 """Undocumented names of torch: two files alone use them, and this torch has each."""
 
-import importlib
 import json
 import re
 import socket
@@ -70,24 +69,6 @@ def test_blocks_are_compiled_alone() -> None:
 
 
 # --- what happens without them ------------------------------------------------------------------
-
-
-def test_an_import_that_failed_fails_again_with_the_same_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "half_done"
-    (package / "inner").mkdir(parents=True)
-    (package / "__init__.py").write_text(
-        "import half_done.inner.part\nhalf_done.inner.part\nraise OSError('refused')"
-    )
-    (package / "inner/__init__.py").write_text("")
-    (package / "inner/part.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    real = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", lambda _: real("half_done"))
-    of_the_agent.load_dynamo()
-    with pytest.raises(OSError, match="refused"):
-        real("half_done")
 
 
 def test_the_store_takes_over_the_port_that_is_open() -> None:
