@@ -35,11 +35,14 @@ CURES = {
 }
 # What ssh prints if sshd, perhaps a bastion's, has ended the connection before the login (with -q,
 # ssh prints nothing) ...
-_DROPPED = re.compile(rb"Connection (closed|refused|reset|timed out)|Exceeded MaxStartups|^\s*\Z")
+_DROPPED = re.compile(
+    rb"Connection (to [^\n]*)?\b(closed|refused|reset|timed)|Broken pipe|MaxStartups|^\s*\Z"
+)
 # ... and what it prints, perhaps before that, if another try cannot help: the login, the host key
 # or the name is wrong.
 _REJECTED = re.compile(
-    b"(Permission|Access) denied|verification failed|authentication fail|resolve hostname|not known"
+    rb"Permission denied( \(|,)|Access denied by|verification failed|authentication fail"
+    b"|resolve hostname|not known"
 )
 T = TypeVar("T")
 Turn = Callable[[float], None]  # handles events until this time, or for a shorter one
@@ -211,10 +214,7 @@ class Connection(Child):
 
     @property
     def is_dropped(self) -> bool:
-        """Whether an sshd on the way has dropped the connection, as sshd does when overloaded.
-
-        This is judged by what ssh printed (see _DROPPED).
-        """
+        """Whether an overloaded sshd on the way seems to have dropped the connection."""
         has_failed = not self.answer(Hello) and not self.may_come
         if not has_failed or self.code != SSH_FAILED or self._fault != "ssh-refused":
             return False
