@@ -101,12 +101,14 @@ def config_texts(config: Path) -> list[str]:
     """Return the text of a config, and of the files beside it that it names, such as its defaults.
 
     Empty if the config is not a file. Raises OSError if one of them cannot be read.
-    Any word counts as a possible name: the config's parser may exist only inside the image.
+    Any word counts as a possible name, with or without its ending: the config's parser may exist
+    only inside the image.
     """
-    if not config.is_file():
+    if not os.path.isfile(config):  # Path.is_file() raises an error if the name is too long
         return []
-    words = {config.stem, *_WORD.findall(config.read_text(errors="replace"))}
-    files = (config.parent / f"{word}{config.suffix}" for word in sorted(words))
+    words = {config.name, *_WORD.findall(config.read_text(errors="replace"))}
+    names = {*words, *(f"{word}{config.suffix}" for word in words)}
+    files = (config.parent / name for name in sorted(names))
     return [file.read_text(errors="replace") for file in files if os.path.isfile(file)]
 
 

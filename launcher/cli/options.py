@@ -87,13 +87,16 @@ def _refuse_without_master(values: Values, _environ: Environ) -> None:
 def _replace_hydra_options(values: Values, environ: Environ) -> None:
     """Replace --config-path and --config-name by one config, or pass them to a Hydra script.
 
-    Raises PlanError if only one of the two is given, unless the script uses Hydra, which has
-    defaults for both.
+    Raises PlanError if --config is given, too, or if only one of the two is, unless the script uses
+    Hydra, which has defaults for both.
     """
     folder = values.pop("config_path", "")
     name = values.pop("config_name", "")
     if not folder and not name:
         return
+
+    if "config" in values:
+        raise PlanError("--config, and --config-path or --config-name, name two configs; omit one")
 
     script = Path(environ.get("TRAIN_SCRIPT") or "-")
     if script.is_file() and re.search(rb"^@hydra\.main", script.read_bytes(), re.MULTILINE):

@@ -1,5 +1,6 @@
 """The training script: which one, with which config; whether it can run; its help."""
 
+import os
 import re
 import warnings
 from importlib.machinery import PathFinder
@@ -62,8 +63,8 @@ def choose_program(typed: Typed) -> tuple[list[str], bool, str]:
 def _choose_config(typed: Typed, *, is_ours: bool) -> str:
     """Return the config's file, or what CONFIG_FLAG passes; `-`: none, only for a user's script.
 
-    Raises PlanError if there is no such file, unless CONFIG_FLAG is set: its value need not be a
-    file. Also raises PlanError if a config is missing.
+    Raises PlanError if a config is missing, or if there is no such file. With CONFIG_FLAG, a user's
+    script may get a value that is not a file.
     """
     config = typed.config
     if config is None and typed.default_config:
@@ -71,8 +72,8 @@ def _choose_config(typed: Typed, *, is_ours: bool) -> str:
     if config is None:
         raise PlanError(f"no config; usage: {typed.usage}")
 
-    is_file = config != "-" and not typed.environ.get("CONFIG_FLAG")
-    if is_file and not Path(config).is_file():
+    must_exist = config != "-" and (is_ours or not typed.environ.get("CONFIG_FLAG"))
+    if must_exist and not os.path.isfile(config):  # Path.is_file() raises for a name too long
         none = "" if is_ours else ", or - for none"
         beside = (file.name for file in Path(config).parent.glob("*.y*ml"))
         near = did_you_mean(Path(config).name, beside)

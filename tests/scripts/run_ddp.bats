@@ -44,6 +44,11 @@ $command"
   [[ $output == *" own.py" ]]
 }
 
+@test "two configs are refused, in one line" {
+  run launch -c plain.yaml --config-path=conf --config-name=small --dry-run
+  assert_refused 2 "run_ddp.sh: --config, and --config-path or --config-name, name two configs"
+}
+
 @test "a Hydra script gets the config's folder and name unchanged" {
   printf 'import hydra\n@hydra.main(config_path="conf", config_name="small")\ndef main(config): ...\n' >own.py
   TRAIN_SCRIPT=own.py run --separate-stderr launch --config-path ../conf a=1 --dry-run -- --multirun

@@ -12,6 +12,7 @@ from captured import captured
 from job_tools import make_tool
 
 from distributed.environment import LauncherError
+from launcher.container import config_texts
 from launcher.plan import own, pbs, resume
 from launcher.plan.check_config import check_config
 from launcher.plan.hosts import read_hostfile
@@ -377,6 +378,29 @@ def test_modules_and_programs_that_are_here_are_not_refused(folder: Path) -> Non
     lacking: dict[str, Any] = {**MODULE, "rest": ("of.the.image",)}
     assert plan_of({"CONTAINER": str(folder)}, **lacking).words == ["-m", "of.the.image"]
     assert plan_of(**lacking, hosts="n1").words == ["-m", "of.the.image"]
+
+
+def test_a_container_reads_the_defaults_of_a_config_with_and_without_their_ending(
+    folder: Path,
+) -> None:
+    texts = {"a": "data: /a\n", "b": "data: /b\n", "c": "defaults: [a.yaml, b]\n"}
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text)
+    assert sorted(config_texts(Path("c.yaml"))) == sorted(texts.values())
+
+
+def test_a_value_that_is_too_long_for_a_file_is_no_file() -> None:
+    own = {"TRAIN_SCRIPT": "own.py"}
+    long = "x" * 5000
+    with pytest.raises(PlanError, match="there is no config file"):
+        plan_of(own, config=long)
+    words = plan_of({**own, "CONFIG_FLAG": "--set"}, config=long).words
+    assert words == ["own.py", "--set", long]
+
+
+def test_only_a_users_script_gets_values_that_are_no_file() -> None:
+    with pytest.raises(PlanError, match="there is no config file"):
+        plan_of({"CONFIG_FLAG": "--set"}, config="none.yaml")
 
 
 def test_pyxis_is_only_for_slurm_also_in_a_dry_run_of_a_batch_script(folder: Path) -> None:
