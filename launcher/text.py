@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import re
+import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -183,19 +184,19 @@ def name_groups(groups: Mapping[str, Sequence[int]]) -> list[str]:
     return [f"{name_ranks(ranks)}: {text}" if ranks else text for text, ranks in by_size]
 
 
-def install_command(packages: str) -> str:
-    """Return the command that installs packages for this Python, and keeps its torch."""
-    words = f"{sys.executable} -m pip install"
+def install_command(package: str) -> str:
+    """Return the command that installs a package for this Python, and keeps its torch."""
+    words = [sys.executable, "-m", "pip", "install", package]
     # uv makes environments without pip. importlib.util.find_spec would also use setuptools' finder,
     # which mistakes this for a start of pip, and breaks torch.compile in processes forked later.
     if PathFinder.find_spec("pip") is None:
-        words = f"uv pip install --python {sys.executable}"
+        words = ["uv", "pip", "install", "--python", sys.executable, package]
     from importlib.metadata import PackageNotFoundError, version  # slow to import
 
-    if packages != "torch":  # packages such as torchvision require one version of it
+    if package != "torch":  # packages such as torchvision require one version of it
         with contextlib.suppress(PackageNotFoundError):
-            packages += f" torch=={version('torch')}"
-    return f"{words} {packages}"
+            words.append(f"torch=={version('torch')}")
+    return shlex.join(words)
 
 
 def torch_cure() -> str:
@@ -208,7 +209,7 @@ def torch_cure() -> str:
     has_environment = sys.prefix != sys.base_prefix or os.path.isdir(f"{sys.prefix}/conda-meta")
     command = install_command("torch")
     if not has_environment and (root / "Makefile").exists():
-        command = f"make -C {root} setup"
+        command = f"make -C {shlex.quote(str(root))} setup"
     return f"set PYTHON to a Python that has it, or run {command}"
 
 

@@ -238,6 +238,12 @@ def test_a_python_without_torch_gets_a_command_that_is_there(
     (tmp_path / "Makefile").touch()
     assert told("/p") == f"{begin}{pip}"
     assert told(sys.base_prefix) == f"{begin}make -C {tmp_path} setup"
+    monkeypatch.setattr(text, "__file__", f"{tmp_path}/a kit/launcher/text.py")
+    monkeypatch.setattr(sys, "executable", "/a python/bin/python")
+    assert told("/p").startswith(f"{begin}'/a python/bin/python' -m pip install torch")
+    (tmp_path / "a kit").mkdir()
+    (tmp_path / "a kit/Makefile").touch()
+    assert told(sys.base_prefix) == f"{begin}make -C '{tmp_path}/a kit' setup"
 
 
 def test_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
