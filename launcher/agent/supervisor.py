@@ -253,8 +253,8 @@ def guard(agent: Agent) -> int:
     text = output.removeprefix(HAS_TORCH).decode(errors="replace")
     sys.stderr.write(text)
     words = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
-    has_failed = code != 0 and not agent.passed_on
-    is_unreported = words or not has_torch  # once it has torch, it says nothing on exit
+    has_failed = code != 0 and {*agent.passed_on} <= {*notices()}  # it may raise after a stop
+    is_unreported = words or not has_torch  # once it has torch, only a crash leaves text
     if os.WIFSIGNALED(status) or (has_failed and is_unreported):
         has_kills = count_memory_kills() > memory_kills
         why = _explain_death(code, words, has_torch=has_torch, is_out_of_memory=has_kills)

@@ -190,7 +190,9 @@ def _hide_the_agent(program: Program) -> None:
 def _keep_backends() -> list[Any]:
     """Keep the backends of the process groups that the script destroys, in the list returned.
 
-    Replaces destroy_process_group() by one that first puts the backends of all groups in the list.
+    Replaces destroy_process_group() by one that first puts the backends of all groups in the list,
+    in place of those of the call before, which have had time to release their last tensors: a
+    script may make and destroy many groups.
     If they were not kept, the last reference would often be that of a DistributedDataParallel or,
     before torch 2.8, of the group, which drop it with the GIL held. The backend then joins gloo's
     thread, which may need the GIL for the last tensor that it reduced: a deadlock.
