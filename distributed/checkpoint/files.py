@@ -5,7 +5,7 @@ Each run saves in its own folder, and only one live run at a time writes to it:
     step-200/            model.pt  optimizer.pt  ranks.pt  progress.json  manifest.json
     step-400/
     step-300.damaged/    found damaged when a run read it; never used
-    step-900.later-.../  of a later step than one saved since then; never used
+    step-900.later/      of a later step than one saved since then; never used
     step-600.tmp-.../    being written, or left over from a process that died; never used
     latest -> step-400
     best -> step-200     the lowest validation loss so far, or the best value of another metric
@@ -182,15 +182,16 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
     """Delete old checkpoints, and rename those of later steps, so that no load chooses them.
 
     Later ones exist if a script has loaded an earlier checkpoint, or none: they are not deleted,
-    because they may be all that is left of an earlier run. Keeps the last `keep_last` up to this
-    step and the one with the lowest score, if any has a finite score; points `best` at it. Keeps
-    damaged ones too. Logs a warning for these, and for each that it cannot delete or rename.
+    because they may be all that is left of an earlier run. Of each step, the newest is kept. Keeps
+    the last `keep_last` up to this step and the one with the lowest score, if any has a finite
+    score; points `best` at it, or deletes a `best` that points at none. Keeps damaged ones too.
+    Logs a warning for these, and for each that it cannot delete or rename.
     """
     scores = {}
     for folder in steps(run_folder):
         try:
-            if step_of(folder) > step:  # to a new name each time, so that it replaces none
-                set_aside(folder, f"later-{time.time_ns()}")
+            if step_of(folder) > step:
+                set_aside(folder, "later")
             else:
                 scores[folder] = score(read_progress(folder))
         except (CheckpointError, OSError) as error:
@@ -201,6 +202,8 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
     if best is not None and math.isfinite(scores[best]):
         update_link(run_folder / "best", best.name)
         kept.add(best)
+    elif not (run_folder / "best").exists():
+        _remove(run_folder / "best")  # it pointed at one that is now set aside
 
     for folder in scores.keys() - kept:
         try:

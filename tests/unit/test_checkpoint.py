@@ -326,7 +326,7 @@ def test_what_a_run_went_back_behind_is_set_aside(tmp_path: Path) -> None:
     flip_a_bit(tmp_path / "step-2/model.pt")  # the damaged checkpoint is replaced
     save(tmp_path, 2, make_state(2), keep_last=1)
     latest, own, aside = names(tmp_path)
-    assert (latest, own) == ("latest", "step-2") and aside.startswith("step-3.later-")
+    assert (latest, own) == ("latest", "step-2") and aside == "step-3.later"
     assert newest_step(tmp_path) == 2
 
 
@@ -336,11 +336,19 @@ def test_a_script_that_loads_nothing_keeps_the_later_ones_of_earlier_runs(
     for weight in (8.0, 9.0):  # two earlier runs; the second one's is not the best
         save(tmp_path, 9, make_state(9, validation_loss=weight, weight=weight), keep_last=1)
         save(tmp_path, 1, make_state(1, validation_loss=10.0), keep_last=1)
-    asides = sorted(tmp_path.glob("step-9.later-*"))
-    assert [files.read_progress(one)["weight"] for one in asides] == [8.0, 9.0]
-    assert f"{tmp_path}/step-9 is now {asides[0].name}" in caplog.text
+    assert (
+        files.read_progress(tmp_path / "step-9.later")["weight"] == 9.0
+    )  # the newest of that step
+    assert f"{tmp_path}/step-9 is now step-9.later" in caplog.text
     assert newest_step(tmp_path) == 1
     assert os.readlink(tmp_path / "best") == "step-1"
+
+
+def test_a_best_that_is_set_aside_is_not_the_best_any_more(tmp_path: Path) -> None:
+    save(tmp_path, 9, make_state(9, validation_loss=1.0), keep_last=1)
+    assert os.readlink(tmp_path / "best") == "step-9"
+    save(tmp_path, 1, make_state(1), keep_last=1)
+    assert names(tmp_path) == ["latest", "step-1", "step-9.later"]
 
 
 @in_each_format
