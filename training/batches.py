@@ -275,17 +275,23 @@ def move(batch: Any, device: torch.device) -> Any:
     object that has a method `to` is moved by that, and any other object stays.
     """
 
+    def has_to(part: Any) -> bool:
+        """Whether it has a method `to`; a field of a tuple or a key can have this name, too."""
+        return callable(getattr(type(part), "to", None))
+
     def move_one(part: Any) -> Any:
         """Move what tree_map_only() does not look into."""
         if isinstance(part, Tensor):
             return part.to(device, non_blocking=True)
-        if hasattr(part, "to"):  # such as transformers' BatchEncoding
-            return part.to(device)
+        if has_to(part):  # such as transformers' BatchEncoding
+            moved = part.to(device)
+            return part if moved is None else moved  # it may have been moved in place
         if isinstance(part, MutableMapping):  # tree_map_only() knows only dict itself
             moved = copy.copy(part)
-            moved.update({key: move(value, device) for key, value in part.items()})
+            for key, value in part.items():
+                moved[key] = move(value, device)
             return moved
         return part
 
     # A PackedSequence is a tuple, of which one tensor must stay on the CPU.
-    return tree_map_only(object, move_one, batch, is_leaf=lambda part: hasattr(part, "to"))
+    return tree_map_only(object, move_one, batch, is_leaf=has_to)

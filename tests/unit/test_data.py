@@ -12,10 +12,10 @@ import statistics
 import sys
 import time
 from array import array
-from collections import OrderedDict, UserDict
+from collections import Counter, OrderedDict, UserDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy
@@ -383,6 +383,39 @@ def test_batches_that_are_like_a_dict_move(kind: Any) -> None:
     assert type(moved) is kind and moved["tokens"].is_meta
     assert batch["tokens"].device.type == "cpu"  # others may still use it
     assert getattr(moved, "length", 2) == 2
+
+
+class Ends(NamedTuple):
+    """A tuple with a field of this name."""
+
+    source: Tensor
+    to: Tensor
+
+
+class Dotted(dict[str, Any]):
+    """A dict whose keys are attributes, also those that it lacks."""
+
+    __getattr__ = dict.get
+
+
+class Moved:
+    """Moves in place, and returns nothing."""
+
+    def to(self, device: torch.device) -> None:
+        self.device = device
+
+
+def test_a_method_to_is_no_field_or_key_of_that_name() -> None:
+    meta = torch.device("meta")
+    ends = move(Ends(torch.ones(1), torch.ones(1)), meta)
+    assert type(ends) is Ends and ends.to.is_meta
+    assert move(Dotted(a=torch.ones(1)), meta)["a"].is_meta
+    moved = Moved()
+    assert move([moved], meta) == [moved] and moved.device == meta
+
+
+def test_counts_stay_as_they_are() -> None:
+    assert move({"n": Counter(a=3)}, torch.device("meta")) == {"n": Counter(a=3)}
 
 
 def test_packed_sequences_move() -> None:
