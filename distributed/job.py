@@ -101,11 +101,14 @@ def ask_scheduler(*command: str, limit_s: float = limits.SCHEDULER_S) -> str | N
     text = [f"waiting up to {limit_s:g} s for {' '.join(command)}"]
     notice = threading.Timer(limits.SCHEDULER_SILENT_S, print, text, {"file": sys.stderr})
     notice.start()
-    # A shell can unset variables by the beginning of their names; env needs each name.
-    unfiltered = ["bash", "-c", 'unset "${!SQUEUE_@}" "${!SINFO_@}"; exec "$0" "$@"', *command]
+    # A shell can unset variables by the beginning of their names; -p: read no file ($BASH_ENV).
+    ask = 'unset "${!SQUEUE_@}" "${!SINFO_@}"; exec "$0" "$@"'
     try:
         return subprocess.check_output(
-            unfiltered, stderr=subprocess.DEVNULL, timeout=limit_s, errors="surrogateescape"
+            ["bash", "-p", "-c", ask, *command],
+            stderr=subprocess.DEVNULL,
+            timeout=limit_s,
+            errors="surrogateescape",
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -164,7 +164,7 @@ def gpus_of_nodes(partition: str) -> list[int]:
 
     # The user's SINFO_* variables filter and format what sinfo prints.
     ask = 'unset "${!SINFO_@}"; exec sinfo -h -N -o "%P %N %G" ${1:+-p "$1"}'
-    command = ["bash", "-c", ask, "bash", partition]
+    command = ["bash", "-p", "-c", ask, "bash", partition]
     answer = subprocess.run(command, stdout=subprocess.PIPE, errors="replace")
     if answer.returncode != 0:
         raise Refused("env-missing", "sinfo failed, see above; submit where sinfo works")

@@ -421,7 +421,12 @@ def test_the_filters_of_the_user_do_not_change_our_calls(
     make_tool(tools / tool, 'compgen -e S | grep -E "^(SQUEUE|SINFO)_"; echo "$0 $# $1"')
     monkeypatch.setenv("SQUEUE_STATES", "PENDING")
     monkeypatch.setenv("SINFO_PARTITION", "none")
+    (tools / "greet").write_text(f"echo >>{tools}/greeted\n")
+    monkeypatch.setenv(
+        "BASH_ENV", str(tools / "greet")
+    )  # sites set it; what it prints is no answer
     assert ask_scheduler(tool, "a b") == f"{tools / tool} 1 a b\n"
+    assert (tools / "greeted").read_text() == "\n"  # by the tool itself, which is a bash script
     assert os.environ["SQUEUE_STATES"] == "PENDING"  # the training may call squeue itself
 
 
