@@ -39,7 +39,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import collectives
-from .collectives import barrier, broadcast, gather, gather_bytes, gather_json, main_first, mean
+from .collectives import (
+    barrier,
+    broadcast,
+    gather,
+    gather_bytes,
+    gather_json,
+    main_first,
+    mean,
+    record_join,
+)
 from .environment import BACKENDS, Environment, check_numbers, detect
 from .errors import STOPPED, as_number
 from .exit import before_finish, finish
@@ -179,6 +188,7 @@ def cleanup_distributed() -> None:
     Afterwards, `barrier` does nothing in this rank, and other exchanges raise LauncherError.
     """
     if dist.is_initialized():
+        record_join()  # perhaps the script itself has joined
         dist.destroy_process_group()
 
 

@@ -103,7 +103,7 @@ def compile_beside_ddp() -> None:
 
 def compiled_module(model: torch.nn.Module) -> torch.nn.Module | None:
     """Return what torch.compile has wrapped; None if the model is not such a wrapper."""
-    return model._modules.get("_orig_mod")
+    return dict(model.named_children()).get("_orig_mod")
 
 
 def import_fsdp() -> types.ModuleType:

@@ -395,6 +395,8 @@ def test_a_modules_own_attribute_is_no_wrapper() -> None:
     own.module = nn.Linear(1, 1)
     averaged = AveragedModel(own)
     assert helper.unwrap(own) is own and helper.unwrap(averaged) is averaged
+    scripted = torch.jit.script(nn.Linear(2, 2))  # its modules are in no ordinary dict
+    assert helper.unwrap(scripted) is scripted
 
 
 def _shard_the_moments(rank: int, folder: Path) -> None:
