@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from .collectives import broadcast_weights, count_ranks
 from .environment import LauncherError
 from .strategy import Sharding, check_strategy
-from .torch_internals import compiled_module
+from .torch_internals import COMPILED
 
 
 def device() -> torch.device:
@@ -131,7 +131,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model, then what its wrappers hold, from the outside in."""
     yield model
     is_parallel = isinstance(model, DistributedDataParallel | DataParallel)
-    inner: Any = model.module if is_parallel else compiled_module(model)
+    inner = dict(model.named_children()).get("module" if is_parallel else COMPILED)
     if inner is not None:
         yield from _layers(inner)
 

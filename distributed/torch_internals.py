@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_map_only
 
 __all__ = "default_store", "tree_map_only"
 
+COMPILED = "_orig_mod"  # the child of torch.compile's wrapper: the module that is compiled
+
 # --- the process groups ---------------------------------------------------------------------------
 
 
@@ -99,11 +101,6 @@ def copy_each(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
 def compile_beside_ddp() -> None:
     """Keep torch.compile from splitting graphs at the boundaries of DDP's buckets."""
     torch._dynamo.config.optimize_ddp = False
-
-
-def compiled_module(model: torch.nn.Module) -> torch.nn.Module | None:
-    """Return what torch.compile has wrapped; None if the model is not such a wrapper."""
-    return dict(model.named_children()).get("_orig_mod")
 
 
 def import_fsdp() -> types.ModuleType:
