@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -163,7 +164,7 @@ class Saver:
         about = {
             "folder": str(self.folder.absolute()),
             "keep_last": self.keep_last,
-            "progress": state.progress,
+            "progress": json.dumps(state.progress),
             "ranks": getattr(state.ranks, "data", state.ranks),  # still packed
         }
         self.snapshots.take_snapshot(step, holders, state.trees(), about)

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import gather_bytes, to_bytes
+from ..collectives import gather_bytes, own_rank, to_bytes
 from ..heartbeat import beat, find_record
 from ..torch_internals import copy_each, tree_map_only
 from .exchange import Neighbours, agree_on_step, deliver_copies
@@ -177,8 +176,9 @@ class Snapshots:
         """Copy a state into the older buffer, or into one of a later step, which the run repeats.
 
         Waits until the previous snapshot is complete, and starts a thread that completes this one;
-        without a node agent, does nothing. `about` has Snapshot's other fields. If several ranks
-        hold parts, all must call this. Raises ValueError for a DTensor that is not sharded by rows.
+        without a node agent, does nothing. `about` has Snapshot's other fields; its `progress` is
+        JSON text. If several ranks hold parts, all must call this. Raises ValueError for a DTensor
+        that is not sharded by rows.
         """
         if not self._buffers:
             return
@@ -193,7 +193,6 @@ class Snapshots:
         parts = [one.to_local() if hasattr(one, "to_local") else one for one in tensors.values()]
         rest = {
             **about,
-            "progress": json.dumps(about["progress"]),
             "trees": with_leaves(trees, marks),
             "shapes": [tensor.shape for tensor in tensors.values()],
             "places": kinds_of(parts),
@@ -204,7 +203,7 @@ class Snapshots:
         if self._neighbours is not None:  # no rank may overwrite what another still needs
             self._neighbours.meet()
         older = choose_buffer(self._buffers, step)
-        older.write(step, holders, parts, pack(rest), dist.get_rank() if holders > 1 else 0)
+        older.write(step, holders, parts, pack(rest), own_rank())
         if holders > 1 and self._neighbours is None:
             self._neighbours = Neighbours()
         self._sealing = threading.Thread(target=self._complete, args=[older])
