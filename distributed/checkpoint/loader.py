@@ -183,10 +183,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def weights_hash(weights: dict[str, Tensor]) -> str:
-    """Return one SHA-256 over the names, dtypes, shapes and bytes of tensors, sorted by name."""
+    """Return one SHA-256 over the names, dtypes, shapes and bytes of tensors, sorted by name.
+
+    Raises TypeError for a DTensor, as in the state_dict() of a sharded model: this rank holds only
+    a part of it. Pass its `full_tensor()`, which all ranks must call.
+    """
     digest = hashlib.sha256()
-    for name in sorted(weights):
-        tensor = weights[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(to_bytes(tensor))
+    for name, tensor in sorted(weights.items()):
+        if hasattr(tensor, "full_tensor"):
+            raise TypeError(f"{name} is a DTensor; pass its full_tensor(), called on all ranks")
+        content = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {content.dtype} {list(content.shape)}\n".encode())
+        digest.update(to_bytes(content))
     return digest.hexdigest()

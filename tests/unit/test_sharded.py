@@ -57,6 +57,22 @@ def test_gradients_are_the_mean_of_all_ranks(tmp_path: Path, shard: int) -> None
     on_ranks(4, _average, tmp_path, shard)
 
 
+def _hash(rank: int, _folder: Path) -> None:
+    model = helper.setup_distributed_models(nn.Linear(4, 4), strategy="fsdp")
+    weights: dict[str, Any] = {**model.state_dict(), "count": torch.zeros(2)}
+    with pytest.raises(TypeError, match=r"^bias is a DTensor; pass its full_tensor\(\)"):
+        weights_hash(weights)
+    whole = {name: getattr(one, "full_tensor", one.detach)() for name, one in weights.items()}
+    hashes = gather_bytes(weights_hash(whole).encode())
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.another_torch("FSDP")
+def test_a_sharded_tensor_has_no_hash(tmp_path: Path) -> None:
+    """Its memory is not its content, of which each rank holds a part."""
+    on_ranks(2, _hash, tmp_path)
+
+
 def make_state(step: int, strategy: str = "single", shard: int | str = "all") -> State:
     """Return a model and an AdamW that has taken one step, as held by this rank."""
     torch.manual_seed(step)
