@@ -233,7 +233,7 @@ def gather(tensor: Tensor, *, samples: int | None = None) -> Tensor:
     The result is on this tensor's device, without a gradient. Raises ValueError on every rank if
     rows differ in shape or dtype, or there are more rows than such a loader yields.
     """
-    mine = tensor.detach().view(tensor.shape or (1,))
+    mine: Tensor = torch.atleast_1d(tensor.detach())  # type: ignore[no-untyped-call]
     call = "gather" if samples is None else f"gather of {samples} samples"
     forms = gather_json([[*mine.shape], _dtype_name(mine)], call=call)
     kinds = [[shape[1:], dtype] for shape, dtype in forms if shape[0]]  # of the ranks with rows

@@ -55,7 +55,7 @@ class Environment:
     log_dir: Path = Path(DEFAULT_LOG_DIR)
     restart_count: int = 0
     agent_store: bool = False  # the node agent serves the store on the master's port
-    heartbeat_file: str | None = None
+    heartbeat_file: str = ""  # empty without a node agent
     backend: str | None = None
 
     @property
@@ -306,7 +306,7 @@ def detect(
         log_dir=Path(v["LOG_DIR"] or DEFAULT_LOG_DIR),
         restart_count=sum(v.number(name, 0, default="0") for name in restart_counts),
         agent_store=v["TORCHELASTIC_USE_AGENT_STORE"] == "True",
-        heartbeat_file=v["HEARTBEAT_FILE"] or None,
+        heartbeat_file=v["HEARTBEAT_FILE"],
         backend=backend if backend in BACKENDS else None,
     )
 

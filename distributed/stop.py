@@ -46,7 +46,7 @@ class Stop:
         now = time.monotonic()
         self._stop_at = now + (max_seconds or math.inf)
         self._save_seconds = save_seconds or math.inf
-        self._save_at = now + self._save_seconds
+        self.restart_save_clock()
         self._folder = folder
         self._next_check = now
 
