@@ -12,8 +12,14 @@ from itertools import islice, repeat
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
-from torch.utils.data import get_worker_info as worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    get_worker_info,
+)
 
 from .collectives import count_ranks, own_rank
 from .environment import check_numbers
@@ -87,12 +93,15 @@ class Seeded(Dataset[Any]):
 
     @property
     def __getitems__(self) -> Callable[[list[tuple[int, int]]], Any] | None:
-        """Read a batch at once, if the data set can: the numbers then belong to the batch.
+        """The function that reads a batch at once, or None: then torch reads each sample.
 
-        torch's Subset always has this method, but reads most data sets sample by sample.
+        The random numbers then belong to the batch. A Subset always has the method, but reads
+        sample by sample if the data set in it, which may be another Subset, has none.
         """
-        can = hasattr(self.dataset, "__getitems__") and not isinstance(self.dataset, Subset)
-        return self._read_batch if can else None
+        inner = self.dataset
+        while isinstance(inner, Subset):
+            inner = inner.dataset
+        return self._read_batch if hasattr(inner, "__getitems__") else None
 
     def _read_batch(self, samples: list[tuple[int, int]]) -> Any:
         """Return the samples, given as (epoch, index); the first one's epoch and seed apply."""
@@ -104,7 +113,7 @@ class Seeded(Dataset[Any]):
         if epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)  # here, because a worker has its own copy of the data set
         self._epoch = epoch
-        if worker_info() is not None:
+        if get_worker_info() is not None:
             seed_everything(zlib.crc32(f"{self._seed} {epoch} {index}".encode()))
 
 

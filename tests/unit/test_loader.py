@@ -127,6 +127,19 @@ def test_a_subset_is_read_sample_by_sample() -> None:
     assert hasattr(Subset, "__getitems__") and len(next(iter(loader))) == 2
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_subset_of_a_dataset_that_reads_batches_reads_batches(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """random_split() returns Subsets."""
+    data: Any = Batches()
+    for _ in range(depth):
+        data = Subset(data, range(len(data)))
+    monkeypatch.delattr(Epochs, "__getitem__")  # only whole batches can be read
+    found: Any = torch.cat([*helper.get_dataloader_for_distributed(data, 2, shuffle=False)])
+    assert [index for index, _ in found.tolist()] == [0, 1, 2, 3]
+
+
 def _fix(number: int) -> None:
     torch.manual_seed(number)
 
