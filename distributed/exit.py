@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable
 from functools import partial
@@ -100,7 +101,8 @@ def _exit_late(code: int) -> None:
 def _end_process(code: int, join_threads: Callable[[], None] | None) -> NoReturn:
     """Do in order what Python does, up to where it would delete torch's modules.
 
-    Without `join_threads`, the script's threads continue, so the objects that they use are kept.
+    Without `join_threads`, the script's threads continue, so the objects that they use are kept. An
+    error while objects are deleted is printed, and the files are still closed.
     """
     try:
         _call_each("flush", [sys.stdout, sys.stderr])  # what follows may take too long
@@ -109,21 +111,28 @@ def _end_process(code: int, join_threads: Callable[[], None] | None) -> NoReturn
         atexit._run_exitfuncs()
         files = _open_files()  # kept: Python may close a file before an object that writes to it
         _call_each("flush", files)
-        if join_threads:
-            _delete_objects()
+        try:
+            if join_threads:
+                _delete_objects()
+        except BaseException:  # also a Ctrl-C: the files must be closed
+            traceback.print_exc()
         _call_each("close", _open_files())
     finally:
         os._exit(code)
 
 
 def _delete_objects() -> None:
-    """Delete what the variables of the script's modules hold, newest first, then the modules."""
+    """Delete what the variables of the script's modules hold, newest first.
+
+    Modules, functions and classes go last, because destructors may need them.
+    """
     threading.excepthook = lambda _: None  # daemon threads may still use the variables
-    for kept in (_NEEDED, ()):  # destructors may need modules, functions and classes: these go last
-        for variables in reversed([vars(one) for one in sys.modules.values() if _is_own(one)]):
+    # Other threads may import a module meanwhile, and destructors may delete variables.
+    for kept in (_NEEDED, ()):
+        for variables in reversed([vars(one) for one in [*sys.modules.values()] if _is_own(one)]):
             for name in reversed([*variables]):
                 # Names such as __builtins__: functions that destructors call need them.
-                if not name.startswith("__") and not issubclass(type(variables[name]), kept):
+                if not name.startswith("__") and not issubclass(type(variables.get(name)), kept):
                     variables[name] = None
         gc.collect()  # objects in cycles
 
@@ -137,7 +146,7 @@ def _is_own(module: Any) -> bool:
         return False
     name = module.__name__.partition(".")[0]
     file = str(vars(module).get("__file__"))  # "None", without os.sep, if it is built in
-    is_other = name in sys.stdlib_module_names or name in ("torch", _PACKAGE)
+    is_other = name in {*sys.stdlib_module_names, "torch", _PACKAGE}
     return name == "__main__" or (not is_other and os.sep in file and "-packages/" not in file)
 
 

@@ -109,6 +109,19 @@ SCRIPTS = {
         folder = tempfile.TemporaryDirectory(dir=".", prefix="left")
         file = tempfile.NamedTemporaryFile(dir=".", prefix="left")
     """,
+    "a destructor that deletes a variable": """
+        class Last:
+            def __init__(self):
+                self.file = open("out", "w")
+            def __del__(self):
+                self.file.write("x")
+        class Pool:
+            def __del__(self):
+                global cache
+                del cache
+        last, cache = Last(), {}
+        globals()["last"], globals()["cache"], globals()["pool"] = last, cache, Pool()
+    """,
     "daemon": """
         import threading, time
         def run():
@@ -203,4 +216,49 @@ def test_another_thread_can_end_the_script(tmp_path: Path) -> None:
     script = f"import threading, time\nfrom distributed.exit import *\n{script}time.sleep(600)"
     done = run_program([sys.executable, "-c", script], tmp_path, **own_environment())
     assert (done.returncode, done.stderr) == (3, "")
+    assert (tmp_path / "out").read_text() == "x"
+
+
+def test_an_import_during_the_exit_does_not_cut_files(tmp_path: Path) -> None:
+    """A daemon thread may import while the script's modules are looked for."""
+    script = """
+        import types
+        from distributed import exit
+        is_own = exit._is_own
+        def import_more(module):
+            sys.modules[f"more{len(sys.modules)}"] = types.ModuleType("more")
+            return is_own(module)
+        exit._is_own = import_more
+        class Last:
+            def __init__(self):
+                self.file = open("out", "w")
+            def __del__(self):
+                self.file.write("x")
+        last = Last()
+        finish(0)
+    """
+    code = f"import sys\nfrom distributed.exit import *\n{textwrap.dedent(script)}"
+    done = run_program([sys.executable, "-c", code], tmp_path, **own_environment())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out").read_text() == "x"
+
+
+@pytest.mark.parametrize("error", ["KeyError", "KeyboardInterrupt"])
+def test_an_error_while_objects_are_deleted_is_shown_and_files_are_closed(
+    tmp_path: Path, error: str
+) -> None:
+    script = f"""
+        from distributed import exit
+        def fail():
+            global to
+            to = open("out", "w")  # opened after the others were flushed
+            to.write("x")
+            raise {error}("at the exit")
+        exit._delete_objects = fail
+        finish(3)
+    """
+    code = f"import sys\nfrom distributed.exit import *\n{textwrap.dedent(script)}"
+    done = run_program([sys.executable, "-c", code], tmp_path, **own_environment())
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[-1].startswith(error)
     assert (tmp_path / "out").read_text() == "x"
