@@ -46,9 +46,17 @@ def refuse(cause: object) -> NoReturn:
     if _is_first_task() or type(cause) in (ValueError, TimeoutError):
         _complain(fault, text)
     else:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        signal.sigtimedwait([signal.SIGTERM], 2)
+        _wait_for_sigterm()
     raise Leave(BAD_INPUT, fault, text)
+
+
+def _wait_for_sigterm() -> bool:
+    """Wait up to 2 s for the SIGTERM by which the launcher ends this rank; return whether it came.
+
+    The signal stays blocked, so this process exits with its own code.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    return signal.sigtimedwait([signal.SIGTERM], 2) is not None
 
 
 def _is_first_task() -> bool:
@@ -110,8 +118,7 @@ def refuse_alone(environment: Environment) -> Iterator[None]:
         yield
     except SettingsError as error:
         fault, cause = _split_fault(error)
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        if environment.is_main or signal.sigtimedwait([signal.SIGTERM], 2) is None:
+        if environment.is_main or not _wait_for_sigterm():
             _complain(fault, cause)
         atexit.register(finish, BAD_INPUT)
         raise Leave(BAD_INPUT, fault, cause) from None

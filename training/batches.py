@@ -80,7 +80,7 @@ class Batches:
             load = functools.partial(_read_all, task, own, settings.seed)
         else:
             loader = _make_loader(task, batch_size, settings)
-            load = functools.partial(_begin_epoch, loader, batch_size)
+            load = functools.partial(_begin_epoch, loader)
             self._sampler = loader.sampler
             self.sizes.append(len(task.train))  # type: ignore[arg-type]
             self.per_epoch = len(loader)
@@ -173,9 +173,9 @@ def _ignore_signals(_worker: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def _begin_epoch(loader: Any, batch_size: int, *, epoch: int, skip: int) -> Iterable[Any]:
+def _begin_epoch(loader: Any, *, epoch: int, skip: int) -> Iterable[Any]:
     """Return the loader, set to an epoch without its first `skip` batches."""
-    loader.sampler.set_epoch(epoch, done=skip * batch_size)
+    loader.sampler.set_epoch(epoch, done=skip * loader.batch_size)
     return loader  # type: ignore[no-any-return]
 
 

@@ -200,14 +200,12 @@ def data_path(path: str | None) -> Path | None:
 KNOWN = dict(keys_of(Settings))  # the type of each setting by its full key
 
 
-def load(
-    path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
-) -> Settings:
+def load(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] = {}) -> Settings:
     """Read a config, combine it with its defaults and the `key=value` overrides, and check it.
 
     Raises SettingsError: one line that names the file (or "command line"), the key and the fix.
-    `environ` holds this process's variables; with None, no variable has an effect. If HANG_SECONDS
-    is set, it replaces distributed.hang_seconds, unless that is on the command line.
+    `environ` holds this process's variables; by default, none has an effect. If HANG_SECONDS is
+    set, it replaces distributed.hang_seconds, unless that is on the command line.
     """
     layers = _read_layers(path)
     layers[COMMAND_LINE] = _read_overrides(overrides)
@@ -216,7 +214,7 @@ def load(
     kind = Settings if tree.get("task", BUILT_IN_TASK) == BUILT_IN_TASK else OwnTaskSettings
     try:
         settings = read(kind, tree)
-        _check_login(settings.tracking, environ or {})
+        _check_login(settings.tracking, environ)
     except InvalidSetting as error:
         known = error.key
         while known and known not in level_of:
@@ -233,7 +231,7 @@ def load(
         changed["join_timeout"] = limits.timeout
     # Each rank's beats read $HANG_SECONDS; only a setting on the command line overrides it.
     is_typed = level_of.get("distributed.hang_seconds") == len(layers) - 1  # the command line
-    if environ and environ.get("HANG_SECONDS") and not is_typed:
+    if environ.get("HANG_SECONDS") and not is_typed:
         changed["hang_seconds"] = None
     return read(kind, _merge(tree, {"distributed": changed}))
 
