@@ -26,6 +26,7 @@ from training.classes import load_class
 from training.settings import TRACKERS
 
 CLOSE_S = 300.0
+GIT_S = 5  # git reads all changed files, and the other ranks wait meanwhile
 _log = logging.getLogger(__name__)
 
 
@@ -51,11 +52,16 @@ class RunFacts:
 
     @property
     def commit(self) -> str:
-        """The git commit of the working directory, as in run.json; empty if there is none."""
+        """The git commit of the working directory, plus `+` if files have changed, as in run.json.
+
+        Runs git. Empty outside a git repository, or if git is missing or takes longer than GIT_S.
+        """
         words = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
         try:
-            return subprocess.run(words, capture_output=True, text=True).stdout.strip()
-        except OSError:  # no git
+            return subprocess.run(
+                words, capture_output=True, timeout=GIT_S, errors="replace"
+            ).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
             return ""
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from agents import written
+from job_tools import make_tool
 from launched import Work
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from test_task import work as work
@@ -409,6 +410,23 @@ def test_tensorboard_drops_what_a_killed_process_recorded_too_much(work: Work) -
     events = EventAccumulator(str(work.folder / "logs/tensorboard/board"))
     events.Reload()
     assert [one.step for one in events.Scalars("loss")] == list(range(1, 31))
+
+
+def test_the_commit_is_empty_if_git_is_missing_or_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = RunFacts("run", tmp_path, {}, ["here"], 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert facts.commit == ""
+
+    make_tool(tmp_path / "git", "printf 'caf\\351\\n'")  # not UTF-8
+    assert facts.commit == "caf\ufffd"
+
+    monkeypatch.setattr(trackers, "GIT_S", 0.1)
+    make_tool(tmp_path / "git", "exec /bin/sleep 60")
+    began = time.monotonic()
+    assert facts.commit == ""
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(
