@@ -91,7 +91,7 @@ def check_snapshot_memory(model: nn.Module, settings: Settings, environment: Env
 
     def size_of(tensors: Iterable[torch.Tensor]) -> int:
         """Return the bytes of what is copied: of a sharded model, this rank's part."""
-        parts = ((one.to_local() if hasattr(one, "to_local") else one) for one in tensors)
+        parts = (getattr(one, "to_local", one.detach)() for one in tensors)
         return sum(one.nbytes for one in (parts if is_sharded else tensors))
 
     module = helper.unwrap(model)
@@ -167,7 +167,9 @@ def validate(
     """
     world_size = count_ranks()
     share = share_of(task.validation, own_rank(), world_size)
-    loader = DataLoader(share, batch_size, collate_fn=task.collate)
+    # Without a generator of its own, the loader would draw a number from the training's.
+    generator = torch.Generator()
+    loader = DataLoader(share, batch_size, collate_fn=task.collate, generator=generator)
     for buffer in model.buffers():  # such as BatchNorm's: rank 0's, which are saved
         buffer.copy_(helper.broadcast(buffer))
     in_step = world_size if helper.is_sharded(model) else 1

@@ -19,7 +19,7 @@ from distributed.checkpoint.files import read_progress
 from distributed.environment import detect
 from distributed.models import blocks
 from training.config_file import SettingsError
-from training.model import fix_bucket_order, mean_metrics, set_up_blocks
+from training.model import fix_bucket_order, mean_metrics, set_up_blocks, validate
 from training.optimizer import Schedule, choose_optimizer
 from training.settings import Settings, Train
 from training.tasks import Task, evaluate, metrics_of, scores_of
@@ -359,6 +359,18 @@ def test_a_mistake_in_a_loss_is_named_on_any_number_of_ranks(
     with pytest.raises(TypeError, match=told) as raised:
         fix_bucket_order(task, nn.Linear(2, 1), 2, settings, detect({}))
     assert raised.value.__notes__[0].startswith("the batch has samples ")  # type: ignore[attr-defined]
+
+
+def test_a_validation_does_not_change_the_numbers_of_later_steps() -> None:
+    data = TensorDataset(torch.ones(3, 1))
+    task: Any = types.SimpleNamespace(
+        validation=data, collate=None, metrics=lambda loss: {}, evaluate=lambda *_: {"loss": (1, 1)}
+    )
+    settings = Settings(train=Train(max_steps=1, batch_size=2))
+    model = nn.Linear(1, 1)
+    before = torch.get_rng_state()
+    assert validate(task, model, 2, settings, 1) == {"loss": 1.0}
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_an_evaluation_is_tried_before_the_first_step(work: Work) -> None:
