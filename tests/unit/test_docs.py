@@ -367,13 +367,16 @@ def test_every_command_of_the_guides_for_checkpoints_is_one() -> None:
 
 
 def block_of(shown: str) -> list[str]:
-    """Return the rows of the failure block that ends a text, without the parts that vary."""
-    block = shown[shown.index("FAILED") :]
-    block = re.sub(r"\(the batch has samples [\d,.\s]+\)", "(SAMPLES)", block)
+    """Return the words of the failure block that ends a text, without the parts that vary.
+
+    The picture is narrow: its long rows are wrapped.
+    """
+    block = " ".join(shown[shown.index("FAILED") :].split())
+    block = re.sub(r"\(the batch has samples [\d,. ]+\)", "(SAMPLES)", block)
     block = re.sub(r"\d{8}-\d{6}-[0-9a-f]{4}", "RUN", block)
     block = re.sub(r"\d+ s after the start", "N s after the start", block)
     block = re.sub(r"(node_0.log|~/launch-kit/\S+):\d+", r"\1:N", block)
-    return [" ".join(line.split()) for line in block.splitlines() if line.strip()]
+    return block.split()
 
 
 def test_the_citation_names_the_newest_release() -> None:
