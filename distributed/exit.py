@@ -146,7 +146,7 @@ def _is_own(module: Any) -> bool:
         return False
     name = module.__name__.partition(".")[0]
     file = str(vars(module).get("__file__"))  # "None", without os.sep, if it is built in
-    is_other = name in {*sys.stdlib_module_names, "torch", _PACKAGE}
+    is_other = name in sys.stdlib_module_names or name in ("torch", _PACKAGE)
     return name == "__main__" or (not is_other and os.sep in file and "-packages/" not in file)
 
 

@@ -188,7 +188,7 @@ class Progress:
             self._validation = f"  validation {' '.join(parts)}"
             self._warn_not_finite(step, found)
 
-        if self._file is not None:
+        if self._file:
             with may_be_lost(self._folder):
                 line = {"step": step, **values, "time": round(time.time(), 3)}
                 self._file.write(json.dumps(line, default=float) + "\n")  # a task's may be tensors
@@ -219,7 +219,7 @@ class Progress:
 
     def sync(self) -> None:
         """Flush metrics.jsonl to the disk: a checkpoint must not be ahead of it."""
-        if self._file is not None:
+        if self._file:
             with may_be_lost(self._folder):
                 try:
                     os.fsync(self._file.fileno())

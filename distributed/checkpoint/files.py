@@ -181,11 +181,10 @@ def commit(temporary: Path, final: Path) -> None:
 def prune(run_folder: Path, step: int, keep_last: int) -> None:
     """Delete old checkpoints, and rename those of later steps, so that no load chooses them.
 
-    Later ones exist if a script has loaded an earlier checkpoint, or none: they are not deleted,
-    because they may be all that is left of an earlier run. Of each step, the newest is kept. Keeps
-    the last `keep_last` up to this step and the one with the lowest score, if any has a finite
-    score; points `best` at it, or deletes a `best` that points at none. Keeps damaged ones too.
-    Logs a warning for these, and for each that it cannot delete or rename.
+    Later ones exist if a script has loaded an earlier checkpoint, or none. They may be all that is
+    left of an earlier run: of each step, the newest is kept. Keeps the last `keep_last` up to this
+    step, and the one with the lowest finite score; points `best` at it, or deletes a `best` that
+    leads nowhere. Keeps damaged ones too, with a warning, as for what cannot be deleted or renamed.
     """
     scores = {}
     for folder in steps(run_folder):
@@ -199,7 +198,7 @@ def prune(run_folder: Path, step: int, keep_last: int) -> None:
 
     kept = {*[*scores][-keep_last:]}
     best = min(scores, key=scores.__getitem__, default=None)
-    if best is not None and math.isfinite(scores[best]):
+    if best and math.isfinite(scores[best]):
         update_link(run_folder / "best", best.name)
         kept.add(best)
     elif not (run_folder / "best").exists():

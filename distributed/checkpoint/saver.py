@@ -120,7 +120,7 @@ class Saver:
 
         Call it once rank 0 has created its Saver; otherwise, the first save finds out.
         """
-        if self._parts is not None:
+        if self._parts:
             check_shared(self.folder)
 
     def save(self, step: int, state: State) -> None:
@@ -186,7 +186,7 @@ class Saver:
 
     def check(self) -> None:
         """Raise the CheckpointError of the background save if it has failed."""
-        if self._error is not None:
+        if self._error:
             raise self._error
 
     def wait(self) -> None:
