@@ -100,7 +100,7 @@ class Schedule:
 
     def after(self) -> None:
         """Step the task's own scheduler after an optimizer step, unless validations step it."""
-        if self.own is not None and not isinstance(self.own, ReduceLROnPlateau):
+        if self.own and not isinstance(self.own, ReduceLROnPlateau):
             self.own.step()
 
     def validated(self, metrics: Mapping[str, float]) -> None:
@@ -114,7 +114,7 @@ class Schedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state_dict() into the task's own scheduler; do nothing without one."""
-        if self.own is not None:
+        if self.own:
             self.own.load_state_dict(state)
 
 

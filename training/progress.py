@@ -139,7 +139,7 @@ class Progress:
 
         Waits for the trackers, for up to CLOSE_S seconds.
         """
-        if self._bar is not None:
+        if self._bar:
             with may_be_lost("no progress bar"):
                 self._bar.stop()
         if self._trackers.close():

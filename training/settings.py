@@ -102,9 +102,9 @@ class Train(Section):
     eval_every: Interval = 0  # 0: never, not even at the end
 
     def __post_init__(self) -> None:
-        if self.batch_size is None and self.global_batch_size is None:
+        if not (self.batch_size or self.global_batch_size):
             raise ValueError("needs batch_size (per process) or global_batch_size")
-        if self.batch_size is not None and self.global_batch_size is not None:
+        if self.batch_size and self.global_batch_size:
             raise ValueError("has both batch_size and global_batch_size; keep one")
         if self.max_steps is None and self.max_seconds is None and self.epochs is None:
             raise ValueError("nothing ends the run; set max_steps, max_seconds or epochs")
@@ -239,16 +239,17 @@ def load(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] =
 def _merge_layers(layers: Mapping[str, Tree]) -> tuple[Tree, dict[str, int]]:
     """Return the settings of all layers, of which the last wins, and the layer that sets each.
 
-    Layers are numbered from 0.
+    Layers are numbered from 0. A layer that sets one of the two batch sizes unsets the other below.
     """
     tree: Tree = {}
     level_of = dict[str, int]()
     for level, layer in enumerate(layers.values()):
         level_of |= dict.fromkeys(_paths(layer), level)
         train = layer.get("train", {})
-        if isinstance(train, dict) and ("batch_size" in train) != ("global_batch_size" in train):
-            # Two ways to set one thing: this layer's choice unsets the other below.
-            tree = _merge(tree, {"train": {"batch_size": None, "global_batch_size": None}})
+        if isinstance(train, dict):
+            sizes = [train.get(name) for name in ("batch_size", "global_batch_size")]
+            if sizes.count(None) == 1:  # a null chooses nothing
+                tree = _merge(tree, {"train": {"batch_size": None, "global_batch_size": None}})
         tree = _merge(tree, layer)
     return tree, level_of
 

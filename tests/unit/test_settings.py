@@ -357,6 +357,16 @@ def test_the_upper_layer_chooses_between_the_two_batch_sizes(config: Path) -> No
     assert "has both" in error_of(config, "train.global_batch_size=12", "train.batch_size=2")
 
 
+def test_a_null_chooses_no_batch_size(tmp_path: Path) -> None:
+    both = written(
+        tmp_path / "both.yaml", "train: {max_steps: 1, batch_size: 2, global_batch_size: 8}\n"
+    )
+    assert "has both" in error_of(both)
+    assert load(both, ["train.batch_size=null"]).train.global_batch_size == 8
+    above = written(tmp_path / "above.yaml", "defaults: [both]\ntrain: {batch_size: null}\n")
+    assert load(above).train.global_batch_size == 8
+
+
 CONFIGS = {path.name for path in (ROOT / "config").glob("*.yaml")}
 
 
