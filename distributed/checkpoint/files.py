@@ -168,8 +168,8 @@ def _hash_manifest(manifest: Mapping[str, Any]) -> str:
 def commit(temporary: Path, final: Path) -> None:
     """Rename a written checkpoint to its final name, durably, and point `latest` at it.
 
-    One of this step that is there already, because it is damaged or the script saves the step
-    again, is deleted only afterwards.
+    One of this step that is there, damaged or because the script saves the step again, is renamed
+    before, and deleted afterwards. A kill between the renames leaves no checkpoint of this step.
     """
     before = _retire(final)
     temporary.rename(final)
