@@ -20,7 +20,7 @@ as_typed() { # <path without links> <folders as typed...>
   echo "$1"
 }
 
-KIT_ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." && pwd)
+KIT_ROOT=$(cd -P -- "${BASH_SOURCE[0]%/*}/../.." 2>/dev/null && pwd)
 KIT_ROOT=$(as_typed "$KIT_ROOT" "$PWD" "$(cd -- "$(dirname -- "$0")" 2>/dev/null && pwd)")
 [[ ${0##*/} == @(*.SC|slurm_script) ]] || KIT_NAME=${0##*/} # schedulers' copies set it themselves
 KIT_NAME=${KIT_NAME:-$(sed -n 's|^# usage: .*/\([a-z_]*\.sh\).*|\1|p' "$0")}
