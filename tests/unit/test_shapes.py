@@ -36,6 +36,13 @@ def test_what_counts_as_different(ours: Outcome, found: list[str]) -> None:
     assert [one.partition(", such as")[0] for one in told] == found
 
 
+def test_a_rate_that_two_runs_share_by_chance_does_not_count() -> None:
+    bar = "Writing: 100%|##########| 1/1 [00:00<00:00, 1797.82it/s]"
+    once = replace(LIKE, stderr=[bar, "warned"])
+    assert differences(LIKE, once, once, 0) == []
+    assert differences(replace(LIKE, stderr=[bar]), once, once, 0) != []
+
+
 def test_numbers_that_differ_under_torchrun_itself_do_not_count() -> None:
     again = replace(LIKE, stdout=["a 7", "b"])
     assert differences(replace(LIKE, stdout=["a 3", "b"]), LIKE, again, 0) == []
