@@ -1207,7 +1207,10 @@ END
       -e 's/--time=24:00:00/--time=1/; s/USR1@120/USR1@30/' \
       -e "s|~/launch-kit|$ROOT|; s|train.py .*|$ROOT/train.py --config config/local3.yaml ${LONG[*]}|" >job.sbatch
   JOB=$(on login sbatch --parsable job.sbatch)
-  eventually grep -q '^resumed    after step' "logs/slurm-$JOB.out"
+  eventually grep -q '^resumed    after step' "logs/slurm-$JOB.out" || {
+    cat "logs/slurm-$JOB.out"
+    false
+  }
   on login scancel "$JOB"
   grep -q '^ranks      2 = 2 nodes x 1, ' "logs/slurm-$JOB.out"
   grep -q '^stopped    after step [0-9]*, which is saved (SIGUSR1)$' "logs/slurm-$JOB.out"
