@@ -7,25 +7,21 @@ import shlex
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
 
 from launcher import descriptors
-from launcher.fanout.loop import Child, Loop, Show, given_options, ssh_command
-from launcher.own_time import SilenceNews
+from launcher.fanout.loop import Loop, Show, given_options, ssh_command
+from launcher.fanout.nodes import Node, Way, far_side_command
 from launcher.plan.own import asked_names
 from launcher.plan.pbs import JOB_VARIABLES
 from launcher.plan.plan import Plan
 from launcher.plan.resume import FORWARDED
 from launcher.plan.settings import TABLE, VARIABLES, in_order
 from launcher.text import Environ, PlanError
-from launcher.wire import limits, messages
-from launcher.wire.launcher_link import Answers
-from launcher.wire.messages import Fault, Hello, Membership, Request, Start, StopRequest, Sweep
+from launcher.wire import limits
+from launcher.wire.messages import Fault, Hello, Start
 
-FAR_SIDE = "launcher.fanout.far_side"
 SSH_FAILED = 255  # ssh's exit code if ssh itself failed
 CURES = {
     "env-missing": "make this folder, the project and its Python available there at the same paths",
@@ -44,18 +40,9 @@ _REJECTED = re.compile(
     rb"Permission denied( \(|,)|Access denied by|verification failed|authentication fail"
     b"|resolve hostname|not known"
 )
-T = TypeVar("T")
-Turn = Callable[[float], None]  # handles events until this time, or for a shorter one
 
 
-class Gap(NamedTuple):
-    """A silence of a node."""
-
-    ended: float = 0.0  # monotonic time
-    seconds: float = 0.0
-
-
-class Connection(Child):
+class Connection(Way, Node):
     """An ssh connection to one node. ps does not show the variables that it sends."""
 
     def __init__(
@@ -71,48 +58,40 @@ class Connection(Child):
 
         `show` gets all output except messages and, before the agent's start, stderr.
         """
-        self.name = node
+        Node.__init__(self, node)
         self.token = token
-        self.is_started = False  # if so, stderr is output of the run
-        self.lost = ""  # why the node's part of the run ended early
-        self.is_silent = False  # at the time it was lost
-        self.is_left = False  # the run continues without it
-        self.heard = time.monotonic()  # of the last sign of life
-        self.gap = Gap()  # the last silence that could have ended the run
-        self.silence_news = SilenceNews()
         self._fault = "ssh-refused"  # why there was no connection, once ssh has ended
         self._probe: threading.Thread | None = None
-        self._show = show
-        self._messages = Answers(token.rpartition(".")[0])
-        self._answers = dict[type, Any]()
         self._words = b""  # stderr before the start; once ssh has ended, also its own messages
 
         self._log = descriptors.anonymous_file("ssh")  # ssh's own messages; -1: it has ended
         log = f"/proc/{os.getpid()}/fd/{self._log}"
-        super().__init__(loop, ssh_command(node, loop.environ, connect_s, log), self._read_output)
+        command = ssh_command(node, loop.environ, connect_s, log)
+        Way.__init__(self, loop, command, token.rpartition(".")[0], show)
 
-    def send_line(self, line: str) -> None:
-        self.send(os.fsencode(f"{line}\n"))
+    def node_of(self, number: int) -> Node:
+        return self
 
     def beat(self) -> None:
         """Send a sign of life, even if someone has stopped ssh."""
-        self.wake()
+        super().beat()
         self.send(b"\n")
 
     def start(self, request: Start) -> None:
         """Start the node's agent. From now on, stderr is output of the run."""
-        self.is_started = True
         if self._log >= 0:
             self._words = b""
-        self.heard = time.monotonic()
+        self.note_start()
         self.ask(request)
 
-    def ask(self, request: Request | Start | StopRequest | Sweep) -> None:
-        self.send_line(messages.write(request))
+    def cut_off(self) -> None:
+        """End ssh, which may never notice that the node is silent."""
+        self.terminate()
 
-    def answer(self, kind: type[T]) -> T | None:
-        """Return the node's message of this kind; None if it has sent none."""
-        return self._answers.get(kind)
+    def leave_behind(self) -> None:
+        """End a part without which the run continues."""
+        super().leave_behind()
+        self.close_input()
 
     @property
     def last_words(self) -> str:
@@ -148,55 +127,14 @@ class Connection(Child):
             os.close(self._log)
             self._log = -1
 
-    def _read_output(self, data: bytes, is_error: bool) -> None:
-        """Keep messages, and stderr before the start; show the rest. No data means the end."""
-        output = data
-        received = list[Any]()
-        if not is_error:
-            output, received = self._messages.read(data)
-            for _, message in received:
-                if isinstance(message, Membership):
-                    self._answers[Membership] = message  # the newest
-                self._answers.setdefault(type(message), message)  # of other kinds, the first
-
-        if received or not self.is_started:  # the ranks' output says nothing about the far side
-            self._note_sign_of_life()
+    def read_output(self, data: bytes, is_error: bool) -> None:
+        """Do what Way.read_output() does, but keep stderr before the start."""
+        if not self.is_started:  # later, output may come from the ranks
+            self.note_sign_of_life()
         if is_error and not self.is_started:
             self._words = (self._words + data)[-4096:]
             return
-
-        if output:
-            self._show(output, is_error)
-        if not data:
-            self._show(b"", is_error)
-
-    def _note_sign_of_life(self) -> None:
-        """Set `heard` to now, and `gap` if the silence before was long."""
-        now = time.monotonic()
-        if self.is_started and now - self.heard > limits.GAP_S:
-            self.gap = Gap(now, now - self.heard)
-        self.heard = now
-
-    # --- how the node's part of the run ends --------------------------------------------------
-
-    def forgive_silence(self) -> None:
-        """Measure the silence from now on: until now, the launcher itself was suspended."""
-        self.heard = time.monotonic()
-        self.gap = Gap()
-
-    def lose(self, why: str, *, is_silent: bool) -> None:
-        """Record that the node's part of the run has ended early."""
-        self.lost = why
-        self.is_silent = is_silent
-
-    def describe_loss(self) -> str:
-        """Return the line for the terminal, with the fault's name if the node was silent."""
-        return f"{self.name}: {self.lost}{' [link-lost]' if self.is_silent else ''}"
-
-    def leave_behind(self) -> None:
-        """End a part without which the run continues."""
-        self.is_left = True
-        self.close_input()
+        super().read_output(data, is_error)
 
     # --- why there is no connection -----------------------------------------------------------
 
@@ -247,14 +185,6 @@ class Connection(Child):
             fault = "host-unreachable" if self.code == SSH_FAILED else "env-missing"
         cause = self.last_words or f"ssh to {self.name} ended without a message"
         return Fault(fault, cause, CURES[fault].format(node=self.name))
-
-
-def wait_for(kind: type, connections: Sequence[Connection], turn: Turn, until: float) -> None:
-    """Wait until each node has sent an answer of this kind or is disconnected, or until `until`."""
-    while time.monotonic() < until and any(
-        node.code is None and not node.answer(kind) for node in connections
-    ):
-        turn(until)
 
 
 def find_fault(node: str, environ: Environ) -> str:
@@ -338,9 +268,7 @@ def write_opening(plan: Plan, added: Environ) -> str:
     environ = plan.environ
     kept = {name: environ[name] for name in names if name in environ}
     exports = shlex.join(f"{name}={value}" for name, value in {**kept, **added}.items())
-    script = [word for word in plan.words if word[:1] != "-"][:1]
-    shown = ["--rdzv-id", plan.run_id, *script]  # for readers of ps
-    far_side = shlex.join(plan.inside([*plan.module_command(FAR_SIDE), *shown]))
+    far_side = shlex.join(far_side_command(plan))
     return f"""\
 set -- ${{SSH_CONNECTION:-}}
 printf '\\002%s {{"Hello":{{"address":"%s"}}}}\\n' {shlex.quote(added["LAUNCH_TOKEN"])} "${{3:-}}"

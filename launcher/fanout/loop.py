@@ -128,8 +128,18 @@ class Child:
     die before the ranks could save.
     """
 
-    def __init__(self, loop: Loop, command: list[str], on_output: Show) -> None:
-        """Start the program. From then on, Loop.wait() calls `on_output`. Raises OSError."""
+    def __init__(
+        self,
+        loop: Loop,
+        command: Sequence[str],
+        on_output: Show,
+        *,
+        last_signal: int = signal.SIGKILL,
+    ) -> None:
+        """Start the program. From then on, Loop.wait() calls `on_output`. Raises OSError.
+
+        It gets `last_signal` when this process ends, even if that is stopped.
+        """
         self.code: int | None = None  # its exit code, once it has ended; -N: killed by signal N
         self._loop = loop
         self._on_output = on_output
@@ -143,8 +153,7 @@ class Child:
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            # It ends with this process, even if it is stopped.
-            preexec_fn=partial(processes.leave_terminal, os.getpid()),
+            preexec_fn=partial(processes.leave_terminal, os.getpid(), last_signal),
         )
         for fd in stdin, stdout, stderr:
             os.close(fd)
@@ -171,10 +180,10 @@ class Child:
             os.close(self._stdin)
             self._stdin = -1
 
-    def terminate(self) -> None:
-        """End the program; a stopped one first has to continue."""
+    def terminate(self, signum: int = signal.SIGTERM) -> None:
+        """End the program, or send it another signal; a stopped one first has to continue."""
         if self.code is None:
-            self._process.terminate()
+            self._process.send_signal(signum)
             self.wake()
 
     def wake(self) -> None:

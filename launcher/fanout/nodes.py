@@ -1,89 +1,166 @@
-"""The nodes of a run: which take part, which are silent, and what is left on lost ones.
+"""The nodes of a run as its launcher knows them, and the programs that reach them.
 
-The launcher may have caused a silence itself, if it was stopped or its machine was asleep.
+Over ssh, each node has a program of its own (connection.py). In a SLURM job, one srun step reaches
+all nodes (srun.py). The launcher may have caused a silence itself, if it was stopped or its machine
+was asleep.
 """
 
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from launcher.fanout.connection import Connection, Gap, Turn, wait_for
 from launcher.fanout.launch_end import NodePart
-from launcher.fanout.loop import Loop, Show
+from launcher.fanout.loop import Child, Loop, Show
 from launcher.outcome import Outcome
-from launcher.wire import limits
-from launcher.wire.messages import Exit, Hello, Membership, Report, Sweep
+from launcher.own_time import SilenceNews
+from launcher.plan.plan import Plan
+from launcher.wire import limits, messages
+from launcher.wire.launcher_link import Answers
+from launcher.wire.messages import Exit, Membership, Request, Start, StopRequest, Sweep
 
-AT_ONCE = 8  # new connections: sshd drops some once 10 are waiting to log in
-TRIES = 4
+FAR_SIDE = "launcher.fanout.far_side"
+T = TypeVar("T")
+N = TypeVar("N", bound="Node")
+Turn = Callable[[float], None]  # handles events until this time, or for a shorter one
 
 
-class Nodes:
-    """Which nodes take part. If the run can continue without a node, the agents report changes.
+def far_side_command(plan: Plan, *options: str) -> list[str]:
+    """Return the command that starts the far side on a node. ps shows the run and its script."""
+    script = [word for word in plan.words if word[:1] != "-"][:1]
+    shown = ["--rdzv-id", plan.run_id, *script]
+    return plan.inside([*plan.module_command(FAR_SIDE), *options, *shown])
 
-    Connects again to lost nodes, to end the processes that are left there.
-    """
+
+class Gap(NamedTuple):
+    """A silence of a node."""
+
+    ended: float = 0.0  # monotonic time
+    seconds: float = 0.0
+
+
+class Node:
+    """What a node has sent, when it was last heard, and how its part of the run ended."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.code: int | None = None  # once it cannot be reached any more: an exit code
+        self.is_started = False
+        self.lost = ""  # why the node's part of the run ended early
+        self.is_silent = False  # at the time it was lost
+        self.is_left = False  # the run continues without it
+        self.heard = time.monotonic()  # of the last sign of life
+        self.gap = Gap()  # the last silence that could have ended the run
+        self.silence_news = SilenceNews()
+        self._answers = dict[type, Any]()
+
+    def answer(self, kind: type[T]) -> T | None:
+        """Return the node's message of this kind; None if it has sent none."""
+        return self._answers.get(kind)
+
+    def take(self, message: object) -> None:
+        """Keep a message: the newest Membership, the first of other kinds; None: it is alive."""
+        if isinstance(message, Membership):
+            self._answers[Membership] = message
+        self._answers.setdefault(type(message), message)
+        self.note_sign_of_life()
+
+    def note_sign_of_life(self) -> None:
+        """Set `heard` to now, and `gap` if the silence before was long."""
+        now = time.monotonic()
+        if self.is_started and now - self.heard > limits.GAP_S:
+            self.gap = Gap(now, now - self.heard)
+        self.heard = now
+
+    def forgive_silence(self) -> None:
+        """Measure the silence from now on: until now, the launcher itself was suspended."""
+        self.heard = time.monotonic()
+        self.gap = Gap()
+
+    def note_start(self) -> None:
+        """Note that the node's agent starts now."""
+        self.is_started = True
+        self.heard = time.monotonic()
+
+    def lose(self, why: str, *, is_silent: bool) -> None:
+        """Record that the node's part of the run has ended early."""
+        self.lost = why
+        self.is_silent = is_silent
+
+    def cut_off(self) -> None:
+        """Wait for the node no longer."""
+        self.code = -1
+
+    def describe_loss(self) -> str:
+        """Return the line for the terminal, with the fault's name if the node was silent."""
+        return f"{self.name}: {self.lost}{' [link-lost]' if self.is_silent else ''}"
+
+    def leave_behind(self) -> None:
+        """Note that the run continues without this node."""
+        self.is_left = True
+
+
+class Way(Child):
+    """A program that reaches one node or several. What is sent goes to all of them."""
 
     def __init__(
         self,
-        connections: list[Connection],  # by the node rank that each node started with
-        connect: Callable[[str, str, Show], Connection],  # by name for ssh, token and screen
+        loop: Loop,
+        command: Sequence[str],
+        token: str,  # begins each message
+        show: Show,  # gets all other output
         *,
-        can_change: bool,
+        last_signal: int = signal.SIGKILL,
     ) -> None:
-        self.connections = connections
+        """Start the program. It gets `last_signal` when this process ends. Raises OSError."""
+        self._show = show
+        self._messages = Answers(token)
+        super().__init__(loop, command, self.read_output, last_signal=last_signal)
+
+    def node_of(self, number: int) -> Node | None:
+        """Return the node whose messages begin with this number; None if there is none."""
+        raise NotImplementedError
+
+    def send_line(self, line: str) -> None:
+        self.send(os.fsencode(f"{line}\n"))
+
+    def beat(self) -> None:
+        """Keep the program running, even if someone has stopped it."""
+        self.wake()
+
+    def ask(self, request: Request | Start | StopRequest | Sweep) -> None:
+        self.send_line(messages.write(request))
+
+    def read_output(self, data: bytes, is_error: bool) -> None:
+        """Give each message to its node, and show the rest. No data means the end."""
+        output = data
+        if not is_error:
+            output, received = self._messages.read(data)
+            for number, message in received:
+                if node := self.node_of(number):
+                    node.take(message)
+
+        if output:
+            self._show(output, is_error)
+        if not data:
+            self._show(b"", is_error)
+
+
+class Nodes(Generic[N]):
+    """Which nodes take part. If the run can continue without a node, the agents report changes."""
+
+    def __init__(self, everyone: Sequence[N], *, can_change: bool) -> None:
+        """`everyone` is by the node rank that each node started with; it may change."""
+        self.everyone = everyone
         self.can_change = can_change
-        self._connect = connect
         self._membership: Membership | None = None  # the newest
         self._decide_by = math.inf  # when the run must have ended or continued
-        self._sweeps = dict[Connection, Connection]()  # the newest second connection to each
 
-    def connect_all(
-        self, connect: Callable[[int], Connection], num_nodes: int, turn: Turn, until: float
-    ) -> None:
-        """Connect to all nodes. Wait until each has said hello or has failed, or until this time.
-
-        If many connections arrive at once, an sshd, especially a bastion's, drops some
-        (MaxStartups). If others succeed, the dropped ones are tried again, TRIES times in all,
-        after longer pauses. `connect` connects to the node with an index. `until` is monotonic
-        time. Replaces a dropped connection in `connections`.
-        """
-        connections = self.connections
-        for place in range(num_nodes):
-            connections.append(connect(place))
-            if place % AT_ONCE == AT_ONCE - 1:
-                wait_for(Hello, connections, turn, time.monotonic() + limits.CONNECT_PACE_S)
-
-        tries = [1] * num_nodes
-        while (now := time.monotonic()) < until:
-            has_way = any(connection.answer(Hello) for connection in connections)
-            dropped = [
-                place
-                for place, connection in enumerate(connections)
-                if has_way and connection.is_dropped and tries[place] < TRIES
-            ]
-            if not dropped and not any(connection.may_come for connection in connections):
-                return
-
-            for number, place in enumerate(dropped):  # not all at once, or sshd drops some again
-                pause_s = (
-                    limits.CONNECT_AGAIN_S * 2 ** tries[place] + limits.CONNECT_PACE_S * number
-                )
-                if now > connections[place].heard + pause_s:
-                    tries[place] += 1
-                    connections[place] = connect(place)
-            turn(min(until, now + limits.CONNECT_AGAIN_S))
-
-    def disconnect_all(self) -> None:
-        """End all connections at once, before connect_all() makes new ones."""
-        for connection in self.connections:
-            connection.disconnect()
-        self.connections.clear()
-
-    def leave_behind(self) -> list[Connection]:
+    def leave_behind(self) -> list[N]:
         """Leave the nodes that the run has begun to continue without. Returns them, each once."""
-        known = [found for node in self.connections if (found := node.answer(Membership))]
+        known = [found for node in self.everyone if (found := node.answer(Membership))]
         if not known:
             return []
         newest = max(known, key=lambda membership: membership.attempt)
@@ -92,24 +169,24 @@ class Nodes:
 
         self._membership = newest
         left = []
-        for place, node in enumerate(self.connections):
+        for place, node in enumerate(self.everyone):
             if place not in newest.nodes and not node.is_left:
                 node.leave_behind()
                 left.append(node)
         return left
 
     @property
-    def current(self) -> list[Connection]:
+    def current(self) -> list[N]:
         """The nodes that take part, by node rank, followed by the spares."""
         if self._membership is None:
-            return list(self.connections)
+            return list(self.everyone)
         places = self._membership.nodes
-        return [self.connections[place] for place in places if 0 <= place < len(self.connections)]
+        return [self.everyone[place] for place in places if 0 <= place < len(self.everyone)]
 
     @property
     def others_s(self) -> float:
         """The limit, in seconds, for the other nodes' parts of the run to end after the first."""
-        return limits.for_nodes(limits.OTHERS_S, len(self.connections))
+        return limits.for_nodes(limits.OTHERS_S, len(self.everyone))
 
     def check_deadline(self, rest_s: float) -> bool:
         """Return whether the run has neither ended nor continued in time after a node's end.
@@ -123,64 +200,22 @@ class Nodes:
         self._decide_by = min(self._decide_by, decide_by) if has_end else math.inf
         return self.can_change and time.monotonic() > self._decide_by
 
-    def sweep(self, node: Connection) -> None:
-        """Connect again to a lost node, to end the processes that are left there."""
-        token = f"{os.urandom(16).hex()}.0"
-        sweep = self._connect(node.name, token, lambda line, is_error: None)
-        sweep.ask(Sweep(node.token))
-        self._sweeps[node] = sweep
-
-    def sweep_unreported(self, loop: Loop, within_s: float) -> dict[Connection, str]:
-        """Sweep the nodes that have not reported their end. Returns the unreachable ones, and why.
-
-        Waits up to `within_s` for their answers. A node that was left behind is swept again if that
-        has failed: it may be reachable by now.
-        """
-        for node in self.connections:
-            if node.answer(Exit):
-                continue
-            sweep = self._sweeps.get(node)
-            has_failed = sweep and sweep.code is not None and not sweep.answer(Exit)
-            if not sweep or (node.is_left and has_failed):
-                self.sweep(node)
-
-        self._await_sweeps(loop, within_s)
-        return {
-            node: sweep.last_words for node, sweep in self._sweeps.items() if not sweep.answer(Exit)
-        }
-
-    def end_hung(self, loop: Loop) -> None:
-        """After a refusal, end what hangs, or was stopped, on nodes that did not report. Waits."""
-        for node in self.connections:
-            is_there = node.answer(Hello) and node.code is None
-            if is_there and not node.answer(Report):
-                self.sweep(node)
-        self._await_sweeps(loop, limits.SSH_CONNECT_S + limits.SWEEP_S)
-
-    def _await_sweeps(self, loop: Loop, within_s: float) -> None:
-        """Wait until all second connections have ended, for up to `within_s`.
-
-        Closes those that have reported. From here on, signals have no effect.
-        """
-        until = time.monotonic() + within_s
-        sweeps = self._sweeps.values()
-        while any(sweep.code is None for sweep in sweeps) and time.monotonic() < until:
-            for sweep in sweeps:
-                if sweep.answer(Exit):
-                    sweep.close_input()  # which ends the far side, and with it ssh
-            loop.wait(until - time.monotonic())
-
     @property
     def num_killed(self) -> int:
         """How many processes were left when their node's part of the run ended."""
-        return sum(end.left for node in self.connections if (end := node.answer(Exit)))
+        return sum(end.left for node in self.everyone if (end := node.answer(Exit)))
 
-    def parts(self, unreachable: Container[Connection]) -> list[NodePart]:
-        """Return how each node's part of the run ended, by node rank, then of the spares."""
+    def parts(
+        self, unreachable: Container[N] = (), unreported: int | None = None
+    ) -> list[NodePart]:
+        """Return how each node's part of the run ended, by node rank, then of the spares.
+
+        `unreported` is the code of a node that has reported none.
+        """
         return [
             NodePart(
                 host=node.name,
-                code=ended.code if (ended := node.answer(Exit)) else None,
+                code=ended.code if (ended := node.answer(Exit)) else unreported,
                 told=node.answer(Outcome),
                 lost=node.lost,
                 is_reachable=node not in unreachable,
@@ -190,21 +225,21 @@ class Nodes:
         ]
 
 
-class Silence:
+class Silence(Generic[N]):
     """What the launcher knows about silences, including its own."""
 
-    def __init__(self, connections: Sequence[Connection], limit_s: float) -> None:
-        self.connections = connections
+    def __init__(self, everyone: Sequence[N], limit_s: float) -> None:
+        self.everyone = everyone
         self.limit_s = limit_s
         self.still_s = 0.0  # how long this process was suspended just now
         self._turned_at = self._recall_until = 0.0  # since boot, including sleep
 
     @property
-    def awaited(self) -> list[Connection]:
-        """The nodes whose connection is open, and whose part of the run has not ended."""
+    def awaited(self) -> list[N]:
+        """The nodes that can be reached, and whose part of the run has not ended."""
         return [
             node
-            for node in self.connections
+            for node in self.everyone
             if node.code is None and not node.is_left and not node.answer(Exit)
         ]
 
@@ -220,7 +255,7 @@ class Silence:
         if slept_s > limits.GAP_S:
             self.still_s = slept_s
             self._recall_until = now + limits.RECALL_S
-            for node in self.connections:
+            for node in self.everyone:
                 node.forgive_silence()
         elif now > self._recall_until and not is_ending:
             self.still_s = 0.0
@@ -238,24 +273,32 @@ class Silence:
             if news := node.silence_news.note_silence(time.monotonic() - node.heard, self.limit_s):
                 yield f"{node.name}: {news}"
 
-    def find_lost(self) -> list[Connection]:
+    def find_lost(self) -> list[N]:
         """Return the nodes to give up on: all silent ones, once one has been silent too long."""
         now = time.monotonic()
         if now < self.due():
             return []
         return [node for node in self.awaited if now - node.heard > self.limit_s / 2]
 
-    def blame_recent(self) -> list[Connection]:
+    def blame_recent(self) -> list[N]:
         """Record as lost the nodes that were silent just before another one's end. Returns them.
 
         Their silence may have caused that end.
         """
         now = time.monotonic()
         blamed = []
-        for node in self.connections:
+        for node in self.everyone:
             silent_s = now - node.heard
             last = Gap(now, silent_s) if silent_s > limits.GAP_S else node.gap
             if last.ended > now - limits.RECALL_S:
                 node.lose(f"no heartbeat for {last.seconds:.0f} s (network down?)", is_silent=True)
                 blamed.append(node)
         return blamed
+
+
+def wait_for(kind: type, nodes: Sequence[Node], turn: Turn, until: float) -> None:
+    """Wait until each node has sent an answer of this kind or cannot any more, or until `until`."""
+    while time.monotonic() < until and any(
+        node.code is None and not node.answer(kind) for node in nodes
+    ):
+        turn(until)

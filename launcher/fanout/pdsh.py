@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from distributed.errors import Refused
-from launcher.fanout.connection import FAR_SIDE, Connection, wait_for
+from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Child, fixed_options, given_options
-from launcher.fanout.ssh import Fanout, quote_line
+from launcher.fanout.nodes import FAR_SIDE, wait_for
+from launcher.fanout.ssh import SshFanout, quote_line
 from launcher.plan.plan import BeReady, Plan
 from launcher.wire import limits
-from launcher.wire.messages import Ready, Report, Start
+from launcher.wire.messages import Cut, Ready, Report, Start
 
 
 def run(plan: Plan, be_ready: BeReady) -> int:
@@ -26,7 +27,7 @@ def run(plan: Plan, be_ready: BeReady) -> int:
     return PdshFanout(plan).run(be_ready)
 
 
-class PdshFanout(Fanout):
+class PdshFanout(SshFanout):
     """A run on nodes whose agents pdsh starts."""
 
     def __init__(self, plan: Plan) -> None:
@@ -41,12 +42,12 @@ class PdshFanout(Fanout):
             raise Refused("env-missing", f"pdsh is not installed here; {cure}")
         super().require_tools()
 
-    def start_nodes(self, reports: Sequence[Report]) -> None:
+    def start_agents(self, reports: Sequence[Report]) -> None:
         """Send each node its start request, wait until all listen for pdsh, and start pdsh.
 
         After the wait's limit, it starts anyway, for the nodes that do listen.
         """
-        super().start_nodes(reports)
+        super().start_agents(reports)
         ready_by = time.monotonic() + limits.PDSH_READY_S + self.slack_s
         wait_for(Ready, self.connections, self.turn, ready_by)
 
@@ -76,8 +77,14 @@ class PdshFanout(Fanout):
         return replace(start, socket=f"{self.socket}.{report.node_rank}")
 
     def handle_end(self, node: Connection) -> None:
-        """Do what the ssh fan-out does. If pdsh itself has ended, the nodes must end soon, too."""
-        super().handle_end(node)
+        """Do what the ssh fan-out does. If pdsh itself has ended, the nodes must end soon, too.
+
+        A node whose pdsh connection has ended is lost, although ssh still reaches it.
+        """
+        if not node.answer(Cut):
+            super().handle_end(node)
+        elif not node.is_left and self.is_open:
+            self.lose(node, "the pdsh connection has ended")
         if self.pdsh and self.pdsh.code is not None:
             self.close_within(self.nodes.others_s)
 

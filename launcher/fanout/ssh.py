@@ -1,38 +1,35 @@
-"""Fan-out over ssh: check every node, start its agent, forward signals, wait for all to end.
+"""Fan-out over ssh: one connection to each node carries everything (connection.py).
 
-One connection to each node carries everything (connection.py): requests and the control stream in
-one direction, messages and output in the other. far_side.py is the program at the other end.
+Requests and the control stream go in one direction, messages and output in the other.
+far_side.py is the program at the other end.
 """
 
-import math
 import os
 import shlex
 import shutil
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from signal import Signals
 
-from distributed.environment import printable
-from distributed.errors import REFUSED, Refused
-from distributed.stop_signals import NOTICES, QUERY, stop_signals
+from distributed.errors import Refused
+from distributed.stop_signals import NOTICES
 from launcher import handshake
 from launcher.failure_block import print_outcome
-from launcher.fanout.connection import Connection, name_variables, wait_for, write_opening
+from launcher.fanout.connection import Connection, name_variables, write_opening
+from launcher.fanout.fanout import Fanout
 from launcher.fanout.launch_end import LaunchEnd
 from launcher.fanout.loop import Loop, Show, given_options
-from launcher.fanout.nodes import Nodes, Silence
-from launcher.fanout.swap import choose_master, find_ill, replace_ill
-from launcher.fanout.terminals import Terminals
-from launcher.interrupt import code_for_shell, leave_unstarted
+from launcher.fanout.nodes import wait_for
+from launcher.fanout.swap import choose_master, replace_ill
+from launcher.interrupt import code_for_shell
 from launcher.plan.own import find_own, read_begun
-from launcher.plan.plan import BeReady, Plan, print_commands, print_plan
-from launcher.preflight import compare
-from launcher.preflight.compare import Finding
-from launcher.text import LONGEST_ROW, count, print_row
+from launcher.plan.plan import BeReady, Plan, print_commands
+from launcher.text import count, print_row
 from launcher.wire import limits
-from launcher.wire.messages import Cut, Exit, Hello, Report, Start, StopRequest
+from launcher.wire.messages import Exit, Fault, Hello, Report, Start, StopRequest, Sweep
+
+AT_ONCE = 8  # new connections: sshd drops some once 10 are waiting to log in
+TRIES = 4
 
 
 def run(plan: Plan, be_ready: BeReady) -> int:
@@ -40,91 +37,78 @@ def run(plan: Plan, be_ready: BeReady) -> int:
 
     Raises PlanError or Refused if nothing was started.
     """
-    return Fanout(plan).run(be_ready)
+    return SshFanout(plan).run(be_ready)
 
 
-class Fanout:
+class SshFanout(Fanout[Connection]):
     """A run on nodes that ssh reaches. Raises PlanError as forwarded_names() does."""
 
     def __init__(self, plan: Plan) -> None:
         self.own = find_own(plan, read_begun())  # in a PBS job, asks qstat
-        self.plan = name_variables(plan, self.own.names)
-        self.token = os.urandom(16).hex()
-        self.saving_s = 0 if plan.engine else plan.grace_s  # for agents to save a snapshot
+        self.connections = list[Connection]()  # by the node rank that each node started with
+        super().__init__(name_variables(plan, self.own.names), self.connections, self.connections)
         self.secret = handshake.new_secret()
         self.slack_s = len(plan.nodes) // 10  # each key exchange takes time here
-        self.connections = list[Connection]()
-        self.silence = Silence(self.connections, plan.silence_s)
-        self.nodes = Nodes(self.connections, self.connect, can_change=plan.min_nodes > 0)
-        self.started = 0.0  # seconds since the epoch; 0 until then
-        self.stopped_by = 0  # the signal that was passed on, if it asked for a stop
-        self.close_at = math.inf  # when to close the control streams
-        self.beat_at = 0.0
+        self.hello_s = 0.0  # that a node had to say hello
+        self.sweeps = Sweeps(self.connect)
 
     def run(self, be_ready: BeReady) -> int:
-        """Start the run and wait for its end. Returns the exit code: REFUSED if a check fails."""
+        """Print the commands of a dry run, or do what every fan-out does. Returns the same."""
         if self.plan.is_dry_run:
             print_commands(self.plan, self.paste_line)
             return 0
         self.require_tools()
-        self.loop = Loop(self.plan.environ, most_children=len(self.plan.nodes) + 1)
-        self.terminals = Terminals()
-        try:
-            self.own.fetch_values(self.plan, self.say)
-            reports = self.check_nodes()
-            if reports is None:
-                self.nodes.end_hung(self.loop)
-                return REFUSED
-            be_ready()
-            self.start_nodes(reports)
-            self.watch()
-            return self.report_end()
-        finally:
-            self.loop.close()
-            self.terminals.err.drain(limits.DRAIN_S)
+        self.own.fetch_values(self.plan, self.say)
+        return super().run(be_ready)
 
     def require_tools(self) -> None:
         if not shutil.which("ssh"):
             raise Refused("env-missing", "ssh is not installed here; install OpenSSH's client")
 
-    def say(self, text: str) -> None:
-        print(f"{self.plan.program}: {printable(text, LONGEST_ROW)}", file=self.terminals.err.text)
-
     # --- the preflight ------------------------------------------------------------------------
 
-    def check_nodes(self) -> list[Report] | None:
-        """Connect to all nodes, check them, replace faulty ones by spares, and print the plan.
-
-        Returns the reports, by node rank; None if the start is refused. Raises Refused as well.
-        """
+    def reach(self) -> None:
+        """Connect to all nodes, have them check themselves, and wait for the reports."""
         began = time.monotonic()
         within_s = self.slack_s + self.plan.preflight_s
         if not self.plan.has_checks:  # the user wants to start anyway, and a login may be slow
             within_s = max(within_s, int(self.plan.join_timeout_s))
-        hello_s = within_s - limits.CHECKS_S
-        self.nodes.connect_all(self.connect_node, len(self.plan.nodes), self.turn, began + hello_s)
+        self.hello_s = within_s - limits.CHECKS_S
+        self.connect_all(began + self.hello_s)
         self.request_reports(began + within_s)
 
-        plan = self.plan
-        answers = [node.answer(Report) for node in self.connections]
-        reports = [report for report in answers if report]
-        unheard = [node for node in self.connections if not node.answer(Report)]
-        silent = [Finding(node.name, node.explain_silence(hello_s)) for node in unheard]
-        outcome = compare.combine(reports, silent, time.monotonic() - began)
-        out = sys.stderr if plan.is_detached else self.terminals.err.text
-        refuses = compare.print_findings(outcome, plan.program, is_strict=plan.is_strict, out=out)
+    def connect_all(self, until: float) -> None:
+        """Connect to all nodes. Wait until each has said hello or has failed, or until this time.
 
-        if swapped := replace_ill(plan, find_ill(plan, answers)):
-            self.plan, changes = swapped
-            self.say("; ".join(changes))
-            self.nodes.disconnect_all()
-            self.token = os.urandom(16).hex()  # the old one marks processes that may be left
-            return self.check_nodes()
-        if refuses:
-            return None
-        counts = [report.nproc for report in reports[: plan.num_nodes]]
-        print_plan(plan, reports[0], outcome, counts, out)
-        return reports
+        If many connections arrive at once, an sshd, especially a bastion's, drops some
+        (MaxStartups). If others succeed, the dropped ones are tried again, TRIES times in all,
+        after longer pauses. `until` is monotonic time.
+        """
+        connections = self.connections
+        for place in range(len(self.plan.nodes)):
+            connections.append(self.connect_node(place))
+            if place % AT_ONCE == AT_ONCE - 1:
+                wait_for(Hello, connections, self.turn, time.monotonic() + limits.CONNECT_PACE_S)
+
+        tries = [1] * len(connections)
+        while (now := time.monotonic()) < until:
+            has_way = any(connection.answer(Hello) for connection in connections)
+            dropped = [
+                place
+                for place, connection in enumerate(connections)
+                if has_way and connection.is_dropped and tries[place] < TRIES
+            ]
+            if not dropped and not any(connection.may_come for connection in connections):
+                return
+
+            for number, place in enumerate(dropped):  # not all at once, or sshd drops some again
+                pause_s = (
+                    limits.CONNECT_AGAIN_S * 2 ** tries[place] + limits.CONNECT_PACE_S * number
+                )
+                if now > connections[place].heard + pause_s:
+                    tries[place] += 1
+                    connections[place] = self.connect_node(place)
+            self.turn(min(until, now + limits.CONNECT_AGAIN_S))
 
     def request_reports(self, until: float) -> None:
         """Choose the master, have every node check itself, and wait: longer if all said hello."""
@@ -155,11 +139,31 @@ class Fanout:
         connection.send_line(write_opening(self.plan, added))
         return connection
 
+    def explain_silences(self) -> Mapping[int, Fault]:
+        """Return why nodes have not reported. Waits for what finds that out, briefly."""
+        return {
+            place: node.explain_silence(self.hello_s)
+            for place, node in enumerate(self.connections)
+            if not node.answer(Report)
+        }
+
+    def swap(self, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
+        return replace_ill(self.plan, ill)
+
+    def disconnect(self) -> None:
+        """End all connections at once."""
+        for connection in self.connections:
+            connection.disconnect()
+        self.connections.clear()
+
+    def end_refused(self) -> None:
+        """End what hangs, or was stopped, on nodes that did not report."""
+        self.sweeps.end_hung(self.connections, self.loop)
+
     # --- the run ------------------------------------------------------------------------------
 
-    def start_nodes(self, reports: Sequence[Report]) -> None:
-        """Send each node its start request, and set `started`. `reports` are by node rank."""
-        self.started = time.time()
+    def start_agents(self, reports: Sequence[Report]) -> None:
+        """Send each node its start request. `reports` are by node rank."""
         for connection, report in zip(self.connections, reports, strict=True):
             connection.start(self.start_request(report, connection))
 
@@ -170,104 +174,25 @@ class Fanout:
         variables = {**plan.run_variables(), **self.own.of_node(node.name, nproc)}
         return Start(command, variables, plan.directory)
 
-    def watch(self) -> None:
-        """Wait until all connections have ended; at `close_at`, close the control streams."""
-        while any(node.code is None and not node.is_left for node in self.connections):
-            now = time.monotonic()
-            until = self.close_at
-            if now >= until:
-                until += limits.CONTROL_END_S
-                for node in self.connections:
-                    node.close_input()
-            if now > until:
-                return  # report_end() ends what is left
-            self.turn(until)
-
     def turn(self, until: float) -> None:
-        """Handle events until this time or the next heartbeat, and act on what has changed."""
-        now = time.monotonic()
-        if now >= self.beat_at:
-            self.beat_at = now + limits.BEAT_S
-            for node in self.connections:
-                node.beat()
-
-        until = min(until, self.beat_at, self.silence.due() if self.is_open else math.inf)
-        if self.terminals.is_waiting:
-            until = min(until, now + limits.PARTIAL_S)
-        for signum in self.loop.wait(until - now):
-            self.forward_signal(signum)
-
-        self.terminals.show_held(now)
-        self.silence.detect_suspension(is_ending=self.close_at < math.inf)
-        for node in self.connections:
-            self.handle_end(node)
-        self.handle_silence()
-        for node in self.nodes.leave_behind():
-            self.say(f"continuing without {node.name}")
-        if self.nodes.check_deadline(self.saving_s):
-            self.close_within(0)
-
-    def handle_silence(self) -> None:
-        """Name the nodes that are silent or heard again, and give up on those silent for long."""
-        if not self.is_open:
-            return
-        for line in self.silence.describe():
-            self.say(line)
-        for node in self.silence.find_lost():
-            self.lose(node, f"no heartbeat for {self.plan.silence_s:g} s (network down?)")
-            node.terminate()
-
-    def lose(self, node: Connection, why: str) -> None:
-        """Give up on a node whose part of the run has ended early, and end what is left there.
-
-        This ends a run that cannot lose a node. If the node is silent, the others may save first.
-        """
-        if node.lost:
-            return
-        node.lose(why, is_silent=time.monotonic() - node.heard > limits.GAP_S)
-        self.say(node.describe_loss())
-        if not self.nodes.can_change:
-            self.close_within(self.saving_s if node.is_silent else 0)
-        self.nodes.sweep(node)
-
-    def forward_signal(self, signum: Signals) -> None:
-        """Forward a signal to all nodes, SIGQUIT to node rank 0; a stop sets a time for the end."""
-        is_query = signum == QUERY and QUERY not in stop_signals()
-        if not (self.started or is_query):
-            leave_unstarted(signum)  # exits
-        if signum not in NOTICES and not is_query:
-            self.stopped_by = signum
-            self.close_within(self.plan.grace_s + limits.STOP_CLOSE_S)
-        for node in self.nodes.current[:1] if is_query else self.connections:
-            if node.is_started:
-                node.ask(StopRequest(signum))  # for stacks, node rank 0 asks the others
-
-    def handle_end(self, node: Connection) -> None:
-        """If a node's part of the run, or its connection, has ended, end the run if necessary."""
-        is_cut = node.answer(Cut)
-        has_ended = node.answer(Exit) and not is_cut
+        """Do what every fan-out does. Before the start, find out why ssh has not reached a node."""
+        super().turn(until)
         if not self.started:
-            node.start_probe()  # why ssh has not reached it
-        elif node.is_left or (has_ended and self.nodes.can_change):
-            pass  # the run continues without it, or the agents decide whether it does
-        elif has_ended:
-            if self.close_at == math.inf:  # the first node to end
-                for silent in self.silence.blame_recent():
-                    self.say(silent.describe_loss())
-            may_save = any(other.is_silent for other in self.connections)
-            self.close_within(self.nodes.others_s + (self.saving_s if may_save else 0))
-        elif (node.code is not None or is_cut) and self.is_open:
-            which = "the pdsh connection" if is_cut else "the ssh connection"
-            words = "" if is_cut else node.last_words
-            self.lose(node, f"{which} has ended{words and ': '}{words}")
+            for connection in self.connections:
+                connection.start_probe()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the run continues, and the control streams are open."""
-        return self.started > 0 and time.monotonic() < self.close_at
+    def send(self, request: StopRequest, nodes: Sequence[Connection]) -> None:
+        for node in nodes:
+            node.ask(request)
 
-    def close_within(self, seconds: float) -> None:
-        self.close_at = min(self.close_at, time.monotonic() + seconds)
+    def handle_cut(self, node: Connection) -> None:
+        """Give up on a node whose connection has ended."""
+        words = node.last_words
+        self.lose(node, f"the ssh connection has ended{words and ': '}{words}")
+
+    def end_lost(self, node: Connection) -> None:
+        """Connect again, to end what is left there."""
+        self.sweeps.begin(node)
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -275,11 +200,12 @@ class Fanout:
         """End what is left on the nodes, and print how the run ended. Returns its exit code."""
         plan = self.plan
         within_s = limits.SSH_CONNECT_S + self.slack_s + limits.CONTROL_END_S
-        unreachable = self.nodes.sweep_unreported(self.loop, within_s)
+        unreachable = self.sweeps.sweep_unreported(self.connections, self.loop, within_s)
         for node, why in unreachable.items():
             self.say(f"{node.name}: {why}")
         parts = self.nodes.parts(unreachable)
-        end = LaunchEnd(plan, parts, self.started, self.stopped_by, self.silence.still_s).outcome()
+        stopped_by = next((signum for signum in reversed(self.asked) if signum not in NOTICES), 0)
+        end = LaunchEnd(plan, parts, self.started, stopped_by, self.silence.still_s).outcome()
         if killed := self.nodes.num_killed:
             self.say(f"{count(killed, 'process', 'processes')} of the run had to be killed")
         where = "on the reachable nodes" if unreachable else f"on {count(len(plan.nodes), 'node')}"
@@ -287,12 +213,70 @@ class Fanout:
         err = self.terminals.err.text
         print_row("ended", f"code {end.code}; nothing is left running {where}", err)
         print_outcome(end, err, plan.folder)
-        return code_for_shell(end.code, {self.stopped_by})
+        return code_for_shell(end.code, {stopped_by})
 
     def paste_line(self, node: str, line: str) -> str:
         """Return a command line that runs a shell line on a node; Ctrl-C ends it there."""
         command = ["ssh", "-t", *given_options(self.plan.environ), "--", node]
         return f"{shlex.join(command)} {quote_line(line)}"
+
+
+class Sweeps:
+    """Second connections to nodes, to end the processes of a run that are left there."""
+
+    def __init__(self, connect: Callable[[str, str, Show], Connection]) -> None:
+        """`connect` gets a node's name for ssh, a token, and what shows output."""
+        self._connect = connect
+        self._newest = dict[Connection, Connection]()
+
+    def begin(self, node: Connection) -> None:
+        """Connect again to a lost node, to end the processes that are left there."""
+        token = f"{os.urandom(16).hex()}.0"
+        sweep = self._connect(node.name, token, lambda line, is_error: None)
+        sweep.ask(Sweep(node.token))
+        self._newest[node] = sweep
+
+    def sweep_unreported(
+        self, connections: Sequence[Connection], loop: Loop, within_s: float
+    ) -> Mapping[Connection, str]:
+        """Sweep the nodes that have not reported their end. Returns the unreachable ones, and why.
+
+        Waits up to `within_s` for their answers. A node that was left behind is swept again if that
+        has failed: it may be reachable by now.
+        """
+        for node in connections:
+            if node.answer(Exit):
+                continue
+            sweep = self._newest.get(node)
+            has_failed = sweep and sweep.code is not None and not sweep.answer(Exit)
+            if not sweep or (node.is_left and has_failed):
+                self.begin(node)
+
+        self._await_all(loop, within_s)
+        return {
+            node: sweep.last_words for node, sweep in self._newest.items() if not sweep.answer(Exit)
+        }
+
+    def end_hung(self, connections: Sequence[Connection], loop: Loop) -> None:
+        """After a refusal, end what hangs, or was stopped, on nodes that did not report. Waits."""
+        for node in connections:
+            is_there = node.answer(Hello) and node.code is None
+            if is_there and not node.answer(Report):
+                self.begin(node)
+        self._await_all(loop, limits.SSH_CONNECT_S + limits.SWEEP_S)
+
+    def _await_all(self, loop: Loop, within_s: float) -> None:
+        """Wait until all second connections have ended, for up to `within_s`.
+
+        Closes those that have reported. From here on, signals have no effect.
+        """
+        until = time.monotonic() + within_s
+        sweeps = self._newest.values()
+        while any(sweep.code is None for sweep in sweeps) and time.monotonic() < until:
+            for sweep in sweeps:
+                if sweep.answer(Exit):
+                    sweep.close_input()  # which ends the far side, and with it ssh
+            loop.wait(until - time.monotonic())
 
 
 def quote_line(line: str) -> str:

@@ -307,7 +307,7 @@ from job_tools import USUAL
 from launcher.fanout import pdsh, ssh
 from launcher.plan.plan import NodePlan, Plan
 
-FANOUTS = {"ssh": ssh.Fanout, "pdsh": pdsh.PdshFanout}
+FANOUTS = {"ssh": ssh.SshFanout, "pdsh": pdsh.PdshFanout}
 root, fanout, *nodes = sys.argv[1:]
 
 

@@ -13,9 +13,10 @@ from agents import PATIENCE_S, ROOT, eventually, run_program
 from job_tools import USUAL, make_tool
 
 from launcher import processes
-from launcher.fanout.connection import Connection, Gap
+from launcher.fanout.connection import Connection
 from launcher.fanout.loop import Loop
-from launcher.fanout.nodes import TRIES, Nodes, Silence
+from launcher.fanout.nodes import Gap, Silence
+from launcher.fanout.ssh import TRIES, SshFanout
 from launcher.fanout.swap import exclude_ill, find_ill, replace_ill
 from launcher.plan.plan import NodePlan, Plan
 from launcher.record import run_json
@@ -160,33 +161,30 @@ def test_connections_that_are_replaced_leave_no_file_open(
     monkeypatch.setenv("SAYS", BY_BASTION)
     monkeypatch.setenv("IN_LOG", "1")
     monkeypatch.setattr(limits, "CONNECT_AGAIN_S", 0.01)
-    loop = Loop(os.environ, 8)
+    two = [NodePlan("n0"), NodePlan("n1")]
+    launch = SshFanout(replace(PLAN, nodes=two, num_nodes=2, environ=os.environ))
+    launch.token = "token"
+    launch.loop = Loop(os.environ, 8)
     made: list[Connection] = []
 
-    def connect(place: int) -> Connection:
-        name = f"n{place}"
-        made.append(Connection(loop, name, connect_s=1, token="token.0", show=lambda *_: None))
+    def connect_node(place: int) -> Connection:
+        made.append(SshFanout.connect_node(launch, place))
         return made[-1]
-
-    def turn(until: float) -> None:
-        loop.wait(until - time.monotonic())
-        for connection in nodes.connections:
-            connection.start_probe()
 
     def count_files() -> int:
         files = map(os.path.realpath, Path("/proc/self/fd").iterdir())
         return sum("/pipe:" in file or "/memfd:ssh" in file for file in files)
 
-    nodes = Nodes([], lambda *_: made[0], can_change=False)
+    monkeypatch.setattr(launch, "connect_node", connect_node)
     before = count_files()
-    nodes.connect_all(connect, 2, turn, time.monotonic() + PATIENCE_S)
+    launch.connect_all(time.monotonic() + PATIENCE_S)
     assert len(made) == 1 + TRIES
     assert count_files() == before + 4  # of n0: three pipes, and the file for ssh's messages
-    nodes.disconnect_all()
+    launch.disconnect()
     assert count_files() == before
     while made[0].code is None:
-        loop.wait(1.0)
-    loop.close()
+        launch.loop.wait(1.0)
+    launch.loop.close()
 
 
 # --- nodes that were silent -----------------------------------------------------------------------
@@ -230,10 +228,10 @@ def test_a_node_that_is_silent_at_the_first_end_is_blamed(
 def test_only_the_far_sides_own_messages_are_signs_of_life(connect: Connect) -> None:
     node = connect("node1")
     node.is_started, node.heard = True, 0.0
-    node._read_output(b"step 1\n", False)  # a rank's output
-    node._read_output(b"a warning\n", True)
+    node.read_output(b"step 1\n", False)  # a rank's output
+    node.read_output(b"a warning\n", True)
     assert node.heard == 0.0
-    node._read_output(b"step 2\n\x02token.0 \n", False)
+    node.read_output(b"step 2\n\x02token.0 \n", False)
     assert node.heard > 0.0 and node.gap.seconds > 0.0
 
 

@@ -115,9 +115,11 @@ def test_a_node_that_starts_itself(
     assert started[0][2].get("OMP_NUM_THREADS") == threads
 
 
-@pytest.mark.parametrize("fanout", [ssh.Fanout, pdsh.PdshFanout])
+@pytest.mark.parametrize("fanout", [ssh.SshFanout, pdsh.PdshFanout])
 @pytest.mark.parametrize("job", [PBS, SLURM])
-def test_what_ssh_and_pdsh_send(plan: Plan, fanout: type[ssh.Fanout], job: dict[str, str]) -> None:
+def test_what_ssh_and_pdsh_send(
+    plan: Plan, fanout: type[ssh.SshFanout], job: dict[str, str]
+) -> None:
     launch = fanout(replace(plan, environ={**job, **CUDA, "NCCL_DEBUG": "INFO"}))
     assert launch.plan.forwarded == ["NCCL_DEBUG"]
     opening = write_opening(launch.plan, {"LAUNCH_TOKEN": "t"})
@@ -129,7 +131,7 @@ def test_a_node_gets_our_folder_for_temporary_files_if_it_has_it(
     plan: Plan, kept: bool, tmp_path: Path
 ) -> None:
     ours = tmp_path if kept else tmp_path / "gone"
-    launch = ssh.Fanout(replace(plan, environ={"TMPDIR": str(ours), "JAX_PLATFORMS": "cpu"}))
+    launch = ssh.SshFanout(replace(plan, environ={"TMPDIR": str(ours), "JAX_PLATFORMS": "cpu"}))
     assert launch.plan.forwarded == ["JAX_PLATFORMS"]
     opening = write_opening(replace(launch.plan, directory=tmp_path), {"LAUNCH_TOKEN": "t"})
     shown = opening.replace("exec ", "echo $TMPDIR $JAX_PLATFORMS; exit; ")
