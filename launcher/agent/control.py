@@ -3,12 +3,13 @@
 A remote launcher controls a node's part of a run through the control stream; launcher_link.py
 describes its messages. The program that starts a supervisor sets two variables:
 
-    LAUNCH_START=local|step the local launcher became the supervisor, or srun started it. The
-                            supervisor removes this variable, so that nested runs do not inherit it.
+    LAUNCH_START=local      the local launcher became the supervisor. The supervisor removes this
+                            variable, so that nested runs do not inherit it.
     LAUNCH_TOKEN=<token>    marks every process of the run, and begins each message to the launcher.
                             The launcher prints the failure block from one of them, the outcome.
 """
 
+import math
 import os
 import signal
 import socket
@@ -32,13 +33,14 @@ from launcher.wire.messages import StopRequest
 class Control:
     """The connection to a remote launcher."""
 
-    fd: int | None  # the control stream; None in a SLURM step, which has none
+    fd: int  # the control stream
     mark: str  # the prefix of messages to the launcher (launcher_link.py)
+    is_step: bool  # both are srun's: the stream has no signs of life, and ends with the launcher
 
     def send(self, message: object, *, is_line_open: bool = False) -> None:
         """Send the launcher a message. `is_line_open` means that the last line has no newline."""
         # Under srun, first end that line: srun would mix a longer line with another node's.
-        launcher_link.send_message(self.mark, message, begins_line=is_line_open and self.fd is None)
+        launcher_link.send_message(self.mark, message, begins_line=is_line_open and self.is_step)
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,16 @@ def end_run_after(wait: Callable[[int], None], which: int, kill_agent: Callable[
     threading.Thread(target=follow, daemon=True).start()
 
 
-def follow_stream(fd: int, silence_s: float) -> None:
+def follow_stream(control: Control, silence_s: float) -> None:
     """Send this process each signal that the launcher forwards, until the stream ends.
 
-    It also ends if the launcher sends nothing for `silence_s` seconds.
+    It also ends if an ssh launcher sends nothing for `silence_s` seconds.
     """
-    while (request := launcher_link.read_request(fd, silence_s)) is not None:
-        if isinstance(request, StopRequest) and request.signum in (*stop_signals(), QUERY):
+    silence_s = math.inf if control.is_step else silence_s
+    number = int(control.mark.rpartition(".")[2])
+    while (request := launcher_link.read_request(control.fd, silence_s)) is not None:
+        is_ours = isinstance(request, StopRequest) and request.node in (-1, number)
+        if is_ours and request.signum in (*stop_signals(), QUERY):
             os.kill(os.getpid(), request.signum)
 
 
@@ -111,13 +116,13 @@ def await_client(pid: int) -> None:
         time.sleep(limits.LOOK_S)
 
 
-def move_control_off_stdin(mark: str) -> Control:
+def move_control_off_stdin(mark: str, *, is_step: bool) -> Control:
     """Move the control stream from stdin, which becomes /dev/null, to another descriptor."""
     fd = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    return Control(fd, mark)
+    return Control(fd, mark, is_step)
 
 
 def report_outcome(

@@ -19,7 +19,7 @@ UNHANDLED = (
 
 @dataclass
 class Notice:
-    """A notice that arrives during an attempt, as a signal or, under SLURM, as a file (query.py).
+    """A notice that arrives as a signal during an attempt.
 
     It is sent only to ranks that handle it, because it would kill the others. Ranks that are
     still starting get it as soon as they handle it.

@@ -2,12 +2,11 @@
 
 Each agent has its ranks write their stacks and sends them to node rank 0's agent, which shows them.
 The file ASKED in the run's folder also requests them, and everything shown is appended to SHOWN
-there. The files NOTICED pass on SLURM's notices of a time limit.
+there.
 """
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from launcher.agent.diagnosis import stuck
 from launcher.agent.diagnosis.collectives import find_mismatches
 from launcher.agent.node_ranks import NodeRanks
 from launcher.own_time import Deadline
-from launcher.record.run_json import ASKED, NOTICED, SHOWN
+from launcher.record.run_json import ASKED, SHOWN
 from launcher.text import Say, name_groups, open_own
 from launcher.wire import limits
 from launcher.wire.messages import NodeStacks, RankStack, StackRequest
@@ -43,7 +42,7 @@ class Query:
         self._start = Deadline()  # when to send a request
         self._end = Deadline()  # when to stop waiting for other nodes
         self._answers = dict[int, NodeStacks]()  # the answers, by node rank
-        self._look = Deadline()  # when to check for the files, on node rank 0
+        self._look = Deadline()  # when to check for the file, on node rank 0
         if self.folder and self.ranks.node_rank == 0:
             self._look.set_within(limits.ASKED_LOOK_S)
 
@@ -76,22 +75,17 @@ class Query:
             peers[node].send(self._collect_here())
 
     def on_time(self, peers: Peers) -> int | None:
-        """Do what is due: act on the files and delete them, send a request, or end one.
+        """Do what is due: act on the file and delete it, send a request, or end one.
 
-        ASKED starts a request; NOTICED raise their signals in this process. Node rank 0 sends a
-        request to all nodes, and blocks while the ranks here answer it; another node sends it to
-        node rank 0. Returns the rank that holds up the run if the run must end because of it,
-        otherwise None.
+        ASKED starts a request. Node rank 0 sends a request to all nodes, and blocks while the ranks
+        here answer it; another node sends it to node rank 0. Returns the rank that holds up the run
+        if the run must end because of it, otherwise None.
         """
         if self._look.expire() and self.folder:
             self._look.set_within(limits.ASKED_LOOK_S)
             with contextlib.suppress(OSError):  # no file means no request
                 (self.folder / ASKED).unlink()
                 self.ask()
-            for signum, name in NOTICED.items():
-                with contextlib.suppress(OSError):
-                    (self.folder / name).unlink()
-                    signal.raise_signal(signum)
 
         if self._start.expire() and not self._answers:  # otherwise a request is in progress
             for peer in peers.values():

@@ -46,8 +46,7 @@ from launcher.own_time import Deadline
 from launcher.preflight.cgroup import count_memory_kills
 from launcher.record import run_json
 from launcher.text import OwnEnviron, mend_streams, warn, whole
-from launcher.wire import launcher_link, limits
-from launcher.wire.messages import Exit
+from launcher.wire import limits
 
 EXHAUSTED = ("low-nofile", "low-nproc", "out-of-memory")  # may make an import fail
 HAS_TORCH = b"\0"  # the first byte of the file for an agent's last output, once torch is imported
@@ -89,17 +88,9 @@ def main() -> int:
     processes.outlive_others()
     leave_outer_run(environ)
     leave_outer_job(environ)
-    started_by = environ.pop("LAUNCH_START", "")
-    control = None
-    if started_by == "step":
-        control = Control(None, f"{environ['LAUNCH_TOKEN']}.{environ['SLURM_NODEID']}")
-        launcher_link.send_message(control.mark)  # from now on, a missing Exit means a kill
-
-    agent = fork_agent(sys.argv[1:], environ, control, is_launcher=started_by == "local")
-    code = guard(agent)
-    if control:
-        control.send(Exit(code, 0))
-    return code_for_shell(code, agent.passed_on)
+    is_launcher = environ.pop("LAUNCH_START", "") == "local"
+    agent = fork_agent(sys.argv[1:], environ, None, is_launcher=is_launcher)
+    return code_for_shell(guard(agent), agent.passed_on)
 
 
 def fork_agent(
@@ -156,9 +147,9 @@ def fork_agent(
     note = AgentNote(run_id, node_rank, 0.0, 0)
     agent = Agent(pid, ours, words, note, control, read_grace(arguments, environ), pausing, folder)
 
-    if control and control.fd is not None:
+    if control:
         silence_s = read_silence(environ)
-        end_run_after(lambda fd: follow_stream(fd, silence_s), control.fd, agent.kill)
+        end_run_after(lambda _: follow_stream(control, silence_s), control.fd, agent.kill)
     if client:
         end_run_after(await_client, client, agent.kill)
     return agent

@@ -1,23 +1,28 @@
-"""The far side of a launcher that reaches nodes over ssh: one process on each node, without torch.
+"""The far side of a launcher that reaches nodes: one process on each node, without torch.
 
-    python scripts/lib/start.py launcher.fanout.far_side [--rdzv-id RUN_ID SCRIPT]
+    python scripts/lib/start.py launcher.fanout.far_side [--step] [--rdzv-id RUN_ID SCRIPT]
     python scripts/lib/start.py launcher.fanout.far_side --pdsh SOCKET
 
 The first form gets requests on stdin: it checks the node, and starts the agent, whose supervisor it
 becomes, with its stdin as the control stream. At the end, it kills leftover processes of the run.
-RUN_ID and SCRIPT are for readers of ps. pdsh starts the second form: when the second form connects,
-the first starts the agent; when pdsh's connection ends, the agent ends too.
+With --step, srun started it, otherwise ssh. RUN_ID and SCRIPT are for readers of ps. pdsh starts
+the second form: when the second form connects, the first starts the agent; when pdsh's connection
+ends, the agent ends too.
 """
 
 import contextlib
+import math
 import os
 import select
+import signal
 import socket
 import struct
 import threading
 import time
+from dataclasses import replace
 
 from distributed.errors import CANNOT_START
+from distributed.stop_signals import NOTICES
 from launcher import processes
 from launcher.agent.control import end_run_after, move_control_off_stdin
 from launcher.agent.supervisor import fork_agent, guard
@@ -27,53 +32,67 @@ from launcher.processes import KILLED
 from launcher.text import OwnEnviron, mend_streams, warn
 from launcher.wire import limits
 from launcher.wire.launcher_link import read_request, send_message
-from launcher.wire.messages import Cut, Exit, Ready, Request, Start, Sweep
+from launcher.wire.messages import Cut, Exit, Hello, Ready, Request, Start, Sweep
 
 
 def main(arguments: list[str], environ: OwnEnviron) -> int:
     """Serve the launcher until it is gone or silent, or until the agent has ended; or serve pdsh.
 
-    Returns the exit code: that of the agent with --pdsh, otherwise 0. Changes `environ` as the
-    request to start says.
+    Returns the exit code: the agent's, 0 without one. Changes `environ` as the request to start
+    says.
     """
     processes.outlive_others()
     if arguments[:1] == ["--pdsh"]:
         return await_agent(arguments[1])
 
+    is_step = arguments[:1] == ["--step"]
+    if is_step:
+        signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)  # pending until the agent can handle them
+        if "LAUNCH_TOKEN" not in environ:
+            raise SystemExit("srun forwarded no variables; add ALL to its --export (SRUN_OPTS)")
+        environ["LAUNCH_TOKEN"] += f".{environ['SLURM_NODEID']}"
+        send_message(environ["LAUNCH_TOKEN"], Hello(""))
+
     token = environ["LAUNCH_TOKEN"]
-    while (request := read_request(0)) is not None:
+    silence_s = math.inf if is_step else limits.SILENCE_S
+    while (request := read_request(0, silence_s)) is not None:
         match request:
             case Request():
+                if is_step:  # all nodes get the same request
+                    request = replace(request, node_rank=int(environ["SLURM_NODEID"]))
                 send_message(token, check_node(request, environ))
             case Sweep():
                 send_message(token, Exit(0, processes.end_marked(request.token, limits.SWEEP_S)))
             case Start():
-                serve_run(request, environ, token)
-                return 0
+                return serve_run(request, environ, is_step=is_step)
     return 0
 
 
-def serve_run(start: Start, environ: OwnEnviron, token: str) -> None:
+def serve_run(start: Start, environ: OwnEnviron, *, is_step: bool) -> int:
     """Run the node's agent, once pdsh has connected if it is to. Sends the launcher its exit code.
 
-    Ends what is left of the run on this node. Changes `environ`, the folder and stdin.
+    Returns that code. Ends what is left of the run on this node. Changes `environ`, the folder and
+    stdin.
     """
+    token = environ["LAUNCH_TOKEN"]
     pdsh = await_pdsh(start.socket, token) if start.socket else None
     lacks_pdsh = start.socket and pdsh is None
-    code = CANNOT_START if lacks_pdsh else run_agent(start, environ, token, pdsh)
+    code = CANNOT_START if lacks_pdsh else run_agent(start, environ, pdsh, is_step=is_step)
     send_message(token, Exit(code, processes.end_marked(token, limits.SWEEP_S)))
     if pdsh is not None:  # its process exits with the agent's code
         with contextlib.suppress(OSError):  # it is gone
             os.write(pdsh, bytes([code]))
+    return code
 
 
-def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -> int:
+def run_agent(start: Start, environ: OwnEnviron, pdsh: int | None, *, is_step: bool) -> int:
     """Run the node's agent in a child process, and send heartbeats until it ends.
 
     Returns its exit code; CANNOT_START if its folder does not exist. The child never returns. If
     the connection `pdsh` ends first, ends the run. Changes `environ`, the folder and stdin.
     """
     mend_streams()
+    token = environ["LAUNCH_TOKEN"]
     environ.update(start.variables)
     try:
         os.chdir(start.directory)
@@ -81,7 +100,8 @@ def run_agent(start: Start, environ: OwnEnviron, token: str, pdsh: int | None) -
         warn(f"cannot start the node agent: {error}")
         return CANNOT_START
     # The agent is forked: the first two words, Python and the agent's file, are not needed.
-    agent = fork_agent(start.command[2:], environ, move_control_off_stdin(token), pdsh)
+    control = move_control_off_stdin(token, is_step=is_step)
+    agent = fork_agent(start.command[2:], environ, control, pdsh)
 
     def beat() -> None:
         """Send heartbeats for as long as this process lives."""

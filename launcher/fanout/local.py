@@ -16,7 +16,7 @@ from launcher.fanout import transcript
 from launcher.plan.own import THREADS, find_own, read_begun
 from launcher.plan.plan import AGENT, BeReady, Plan, node_comment, print_plan
 from launcher.preflight import compare
-from launcher.preflight.check_node import check_node, read_reports
+from launcher.preflight.check_node import check_node, read_report
 from launcher.text import count, print_row, short_host_name, warn
 from launcher.typed_json import encode
 from launcher.wire.messages import Report
@@ -70,8 +70,8 @@ def check_here(plan: Plan) -> Report:
         return check_node(plan.request(), plan.environ)
 
     check = [*plan.module_command("launcher.preflight.check_node"), encode(plan.request())]
-    if reports := read_reports(plan.run_inside(check, stdout=subprocess.PIPE).stdout.encode()):
-        return reports[0]
+    if report := read_report(plan.run_inside(check, stdout=subprocess.PIPE).stdout.encode()):
+        return report
     raise Refused(
         "env-missing",
         f"the preflight did not start in {plan.container}, see above; its Python is {plan.python}: "

@@ -1,34 +1,54 @@
 """Fan-out through srun, from a job's batch script or from salloc's shell.
 
-It starts one agent on each node; each agent takes its node rank from the step's variables. With
-LAUNCHER=srun, it starts one task for each rank instead.
+One step runs the far side (far_side.py) on each node; its stdin goes to all of them. Each agent
+takes its node rank from the step's variables. With LAUNCHER=srun, the far sides only check the
+nodes; then another step starts one task for each rank.
 """
 
-import os
+import math
 import signal
-import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from signal import Signals
 
 from distributed import hostlist
-from distributed.environment import tasks_per_node
-from distributed.errors import REFUSED, Refused
+from distributed.errors import REFUSED, STOPPED
 from distributed.job import job_id
-from launcher import handshake, importable, processes
-from launcher.fanout.step import Srun, requeue, run_step, start_srun
-from launcher.fanout.swap import exclude_ill, find_ill
-from launcher.interrupt import leave_unstarted
-from launcher.plan.plan import LONGEST, BeReady, Plan, print_plan
-from launcher.plan.slurm import has_ended, preempt_mode
-from launcher.preflight import compare
-from launcher.preflight.check_node import read_reports
+from distributed.stop_signals import NOTICES, QUERY, handled_signals
+from launcher import processes
+from launcher.failure_block import print_outcome, print_resume
+from launcher.fanout.fanout import Fanout
+from launcher.fanout.launch_end import LaunchEnd, as_slurm_ended
+from launcher.fanout.nodes import Node, far_side_command, wait_for
+from launcher.fanout.requeue import (
+    block_signals,
+    choose_requeue,
+    leave_if_stopped,
+    requeue_after_notice,
+)
+from launcher.fanout.steps import (
+    Step,
+    agent_variables,
+    kill_options,
+    node_step,
+    step_command,
+    stop_step,
+)
+from launcher.fanout.swap import exclude_ill
+from launcher.interrupt import code_for_shell
+from launcher.outcome import Outcome
+from launcher.plan.plan import BeReady, Plan
+from launcher.plan.slurm import has_ended, in_batch_script
+from launcher.preflight.compare import Preflight
+from launcher.processes import KILLED
 from launcher.text import PlanError, count, warn
-from launcher.typed_json import encode, in_pieces
 from launcher.wire import limits
-from launcher.wire.messages import Report
+from launcher.wire.messages import Exit, Fault, Hello, Report, Start, StopRequest
 
-KILL_ALL = "--kill-on-bad-exit=1"
+_TERMINATED = 128 + signal.SIGTERM
 _CANNOT_START = (REFUSED, *range(125, 128))  # the exit codes of a broken Python, and of env
 
 
@@ -36,249 +56,259 @@ def run(plan: Plan, be_ready: BeReady) -> int:
     """Start the run on all nodes of the job, and wait for its end. Returns the run's exit code.
 
     Returns REFUSED if a check fails, and 0 after a dry run, which also checks the nodes in a step
-    of the job, but then prints the command. Raises PlanError or Refused if nothing was started.
+    of the job, but then prints a command. Raises PlanError or Refused if nothing was started.
     """
     if has_ended(plan.job):
         cause = f"SLURM_JOB_ID is {plan.job}, a job that has ended"
         raise PlanError(f"{cause}; unset the SLURM_ variables, or salloc again")
-    plan = replace(plan, environ={**plan.environ, **agent_variables(plan)})
     if plan.engine and not plan.is_ours:
         warn(
             f"{plan.program}: warning: LAUNCHER=srun does not set RANK; in "
             f"{' '.join(plan.words[:2])}, call init_distributed(), or read SLURM's variables"
         )
-
-    checked = check_nodes(plan)
-    if not checked:
-        return REFUSED
-    plan, first, outcome = checked
-    counts = plan.rank_counts(first.nproc)
-    command = step_command(plan, nproc=first.nproc, port=first.port)
-    print_plan(plan, first, outcome, counts)
-
-    if plan.is_dry_run:
-        print(
-            f"# job {job_id(plan.environ)}, {count(plan.num_nodes, 'node')}: "
-            f"ranks 0-{sum(counts) - 1}, rendezvous {plan.master_addr}:{first.port}"
-        )
-        print(plan.shell_line(command))
-        return 0
-
-    be_ready()
-    return run_step(plan, command)
+    return SrunFanout(plan).run(be_ready)
 
 
-def agent_variables(plan: Plan) -> dict[str, str]:
-    """Return variables for the agents: a new secret, and how to report the run's end.
+class SrunFanout(Fanout[Node]):
+    """A run on the nodes of a SLURM job."""
 
-    After sbatch --export with NONE or a list, srun forwards only what is named, so we name these,
-    and PATH, by which srun finds the program, and HOME.
-    """
-    variables = {"RUN_SECRET": handshake.new_secret()}
-    if not plan.engine:
-        variables |= {"LAUNCH_START": "step", "LAUNCH_TOKEN": os.urandom(16).hex()}
+    def __init__(self, plan: Plan) -> None:
+        self.everyone = list[Node]()  # by node rank
+        plan = replace(plan, environ={**plan.environ, **agent_variables(plan)})
+        super().__init__(plan, self.everyone, [])
+        self.early = list[Signals]()  # notices that came before the agents started
+        self.end_at = math.inf  # when to kill srun, which waits for lost nodes
 
-    exported = (plan.environ.get("SLURM_EXPORT_ENV") or "ALL").split(",")
-    if "ALL" not in exported:
-        named = [word for word in exported if word not in ("NONE", "NIL")]
-        variables["SLURM_EXPORT_ENV"] = ",".join([*named, "PATH", "HOME", *variables])
-    return variables
+    def begin_step(self, command: Sequence[str], nodes: Sequence[Node]) -> None:
+        show = self.terminals.make_show(b"")
+        self.step = Step(self.loop, command, self.token, nodes, show)
+        self.ways = [self.step]
 
+    def await_end(self, seconds: float) -> None:
+        """Wait until srun has ended, but only for so long."""
+        until = time.monotonic() + seconds
+        while self.step.code is None and time.monotonic() < until:
+            self.turn(until)
 
-# --- the preflight ------------------------------------------------------------------------------
+    # --- the preflight ------------------------------------------------------------------------
 
+    def reach(self) -> None:
+        """Start the far sides in a step, have them check their nodes, and wait for the reports.
 
-def check_nodes(plan: Plan) -> tuple[Plan, Report, compare.Preflight] | None:
-    """Check every node; replace faulty ones and repeat, while there are spares. Prints the faults.
+        Waits for up to STEP_PREFLIGHT_S, or for STEP_IMAGE_S if the step loads an image: srun
+        itself gives up on a silent node only after several of SLURM's timeouts.
+        """
+        plan = self.plan
+        limit_s = limits.STEP_IMAGE_S if plan.step_options() else limits.STEP_PREFLIGHT_S
+        until = time.monotonic() + limit_s
+        self.everyone[:] = map(Node, hostlist.expand(plan.hosts))
 
-    Returns the plan, node rank 0's report, and the comparison of all reports; None if the start
-    is refused. Raises Refused if a node does not answer, and no spare can replace it.
-    """
-    reports = ask_nodes(plan)
-    outcome = compare.combine(reports)
-    if any(found.fault.name == "port-blocked" for found in outcome.findings):
-        # A slow prolog or image may have made a node late, after the others had stopped waiting.
-        reports = ask_nodes(plan)
-        outcome = compare.combine(reports)
+        # RUN_ID is for `--stacks`, which finds ranks by it.
+        inside = ["env", f"--chdir={plan.root}", f"RUN_ID={plan.run_id}"]
+        far_side = [*inside, *far_side_command(plan, "--step")]
+        step = node_step(plan, ["--input=all", "--wait=0", *kill_options(plan)], far_side)
+        self.begin_step(["env", f"LAUNCH_TOKEN={self.token}", *step], self.everyone)
 
-    is_refused = compare.print_findings(
-        outcome, plan.program, is_strict=plan.is_strict, out=sys.stderr
-    )
-    answers = {report.node_rank: report for report in reports}
-    ill = find_ill(plan, [answers.get(number) for number in range(plan.num_agents)])
+        self.await_answers(Hello, until)
+        if all(node.answer(Hello) for node in self.everyone):
+            self.step.ask(plan.request(meeting_size=plan.num_agents))
+            self.await_answers(Report, until)
 
-    if swapped := exclude_ill(plan, ill):
-        plan, changes = swapped
-        warn(f"{plan.program}: {'; '.join(changes)}")
-        return check_nodes(plan)
+    def await_answers(self, kind: type, until: float) -> None:
+        """Wait for an answer of each node. Warn about nodes that keep the others waiting."""
+        wait_for(kind, self.everyone, self.turn, time.monotonic() + limits.STEP_NAMING_S)
+        awaited = [node for node in self.everyone if node.code is None]
+        late = [node.name for node in awaited if not node.answer(kind)]
+        if 0 < len(late) < len(awaited):  # without any, the step may wait for the job's other steps
+            self.say(
+                f"warning: no answer to the preflight from {', '.join(late)} "
+                f"for {limits.STEP_NAMING_S:g} s; waiting [node-missing]"
+            )
+        wait_for(kind, self.everyone, self.turn, until)
 
-    if silent := silent_hosts(plan, reports):
-        cause = f"no answer to the preflight from {', '.join(silent)}, and no spare can take over"
-        raise Refused("node-missing", f"{cause}; try srun --nodelist={','.join(silent)} hostname")
-    return None if is_refused else (plan, reports[0], outcome)
+    def explain_silences(self) -> Mapping[int, Fault]:
+        """End the step, and return why nodes have not reported.
 
+        A node that has not said hello keeps the others waiting. Exits if SLURM ended the step.
+        """
+        plan = self.plan
+        self.disconnect()
+        code = processes.shell_code(self.step.code or 0)
+        awaited = Report if all(node.answer(Hello) for node in self.everyone) else Hello
+        silent = [rank for rank, node in enumerate(self.everyone) if not node.answer(awaited)]
+        if self.step.failed:  # with it, srun ends the others
+            silent = self.step.failed[:1]
+            code = self.everyone[silent[0]].code or code
+        elif code == _TERMINATED:  # by SLURM, or by disconnect()
+            self.drain()
+            leave_if_stopped(plan)
 
-def ask_nodes(plan: Plan) -> list[Report]:
-    """Run the preflight on every node. Returns the reports of those that answer, by node rank.
+        names = ",".join(self.everyone[rank].name for rank in silent)
+        cause = f"no answer to the preflight (srun's exit code is {code}, see above)"
+        fault = Fault("node-missing", cause, f"try srun --nodelist={names} hostname")
+        if code in _CANNOT_START or (plan.container and 0 < code < KILLED):
+            where = plan.container or plan.directory
+            cure = f"make {where}, {plan.root} and {plan.python} available there"
+            fault = Fault("env-missing", "the preflight did not start, see above", cure)
+        return dict.fromkeys(silent, fault)
 
-    Waits for up to STEP_PREFLIGHT_S, or STEP_IMAGE_S (see read_answers).
+    def swap(self, ill: Collection[int]) -> tuple[Plan, list[str]] | None:
+        return exclude_ill(self.plan, ill)
 
-    Raises Refused if more nodes are silent than there are spares. Exits if SLURM ended the step.
-    """
-    pieces = in_pieces(encode(plan.request(meeting_size=plan.num_agents)), LONGEST)
-    check = plan.inside([*plan.module_command("launcher.preflight.check_node"), *pieces])
-    command = ["env", f"--chdir={plan.root}", *check]
-    srun = start_srun(
-        plan, node_step(plan, ["--kill-on-bad-exit=0", "--wait=0"], command), subprocess.PIPE
-    )
+    def disconnect(self) -> None:
+        """End the step: the far sides exit, and srun kills what hangs."""
+        self.step.close_input()
+        self.await_end(limits.SRUN_END_S)
+        self.step.terminate()
+        self.await_end(limits.CONTROL_END_S)
+        self.step.terminate(signal.SIGKILL)
+        self.await_end(limits.KILL_S)
 
-    answers = read_answers(srun, plan)
-    code = processes.shell_code(srun.returncode)
-    if code == 128 + signal.SIGTERM:  # from SLURM, or from read_answers() after its limit
-        leave_if_stopped(plan)
+    # --- the run ------------------------------------------------------------------------------
 
-    reports = read_reports(answers)
-    silent = silent_hosts(plan, reports)
-    if reports and len(silent) <= plan.num_spares:
-        return reports
+    def run_checked(
+        self, reports: Sequence[Report], preflight: Preflight, be_ready: BeReady
+    ) -> int:
+        """Do what every fan-out does. A dry run ends here, and so does a job that SLURM takes back.
 
-    cure = ""
-    if plan.container and srun.returncode > 0:
-        cure = f"check that the image exists and contains {plan.python}"
-    elif srun.returncode in _CANNOT_START:
-        cure = f"make {plan.directory}, {plan.root} and {plan.python} available there"
-    if cure:
-        cause = f"the preflight did not start on {', '.join(silent)}, see above"
-        raise Refused("env-missing", f"{cause}; {cure}")
-    raise Refused(
-        "node-missing",
-        f"no answer to the preflight from {', '.join(silent)} (srun's exit code is {code}, see "
-        f"above); try srun --nodelist={','.join(silent)} hostname",
-    )
+        Returns STOPPED if a notice came first and the job is requeued.
+        """
+        plan, first = self.plan, reports[0]
+        command = step_command(plan, nproc=first.nproc, port=first.port)
+        self.show_plan(reports, preflight)
+        if plan.is_dry_run:
+            self.disconnect()
+            self.drain()
+            print(
+                f"# job {job_id(plan.environ)}, {count(plan.num_nodes, 'node')}: ranks "
+                f"0-{plan.num_nodes * first.nproc - 1}, rendezvous {plan.master_addr}:{first.port}"
+            )
+            print(plan.shell_line(command))
+            return 0
 
+        self.drain()
+        if self.step.code is not None:
+            leave_if_stopped(plan)
+        be_ready()
+        if self.early and plan.checkpoint_dir:
+            block_signals()
+            if requeue_after_notice(plan):
+                self.disconnect()
+                return STOPPED
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, handled_signals())
+        return self.run_ranks(command) if plan.engine else self.run_agents(reports)
 
-def leave_if_stopped(plan: Plan) -> None:
-    """Exit if a preemption or the end of the job has ended the preflight's step.
+    def start_agents(self, reports: Sequence[Report]) -> None:
+        """Have all far sides start their agents, and pass on the notices that came before."""
+        plan, first = self.plan, reports[0]
+        command = plan.agent_command(nproc=first.nproc, port=first.port, node_rank=None)
+        for node in self.everyone:
+            node.note_start()
+        self.step.ask(Start(command, plan.run_variables(), plan.directory))
+        for signum in self.early:
+            self.forward_signal(signum)
 
-    Asks SLURM, and requeues the job if its preemption allows that. scancel and preemptions signal
-    steps before the batch script, so no signal has told this process yet.
-    """
-    mode = preempt_mode(plan.environ)
-    if "REQUEUE" in mode:
-        requeue(plan)
-    if mode or has_ended(plan.job):
-        leave_unstarted(signal.SIGTERM)
+    def run_ranks(self, command: Sequence[str]) -> int:
+        """Start a task for each rank, without agents, and wait for their end. Returns the code."""
+        self.disconnect()
+        self.everyone.clear()
+        self.asked += self.early
+        self.started = time.time()
+        self.begin_step(command, [])
+        self.step.close_input()
+        self.await_end(math.inf)
+        return self.report_end()
 
+    def turn(self, until: float) -> None:
+        """Do what every fan-out does. Once all nodes have ended or are gone, srun must end, too."""
+        super().turn(min(until, self.end_at))
+        now = time.monotonic()
+        rest = [node for node in self.everyone if not node.is_left and not node.answer(Exit)]
+        if rest != self.everyone and all(now - node.heard > limits.QUIET_S for node in rest):
+            end_s = limits.for_nodes(limits.SRUN_END_S, len(self.everyone))
+            self.end_at = min(self.end_at, now + end_s)
+        if now >= self.end_at:
+            self.step.terminate(signal.SIGKILL)
 
-def read_answers(srun: Srun, plan: Plan) -> bytes:
-    """Return what the preflight's step printed. Warns about nodes that keep the others waiting.
+    def handle_silence(self) -> None:
+        """Do what every fan-out does, unless the agents decide, or SLURM may have suspended all."""
+        now = time.monotonic()
+        awaited = self.silence.awaited
+        if self.nodes.can_change or all(now - node.heard > 2 * limits.BEAT_S for node in awaited):
+            for node in awaited:
+                node.forgive_silence()
+        super().handle_silence()
 
-    Ends the step after a limit, which is longer if the step loads an image: srun itself gives up on
-    a silent node only after several of SLURM's timeouts.
-    """
-    limit_s = limits.STEP_IMAGE_S if plan.step_options() else limits.STEP_PREFLIGHT_S
-    try:
-        return bytes(srun.communicate(timeout=limits.STEP_NAMING_S)[0])
-    except subprocess.TimeoutExpired as wait:
-        reports = read_reports(wait.output or b"")
+    def send(self, request: StopRequest, nodes: Sequence[Node]) -> None:
+        """Send a stop to all nodes, or to one.
 
-    silent = silent_hosts(plan, reports)
-    if reports and silent:  # without any report, the step may still wait for the job's other steps
-        warn(
-            f"{plan.program}: warning: no answer to the preflight from {', '.join(silent)} "
-            f"for {limits.STEP_NAMING_S:g} s; waiting [node-missing]"
-        )
+        With LAUNCHER=srun, send all tasks a notice, or SIGTERM for any other signal; a second
+        Ctrl-C kills them.
+        """
+        signum = request.signum
+        if not self.plan.engine:
+            only = self.everyone.index(nodes[0]) if len(nodes) == 1 else -1
+            self.step.ask(replace(request, node=only))
+        elif signum == signal.SIGINT and self.interrupts.record_and_check():
+            self.step.terminate()
+        elif signum in NOTICES:
+            self.step.terminate(signum)  # srun forwards it to the tasks that have started
+        elif signum != QUERY:
+            threading.Thread(target=stop_step, args=(self.plan, self.step), daemon=True).start()
 
-    try:
-        return bytes(srun.communicate(timeout=limit_s - limits.STEP_NAMING_S)[0])
-    except subprocess.TimeoutExpired:
-        srun.terminate()
-        return bytes(srun.communicate()[0])
+    def stop_early(self, signum: Signals) -> None:
+        """Keep a notice until the agents start; exit after another signal."""
+        if signum in NOTICES:
+            self.early.append(signum)
+        else:
+            super().stop_early(signum)
 
+    # --- the end ------------------------------------------------------------------------------
 
-def silent_hosts(plan: Plan, reports: Iterable[Report]) -> list[str]:
-    """Return the hosts of the node ranks, and of the spares, that have not answered."""
-    answered = {report.node_rank for report in reports}
-    hosts = enumerate(hostlist.expand(plan.hosts))
-    return [host for node_rank, host in hosts if node_rank not in answered]
+    def report_end(self) -> int:
+        """End the step, print how the run ended, and requeue the job if it is to resume.
 
+        Returns the run's exit code, INTERRUPTED after a Ctrl-C.
+        """
+        plan = self.plan
+        if self.step.code is None:
+            self.disconnect()
+        code = processes.shell_code(self.step.code or 0)
+        outcome = self.find_outcome(code)
+        asked: list[int] = [*self.asked]
+        if outcome:
+            code = outcome.code
+            asked.append(outcome.signum)  # scancel may have sent the signal directly to the ranks
 
-# --- the commands -------------------------------------------------------------------------------
+        self.drain()
+        if self.step.code == -signal.SIGKILL:
+            stop_step(plan, self.step)  # what srun has left
+        block_signals()
+        requeue_job = choose_requeue(plan, code, asked, outcome)
+        if outcome:  # before the requeue, which ends this job
+            shown = replace(outcome, command="") if requeue_job else outcome  # SLURM resumes it
+            print_outcome(shown, sys.stderr, plan.folder)
+        if requeue_job and not requeue_job(plan) and outcome:  # the user has to resume the run
+            print_resume(outcome, sys.stderr)
 
+        # A node was lost: SLURM may requeue the job with a signal, unless this script exits.
+        if self.step.code == -signal.SIGKILL and code and in_batch_script(plan.environ):
+            signal.sigtimedwait(handled_signals(), limits.REQUEUE_S)
+        return code_for_shell(code, asked)
 
-def step_command(plan: Plan, *, nproc: int, port: int) -> list[str]:
-    """Return the command that starts the ranks of all nodes: through an agent on each node.
+    def find_outcome(self, code: int) -> Outcome | None:
+        """Return the outcome of the run; None if nothing was reported, lost or killed.
 
-    The run's variables are set on the nodes: srun forwards none under sbatch --export=NONE.
-    With LAUNCHER=srun, there is no agent; raises PlanError if the tasks do not suit the ranks.
-    """
-    if plan.engine:
-        return rank_step(plan, nproc)
-    agent = plan.inside(plan.agent_command(nproc=nproc, port=port, node_rank=None))
-    # If the run can lose a node, the step outlives it. Otherwise one failed task ends all others.
-    options = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if plan.min_nodes else [KILL_ALL]
-    return node_step(plan, options, plan.with_variables(agent))
-
-
-def rank_step(plan: Plan, nproc: int) -> list[str]:
-    """Return the command that starts each rank as a separate task, for LAUNCHER=srun.
-
-    Raises PlanError if the job has a number of tasks per node other than `nproc`.
-    """
-    environ = plan.environ
-    # If nobody chose the number of tasks, SLURM_TASKS_PER_NODE counts CPUs; srun starts one.
-    tasks = environ.get("SLURM_TASKS_PER_NODE", "1") if environ.get("SLURM_NTASKS") else "1"
-    if {*tasks_per_node(tasks, "SLURM_TASKS_PER_NODE")} != {nproc}:
-        raise PlanError(
-            f"LAUNCHER=srun needs {nproc} tasks per node, but the job has {tasks}; "
-            f"give --ntasks-per-node={nproc}",
-            "wrong-world",
-        )
-
-    step = ["srun", KILL_ALL, f"--chdir={plan.directory}", f"--job-name={plan.run_id}"]
-    if cpus := environ.get("SLURM_CPUS_PER_TASK"):  # srun does not inherit it
-        step.append(f"--cpus-per-task={cpus}")
-    if environ.get("SLURM_GPUS_PER_NODE"):  # from the script; sbatch's options may differ
-        step = ["env", f"SLURM_GPUS_PER_NODE={environ.get('SLURM_GPUS_ON_NODE', '')}", *step]
-    if not environ.get("SLURM_GPUS_ON_NODE"):  # the script's --cpus-per-gpu has no meaning then
-        step = ["env", "--unset=SLURM_CPUS_PER_GPU", *step]
-    if environ.get("SLURM_CPU_BIND_LIST"):  # of an srun shell; users set only SLURM_CPU_BIND
-        step = ["env", "--unset=SLURM_CPU_BIND", *step]
-    step += more_options(plan)
-
-    variables = [f"MASTER_ADDR={plan.master_addr}"] if plan.has_named_master else []
-    variables += [
-        f"OMP_NUM_THREADS={environ.get('OMP_NUM_THREADS') or 1}",
-        f"PYTHONPATH={importable.search_path(environ)}",
-    ]
-    rank = plan.inside([plan.python, "-u", *plan.words])
-    return [*step, *plan.with_variables([*variables, *rank])]
-
-
-def node_step(plan: Plan, options: Sequence[str], command: Sequence[str]) -> list[str]:
-    """Return the srun command that runs `command` once per node, with all resources of the job.
-
-    srun does not inherit the CPUs, nor the GPUs if sbatch's options differ from the script's. It
-    must not read how the job, or the shell that submitted it, divides them among tasks: these
-    variables are unset. The job name applies to the step: stop_step() finds the step by it.
-    `options` are for srun; they follow SRUN_OPTS, which must not override them.
-    """
-    shares = "GPUS_PER_TASK NTASKS_PER_GPU CPUS_PER_GPU TRES_PER_TASK GPU_BIND TRES_BIND CPU_BIND"
-    shares += " MEM_PER_CPU MEM_PER_GPU MEM_PER_NODE"  # without them, a step has all memory
-    step = ["env", *(f"--unset=SLURM_{name}" for name in shares.split())]
-
-    step += ["srun", f"--nodes={plan.num_agents}"]
-    if plan.left_out:
-        step.append(f"--exclude={','.join(plan.left_out)}")
-    step += [f"--chdir={plan.directory}", f"--ntasks={plan.num_agents}", "--ntasks-per-node=1"]
-    if cpus := plan.environ.get("SLURM_JOB_CPUS_PER_NODE"):  # nodes may differ; a step cannot
-        step.append(f"--cpus-per-task={min(tasks_per_node(cpus, 'SLURM_JOB_CPUS_PER_NODE'))}")
-    step.append(f"--job-name={plan.run_id}")
-    if gpus := plan.environ.get("SLURM_GPUS_ON_NODE"):
-        step.append(f"--gpus-per-node={gpus}")
-    return [*step, *more_options(plan), *options, *command]
-
-
-def more_options(plan: Plan) -> list[str]:
-    """Return the srun options for the run's container, and the user's or site's own."""
-    return [*plan.step_options(), *plan.environ.get("SRUN_OPTS", "").split()]
+        Asks scontrol. `code` is srun's, the highest of its tasks. If a signal other than SIGTERM
+        ended one, nodes without a reported exit count as killed, but not after a signal that was
+        passed on, nor if an outcome was reported: then srun may have been killed because tasks took
+        long to exit.
+        """
+        plan = self.plan
+        has_outcome = any(node.answer(Outcome) for node in self.nodes.current)
+        is_killed = code >= KILLED and code != _TERMINATED and not (self.asked or has_outcome)
+        parts = self.nodes.parts(unreported=KILLED if is_killed else 0)
+        if not any(part.told or part.code or part.lost for part in parts):
+            return None
+        stopped_by = next(iter(self.asked), 0)
+        return as_slurm_ended(LaunchEnd(plan, parts, self.started, stopped_by).outcome(), plan)

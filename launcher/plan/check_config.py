@@ -55,8 +55,8 @@ def _run_check(plan: Plan) -> str:
     command = [plan.python, *plan.words, "--check", "--json"]
     if plan.step_options():  # for pyxis
         warn(f"{plan.program}: loading {plan.container}")
-        srun = importlib.import_module("launcher.fanout.srun")
-        command = srun.node_step(replace(plan, num_nodes=1), [], command)
+        steps = importlib.import_module("launcher.fanout.steps")
+        command = steps.node_step(replace(plan, num_nodes=1), [], command)
 
     environ = {**plan.environ, "WORLD_SIZE": world_size}
     result = plan.run_inside(command, env=environ, capture_output=True)

@@ -1,6 +1,6 @@
 """Check one node before anything starts: find its faults, and what the plan needs to know.
 
-    python scripts/lib/start.py launcher.preflight.check_node REQUEST      in a step, in a container
+    python scripts/lib/start.py launcher.preflight.check_node REQUEST      in a container
 
 It prints a Report. If the nodes are started together, they also meet at the master's port. It does
 not import torch, so it takes a few hundredths of a second.
@@ -144,20 +144,13 @@ def _examine_machine(request: Request, environ: Environ, port: int, port_error: 
     )
 
 
-def read_reports(output: bytes) -> list[Report]:
-    """Return the reports in the output of the nodes, sorted by node rank."""
+def read_report(output: bytes) -> Report | None:
+    """Return the report in the output of main(); None if there is none."""
     _, received = Answers(MARK).read(output)
-    reports = [report for _, report in received if isinstance(report, Report)]
-    return sorted(reports, key=lambda report: report.node_rank)
+    return next((report for _, report in received if isinstance(report, Report)), None)
 
 
 def main(arguments: Sequence[str], environ: Environ) -> int:
-    """Check this node as requested, and print the Report as a message. Returns 0.
-
-    A long request is split into several arguments. In a step, SLURM_NODEID is the node rank: all
-    tasks get the same request.
-    """
-    request = parse(Request, "".join(arguments))
-    node_rank = int(environ.get("SLURM_NODEID") or request.node_rank)
-    send_message(f"{MARK}.{node_rank}", check_node(replace(request, node_rank=node_rank), environ))
+    """Check this node as requested, and print the Report as a message. Returns 0."""
+    send_message(f"{MARK}.0", check_node(parse(Request, arguments[0]), environ))
     return 0

@@ -21,7 +21,6 @@ from distributed.lock import (
     take_lock,
     this_process,
 )
-from distributed.stop_signals import NOTICES
 from launcher.own_time import turns
 from launcher.processes import start_ticks
 from launcher.record.commit import git_commit
@@ -31,8 +30,6 @@ from launcher.typed_json import decode, parse_json
 from launcher.wire import limits
 
 ASKED, SHOWN = "stacks", "stacks.txt"  # the request for all stacks, and the answers
-# The files that pass notices on.
-NOTICED: dict[int, str] = dict(zip(NOTICES, ("notice", "notice2"), strict=True))
 LONGEST_FILE = 1 << 24  # bytes that are read of a file in this folder
 KEPT = "failure.txt"  # the last output of a run that failed or was stopped
 

@@ -7,8 +7,8 @@ node -> launcher   BEGIN, which no text contains, and `<token>.<node> <message>`
                    each part but the last, because srun mixes long lines from its nodes. A line
                    without a message is a sign of life.
 
-In a SLURM step, nothing is sent to the nodes. The token marks every process of a run: it is in
-LAUNCH_TOKEN, followed by the node if the launcher uses ssh.
+In a SLURM step, each line goes to all nodes, and none is needed as a sign of life. The token marks
+every process of a run: it is in LAUNCH_TOKEN, followed by the node.
 """
 
 import contextlib

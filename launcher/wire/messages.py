@@ -80,6 +80,7 @@ class StopRequest:
     """A stop signal came from outside, to the launcher or to one of the agents."""
 
     signum: int
+    node: int = -1  # the only one that acts on it, by its number in the token; -1: all
 
 
 # --- between nodes that meet, for the preflight and for the run -----------------------------------

@@ -142,7 +142,7 @@ no_ranks() { # <run id>
   eventually grep -q 'resum' job.out || { cat job.out && false; }
   on login scancel "$JOB"
   eventually has_ended "$JOB"
-  eventually is_gone_from node1 "agent.py .*--rdzv-id $JOB "
+  eventually is_gone_from node1 "far_side .*--rdzv-id $JOB "
 }
 
 # bats test_tags=prove,long

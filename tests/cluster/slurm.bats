@@ -113,7 +113,7 @@ field() { # <job> <name>
     grep -qE '^hosts .* node1 \(master|^hosts .*node\[1-2\]' job.out
   done
   kill "$watch"
-  grep -q 'agent.py' ps.out
+  grep -q 'far_side' ps.out
   run ! grep -qE '\b[0-9a-f]{64}\b' ps.out job.out
 }
 
@@ -422,10 +422,10 @@ is_pending() { # <job>
 
 @test "scancel during the preflight gives code 143, and a line says that nothing was started" {
   # shellcheck disable=SC2016 # expanded on the node
-  printf '#!/bin/sh\ncase $* in *check_node*) sleep 60 ;; esac\nexec %q "$@"\n' "$PYTHON" >python
+  printf '#!/bin/sh\ncase $* in *far_side*) sleep 60 ;; esac\nexec %q "$@"\n' "$PYTHON" >python
   chmod +x python
   JOB=$(PYTHON=$PWD/python on login sbatch --parsable --output=job.out --nodes=2 scripts/slurm/slurm_train.sh)
-  eventually on node1 pgrep -f "python .*check_node"
+  eventually on node1 pgrep -f "python .*far_side"
   on login scancel "$JOB"
   eventually has_ended "$JOB"
   cat job.out
@@ -568,7 +568,6 @@ PY
 @test "a notice that comes before srun has started the ranks reaches them" {
   cat >prolog <<'SH'
 #!/bin/bash
-[[ -e preflight ]] || { touch preflight && exit; }
 [[ -e noticed ]] || { touch noticed && scancel --batch --signal=USR1 "$SLURM_JOB_ID" && sleep 1; }
 SH
   chmod +x prolog
@@ -584,7 +583,7 @@ SH
   mkdir fake
   cat >fake/srun <<SH
 #!/bin/bash
-[[ "\$*" != *launcher.preflight* || -e noticed ]] || { touch noticed && kill -USR1 "\$PPID"; }
+[[ "\$*" != *far_side* || -e noticed ]] || { touch noticed && kill -USR1 "\$PPID"; }
 exec $(on login bash -c 'type -P srun') "\$@"
 SH
   chmod +x fake/srun
@@ -783,7 +782,7 @@ have_trained_alone() { # <jobs>
 @test "a node whose first step starts 9 s late takes part in the run, also node rank 0" {
   local late
   # shellcheck disable=SC2016 # expanded on the node
-  printf '#!/bin/sh\ncase $*$(uname -n) in *check_node*$LATE) mkdir "$MARK" && sleep 9 ;; esac\nexec %q "$@"\n' "$PYTHON" >python
+  printf '#!/bin/sh\ncase $*$(uname -n) in *far_side*$LATE) mkdir "$MARK" && sleep 9 ;; esac\nexec %q "$@"\n' "$PYTHON" >python
   chmod +x python
   for late in node1 node2; do
     LATE=$late MARK=$PWD/$late PYTHON=$PWD/python run on login salloc -Q --nodes=2 --nodelist=node[1-2] scripts/slurm/slurm_train.sh config/local3.yaml "${SMALL[@]}"
@@ -861,11 +860,25 @@ free_nodes() {
 }
 
 # Preempts a job of two nodes in a part of its start, for which node2 waits once.
-preempt_early() { # <part of a command line> <partition>
-  rm -rf waits job.out
+preempt_early() { # <far_side|torch: what node2 starts late> <partition>
+  rm -rf waits job.out early
+  mkdir early
+  cat >early/sitecustomize.py <<PY
+import builtins, os, time
+at_once = builtins.__import__
+def late(name, *rest, **more):
+    if name == "$1" and os.uname().nodename == "node2":
+        builtins.__import__ = at_once
+        if not os.path.exists("$PWD/waits"):
+            os.mkdir("$PWD/waits")
+            time.sleep(600)
+    return at_once(name, *rest, **more)
+builtins.__import__ = late
+PY
   cat >python <<SH
 #!/bin/bash
-[[ \$(uname -n)\$* != node2*$1* ]] || ! mkdir $PWD/waits || sleep 600
+[[ \$(uname -n)\$* != node2*.$1* ]] || ! mkdir $PWD/waits || sleep 600
+export PYTHONPATH=$PWD/early:\$PYTHONPATH
 exec $PYTHON "\$@"
 SH
   chmod +x python
@@ -878,7 +891,7 @@ SH
 # bats test_tags=prove,long
 @test "preempted in the preflight or while its nodes meet, a job is requeued; with PreemptMode=CANCEL, it ends" {
   local part
-  for part in check_node agent.py; do
+  for part in far_side torch; do
     preempt_early "$part" low
     eventually grep -q "^requeued job $JOB; it resumes when SLURM starts it again$" job.out
     free_nodes
@@ -889,7 +902,7 @@ SH
     on login scancel "$JOB"
     eventually has_ended "$JOB"
   done
-  preempt_early check_node cheap
+  preempt_early far_side cheap
   eventually has_ended "$JOB"
   free_nodes
   cat job.out

@@ -83,7 +83,7 @@ command_of() { # <script and arguments...>
   for image in image.sqsh nvcr.io/nvidia/pytorch:25.01-py3; do
     CONTAINER=$image run --separate-stderr "$ROOT/scripts/slurm/slurm_train_single_node.sh" plain.yaml
     cat <<<"$output $stderr"
-    [[ $stderr == *"did not start on node1"*" [env-missing]" ]]
+    [[ $stderr == *"node1: the preflight did not start, see above; "*" [env-missing]" ]]
   done
   fake_tool srun 'printf "%s\n" "$*" >&2; exit 9'
   CONTAINER=$image run "$ROOT/scripts/slurm/slurm_train_single_node.sh" plain.yaml

@@ -16,12 +16,10 @@ import pytest
 from distributed.heartbeat import STACK_SIGNAL
 from launcher import own_time
 from launcher.agent.facts import Facts
-from launcher.agent.node_ranks import Heartbeats, NodeRanks
+from launcher.agent.node_ranks import NodeRanks
 from launcher.agent.notice import UNHANDLED, Notice
-from launcher.agent.query import Query
 from launcher.agent.savers import Savers
 from launcher.processes import handles
-from launcher.record.run_json import NOTICED
 from launcher.wire import limits
 
 HANDLES = "import os, signal; signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))"
@@ -194,25 +192,6 @@ def test_a_notice_reaches_a_rank_each_time_it_comes(monkeypatch: pytest.MonkeyPa
     assert stdout.readline() == "SIGUSR1\n"
     out, _ = process.communicate("\n")
     assert (process.returncode, out) == (0, ""), "nothing was sent twice"
-
-
-@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
-@pytest.mark.parametrize(("node_rank", "comes"), [(0, 1), (1, 0)])
-def test_a_file_is_a_notice_to_node_rank_0(
-    node_rank: int, comes: int, signum: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "ASKED_LOOK_S", 0.0)
-    came = list[int]()
-    previous = signal.signal(signum, lambda signum, _: came.append(signum))
-    try:
-        (tmp_path / NOTICED[signum]).touch()
-        ranks = NodeRanks([], Heartbeats(1), node_rank, "here")
-        query = Query(ranks, ["here"], print, tmp_path)
-        for _ in range(2):
-            query.on_time({})
-    finally:
-        signal.signal(signum, previous)
-    assert came == [signum] * comes
 
 
 def test_a_rank_that_has_no_cpu_to_write_its_stack_may_be_saving(

@@ -32,7 +32,7 @@ from launcher.agent.torchrun_arguments import parse
 from launcher.handshake import Acceptor, Access
 from launcher.master_port import open_port
 from launcher.preflight import between_nodes, compare
-from launcher.preflight.check_node import MARK, check_node, read_reports
+from launcher.preflight.check_node import MARK, check_node, read_report
 from launcher.preflight.compare import Finding, combine
 from launcher.preflight.must_match import ARGUMENTS, describe_program
 from launcher.typed_json import encode
@@ -89,12 +89,17 @@ def test_without_checks_there_are_no_faults(tmp_path: Path) -> None:
 def start_node(folder: Path, node_rank: int, port: int, *words: str) -> subprocess.Popen[str]:
     """Start one of three nodes, all of which are this machine."""
     request = make_request(
-        folder, num_nodes=3, meeting_size=3, within_s=PATIENCE_S, port=port, words=words
+        folder,
+        num_nodes=3,
+        node_rank=node_rank,
+        meeting_size=3,
+        within_s=PATIENCE_S,
+        port=port,
+        words=words,
     )
     return subprocess.Popen(
         [sys.executable, "scripts/lib/start.py", "launcher.preflight.check_node", encode(request)],
         cwd=ROOT,
-        env={**os.environ, "SLURM_NODEID": str(node_rank)},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -105,23 +110,22 @@ def test_nodes_that_match_meet_and_pass(tmp_path: Path) -> None:
     port = free_port()
     words = ["own.py", "x" * 300, " a  b ", "--flag"]
     nodes = [start_node(tmp_path, rank, port, *words) for rank in (2, 1, 0)]
-    said = "".join(node.communicate()[0] for node in nodes).encode()
+    said = [node.communicate()[0].encode() for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0, 0]
-    outcome = combine(read_reports(said))
+    outcome = combine([*filter(None, map(read_report, reversed(said)))])
     assert (outcome.num_checks, outcome.num_nodes) == (29, 3)
     assert all(one.fault.warns for one in outcome.findings)
     names = [one.fault.name for one in outcome.findings]
     assert names.count("loopback-address") == 3  # a warning, because 127.0.0.1 may be intended
 
 
-def test_reports_are_found_among_other_lines(capfd: pytest.CaptureFixture[str]) -> None:
-    reports = [make_report(rank, faults=[], met=[BLOCKED], done=[]) for rank in range(2)]
-    for report in reversed(reports):
-        send_message(f"{MARK}.{report.node_rank}", report)
+def test_a_report_is_found_among_other_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    report = make_report(0, faults=[], met=[BLOCKED], done=[])
+    send_message(f"{MARK}.0", report)
     told = capfd.readouterr().out.encode()
-    assert read_reports(b"srun: a warning\n" + told) == reports
-    assert read_reports(told[:-5]) == reports[1:]
-    assert read_reports(b'\x02node.1 {"Report":{"node_rank":"1"}}\n') == []
+    assert read_report(b"the image's banner\n" + told) == report
+    assert read_report(told[:-5]) is None
+    assert read_report(b'\x02node.0 {"Report":{"node_rank":"1"}}\n') is None
 
 
 # --- what must be the same on every node ----------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import AGENT, ROOT, Run, begun, eventually, execute, rarely, written
+from agents import AGENT, PATIENCE_S, ROOT, Run, begun, eventually, execute, rarely, written
 
 from distributed.errors import REFUSED, Refused
 from distributed.lock import is_locked, locked_by
@@ -26,7 +26,7 @@ from launcher.record.run_folder import RunFolder
 from launcher.record.run_ids import free_run_id
 from launcher.record.run_json import LauncherProcess, Record, note_end, note_start, refuse_live
 from launcher.text import Environ
-from launcher.wire import limits
+from launcher.wire import limits, messages
 
 HERE = socket.gethostname()
 SAVES = """
@@ -490,10 +490,22 @@ def test_the_supervisor_completes_the_record_of_an_agent_that_was_killed(
 
 
 @pytest.mark.slow
-def test_a_launcher_elsewhere_names_itself(start: Start) -> None:
+def test_a_launcher_elsewhere_names_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("steps.py").write_text(STEPS)
     run_json.update(Path("logs/r1"), launcher=LauncherProcess(1, 2, "elsewhere"))
     Path("go on").touch()
-    start("0", LAUNCH_START="step", LAUNCH_TOKEN="t", SLURM_NODEID="0").finish()
+    words = ["", "", "--log-dir", "logs", "--rdzv-id", "r1", "steps.py", "0"]
+    request = messages.write(messages.Start(words, {}, Path.cwd()))
+    far_side = [sys.executable, str(ROOT / "scripts/lib/start.py"), "launcher.fanout.far_side"]
+    variables = {"LAUNCH_TOKEN": "t", "SLURM_NODEID": "0", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*far_side, "--step"], stdin=subprocess.PIPE, env={**os.environ, **variables}, text=True
+    ) as step:
+        assert step.stdin is not None
+        step.stdin.write(f"{request}\n")
+        step.stdin.flush()
+        assert step.wait(PATIENCE_S) == 0
     assert read()["launcher"] == {"process": 1, "birth": 2, "host": "elsewhere"}
 
 

@@ -23,7 +23,7 @@ from agents import PATIENCE_S, ROOT, begun, eventually, execute, is_alive, rarel
 from job_tools import make_tool
 
 from launcher import processes
-from launcher.fanout.nodes import TRIES
+from launcher.fanout.ssh import TRIES
 from launcher.wire import limits
 from launcher.wire.messages import Report
 
@@ -252,7 +252,7 @@ def test_a_reader_that_stalls_delays_neither_the_run_nor_its_stop(nodes: Nodes) 
     launcher = nodes.start("-", "1", "n0")
     nodes.wait_for("printed")
     launcher.terminate()
-    assert nodes.wait_for("told") == '{"StopRequest":{"signum":15}}\n'
+    assert nodes.wait_for("told") == '{"StopRequest":{"signum":15,"node":-1}}\n'
     assert launcher.wait(PATIENCE_S) == 75  # although nothing reads its output
     assert launcher.stdout is not None and launcher.stderr is not None
     assert b"not shown" not in launcher.stderr.read()
