@@ -3,46 +3,36 @@
 They are tried in this order, before those in signs.py: the first rule that matches a line wins.
 """
 
-from launcher.explain.kinds import cause, consequence
+from launcher.explain.kinds import Kind, Rule, consequence
 
-CAUSES = (
-    consequence(
-        r"""
-        (Deprecation|Future)Warning
-        Error caught was: No module named
-        Could not load dynamic library
-        PreemptionMode
-        can only test a child process
-        forcefully exiting via
-        """,
-    ),
-    cause(
-        "low-memlock",
-        r"""
+_NO_CAUSE = consequence(
+    r"""
+    (Deprecation|Future)Warning
+    Error caught was: No module named
+    Could not load dynamic library
+    PreemptionMode
+    can only test a child process
+    forcefully exiting via
+    """,
+)
+
+_EXPRESSIONS = {  # by fault
+    "low-memlock": r"""
         (ibv_\w+|mlx5|IB|[Mm]emory region|reg_mr).*Cannot allocate memory
         RLIMIT_MEMLOCK|[Ll]ocked memory.*(limit|low|small)|memlock
         Unable to register memory|ibv_reg_mr\w*(\(\))? failed
         """,
-    ),
-    cause("nccl-error", r"Call to ibv_\w+ failed"),
-    cause(
-        "low-nofile",
-        r"""
+    "nccl-error": r"Call to ibv_\w+ failed",
+    "low-nofile": r"""
         [Tt]oo many open files
         received 0 items of ancdata
         Failed to init uv loop
         """,
-    ),
-    cause(
-        "low-nproc",
-        r"""
+    "low-nproc": r"""
         can't start new thread
         ^(?!.*(\block\b|recv|send|socket|connect)).*Resource temporarily unavailable
         """,
-    ),
-    cause(
-        "out-of-memory",
-        r"""
+    "out-of-memory": r"""
         (CUDA|HIP|XPU|NPU|MPS)( backend)? out of memory|OutOfMemoryError
         CUDA (driver )?error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation
         cuda runtime error \(2\)
@@ -60,10 +50,7 @@ CAUSES = (
         OUT_OF_MEMORY
         Cannot allocate memory(?!.*(ibv|mr|IB))
         """,
-    ),
-    cause(
-        "small-shm",
-        r"""
+    "small-shm": r"""
         insufficient shared memory \(shm\)
         [Bb]us error|out of shared memory
         unable to (open|write to|mmap|allocate) .*(shared memory|</torch_)
@@ -71,20 +58,14 @@ CAUSES = (
         creating shared memory segment|Error while creating shared memory
         posix_fallocate failed
         """,
-    ),
-    cause(
-        "disk-full",
-        r"""
+    "disk-full": r"""
         No space left on device
         [Qq]uota exceeded
         unexpected pos \d+ vs \d+
         PytorchStreamWriter failed
         basic_ios::clear: iostream error
         """,
-    ),
-    cause(
-        "checkpoint-damaged",
-        r"""
+    "checkpoint-damaged": r"""
         PytorchStreamReader failed
         EOFError: Ran out of input
         invalid load key
@@ -94,10 +75,7 @@ CAUSES = (
         unexpected EOF, expected|storage has wrong (byte )?size|BadZipFile
         [Cc]heckpoint.*(corrupt|damaged)|not a ZIP archive|invalid magic number; corrupt file
         """,
-    ),
-    cause(
-        "ssh-refused",
-        r"""
+    "ssh-refused": r"""
         Permission denied \((publickey|password|gssapi|hostbased)
         Host key verification failed
         kex_exchange_identification|ssh_exchange_identification
@@ -105,77 +83,51 @@ CAUSES = (
         Permission denied, please try again
         ssh exited with exit code 255|Command 'ssh .*non-zero
         """,
-    ),
-    cause(
-        "dir-unwritable",
-        r"""
+    "dir-unwritable": r"""
         PermissionError
         Read-only file system
         [Pp]ermission denied
         """,
-    ),
-    cause(
-        "duplicate-node-rank",
-        r"""
+    "duplicate-node-rank": r"""
         [Dd]uplicate (node )?rank|rank \d+ .*(already (taken|in use|registered|checked in))
         already has rank|same rank
         """,
-    ),
-    cause(
-        "port-in-use",
-        r"""
+    "port-in-use": r"""
         EADDRINUSE|[Aa]ddress already in use
         [Pp]ort `?\d+`?,? (is already in use|but another process)
         """,
-    ),
-    cause(
-        "name-unresolved",
-        r"""
+    "name-unresolved": r"""
         Name or service not known|Temporary failure in name resolution
         No address associated with hostname|nodename nor servname
         [Cc]ould not resolve host
         network addresses of \(\S+, \d+\) cannot be retrieved|gai error: -[23]
         """,
-    ),
-    cause(
-        "no-such-interface",
-        r"""
+    "no-such-interface": r"""
         no socket interface found
         [Uu]nable to find address for
         unable to find (interface|any)[ ]
         No interface found
         """,
-    ),
-    cause(
-        "host-unreachable",
-        r"""
+    "host-unreachable": r"""
         connect returned
         No route to host|EHOSTUNREACH|ENETUNREACH|Network is unreachable
         errno: 110|ETIMEDOUT|Connection timed out|connect\(\) timed out|connect.* timed out
         i/o timeout|connection timeout
         """,
-    ),
-    cause("duplicate-gpu", r"Duplicate GPU detected"),
-    cause(
-        "too-few-gpus",
-        r"""
+    "duplicate-gpu": r"Duplicate GPU detected",
+    "too-few-gpus": r"""
         invalid device ordinal
         [Nn]ot enough GPUs|requires? \d+ GPUs?.*(only|but)|You requested (gpu|GPUs?):[ ]
         machine only has:[ ]
         device < num_gpus|Invalid device id|num_gpus\w* <= torch.cuda.device_count
         No slot '\d+' specified on host
         """,
-    ),
-    cause(
-        "rank-error",  # in the user's own module
-        r"""
+    # In the user's own module.
+    "rank-error": r"""
         cannot import name '(?!.*(/(site|dist)-packages/|/lib/python3)).*\(/.*\.py\)
         attempted relative import
         """,
-    ),
-    cause(
-        "version-mismatch",
-        r"""
+    "version-mismatch": r"""
         symbol \S+ version \S+ not defined
         undefined symbol
         driver .*too old
@@ -195,10 +147,7 @@ CAUSES = (
         [Dd]river/library version mismatch|not supported in the installed CUDA driver
         Could not run '\S+' with arguments from the|operator \S+ does not exist
         """,
-    ),
-    cause(
-        "torch-without-gpu",
-        r"""
+    "torch-without-gpu": r"""
         only supported with GPUs
         not compiled with CUDA
         Found no NVIDIA driver
@@ -209,10 +158,7 @@ CAUSES = (
         couldn't communicate with the NVIDIA driver
         No supported gpu backend found
         """,
-    ),
-    cause(
-        "gpu-unhealthy",
-        r"""
+    "gpu-unhealthy": r"""
         NVRM: Xid|\bXid\b
         uncorrectable (NVLink|ECC)|ECC error
         fallen off the bus
@@ -221,10 +167,7 @@ CAUSES = (
         system not yet initialized|CUDA_ERROR_SYSTEM_NOT_READY
         device(s| s|\(s\)) (are|is/are) busy or unavailable
         """,
-    ),
-    cause(
-        "config-invalid",
-        r"""
+    "config-invalid": r"""
         error: (unrecognized arguments|the following arguments are required|argument \S+: )
         error: (ambiguous option|invalid choice)|\.py: error: |unrecognized option[ ]
         ^Error: (No such option|Got unexpected extra argument|Missing (option|argument))
@@ -246,10 +189,7 @@ CAUSES = (
         Invalid (distribution|specification|option)
         unexpected keyword argument '--|[Ii]nvalid value for '-
         """,
-    ),
-    cause(
-        "wrong-world",
-        r"""
+    "wrong-world": r"""
         world size of \d+ but the current world size
         [Ii]nvalid rank
         rank .* (should be|must be|not) .*(in the interval|less than|smaller) .*world
@@ -267,11 +207,8 @@ CAUSES = (
         not enough slots|larger than total available slots
         equal to world[_ ]size|world[_ ]size.*(not equal|must be equal)
         """,
-    ),
-    cause("parameters-unused", r"Expected to have finished reduction in the prior iteration"),
-    cause(
-        "loss-not-finite",
-        r"""
+    "parameters-unused": r"Expected to have finished reduction in the prior iteration",
+    "loss-not-finite": r"""
         [Ll]oss (is|was|becomes|became|diverged to) ?(nan|NaN|inf)
         \b(nan|NaN|NAN|inf) (loss|detected)|loss .*not finite|loss is (NaN|nan)
         loss scale already at minimum|[Mm]inimum loss scale reached
@@ -280,10 +217,7 @@ CAUSES = (
         is `?nan`?, stopping|returned nan values
         contains either `inf`, `nan` or element
         """,
-    ),
-    cause(
-        "cuda-error",
-        r"""
+    "cuda-error": r"""
         device-side assert|Assertion .* failed\.?$.*block|block: \[\d
         illegal (memory access|instruction was)
         CUBLAS_STATUS_(?!ALLOC)\w+
@@ -295,31 +229,19 @@ CAUSES = (
         CUSOLVER_STATUS_|CUSPARSE_STATUS_|CUFFT_
         CUDA error: (?!out of memory|invalid device|no kernel|initialization|system not)
         """,
-    ),
-    cause(
-        "time-limit",
-        r"""
+    "time-limit": r"""
         DUE TO TIME LIMIT
         walltime .*exceeded|exceeded limit .*walltime
         TERM_RUNLIMIT
         """,
-    ),
-    cause(
-        "preempted",
-        r"DUE TO PREEMPTION|[Pp]reempt(ed|ion notice)|due to preempt|due to job requeue",
-    ),
-    cause(
-        "node-lost",
-        r"""
+    "preempted": r"DUE TO PREEMPTION|[Pp]reempt(ed|ion notice)|due to preempt|due to job requeue",
+    "node-lost": r"""
         lost communication with its daemon
         DUE TO NODE FAIL|NODE[_ ]FAIL|[Nn]ode failure|^srun: error: Node failure
         [Nn]odes? \S+ (is )?not responding|host \S+ is down|DUE TO NODE FAILURE
         launch failed requeued
         """,
-    ),
-    cause(
-        "env-missing",
-        r"""
+    "env-missing": r"""
         ModuleNotFoundError|Error: No module named|PackageNotFoundError
         (Error|^ImportError): .*cannot open shared object file
         (^|[\])|:] )ImportError
@@ -328,5 +250,9 @@ CAUSES = (
         execve\(\): .*No such file|can't open file|couldn't chdir
         unable to find the specified executable
         """,
-    ),
+}
+
+CAUSES = (
+    _NO_CAUSE,
+    *(Rule(Kind.CAUSE, fault, expressions) for fault, expressions in _EXPRESSIONS.items()),
 )

@@ -32,7 +32,6 @@ class Rule:
         return re.compile("|".join(map(str.strip, self.expressions.strip().splitlines())))
 
 
-cause = functools.partial(Rule, Kind.CAUSE)
 exception = functools.partial(Rule, Kind.EXCEPTION)
 warning = functools.partial(Rule, Kind.WARNING)
 end = functools.partial(Rule, Kind.END)
