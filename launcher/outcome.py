@@ -1,9 +1,9 @@
 """How a run ended: which of its failures is shown, and the exit code.
 
-The program that reports the end collects accounts of it, and choose() returns the one that counts.
-Node rank 0's agent accounts for the ranks of all nodes. The launcher of a run on several nodes
-accounts for each node's part: what its agent reported, or that it reported nothing. A run on one
-machine, or on nodes that were started by hand, has only agents.
+Node rank 0's agent ends an attempt with the first failure of the ranks of all nodes. The launcher
+of a run on several nodes accounts for each node's part: what its agent reported, or that it
+reported nothing; choose() returns the account that counts. A run on one machine, or on nodes that
+were started by hand, has only agents.
 
 Nothing here reads a clock, a file or a process.
 """
@@ -108,16 +108,13 @@ def end_attempt(
     nodes: Sequence[NodeEnd],  # node rank 0 first
     signals: Sequence[int],  # the stop signals that were sent to ranks
 ) -> Outcome:
-    """Return how an attempt ended: with its first failure, or because it was stopped or is done."""
-    accounts = [(Basis.STOP, _end_without_failure(nodes, signals))]
-    for each in sorted(failures, key=lambda failure: failure.time):
-        basis = Basis.CONSEQUENCE if each.is_consequence else Basis.CAUSE
-        accounts.append((basis, Outcome(each.code, each)))
+    """Return how an attempt ended: with its first failure, or because it was stopped or is done.
 
-    chosen = replace(choose(accounts), has_saved=has_saved(nodes))
-    first = chosen.failure
+    A consequence counts only if every failure is one.
+    """
+    first = min(failures, key=lambda failure: (failure.is_consequence, failure.time), default=None)
     if not first:
-        return chosen
+        return _end_without_failure(nodes, signals)
     if first.is_consequence:
         first = _exit_before(first, nodes) or first
 
@@ -132,7 +129,9 @@ def end_attempt(
         on_all_nodes.sort()
 
     first = replace(first, stacks=stacks, saved_step=max(nodes[0].saved_step, first.saved_step))
-    return replace(chosen, failure=first, lost_peer=len(lost), stopped=len(stopped))
+    return Outcome(
+        first.code, first, lost_peer=len(lost), stopped=len(stopped), has_saved=has_saved(nodes)
+    )
 
 
 def _end_without_failure(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> Outcome:
@@ -143,7 +142,7 @@ def _end_without_failure(nodes: Sequence[NodeEnd], signals: Sequence[int]) -> Ou
     ends = describe_ends(nodes, stops) if code else ""
     if code and stops:
         ends = f"by {signal.Signals(stops[0]).name}: {ends}"
-    return Outcome(code, ends=ends, signum=next(iter(signals), 0))
+    return Outcome(code, ends=ends, signum=next(iter(signals), 0), has_saved=has_saved(nodes))
 
 
 def _exit_before(victim: Failure, nodes: Iterable[NodeEnd]) -> Failure | None:
