@@ -10,7 +10,7 @@ from distributed.errors import BAD_INPUT, CANNOT_START
 from launcher.agent.node_ranks import Heartbeats
 from launcher.failure import Failure
 from launcher.record.restart import Restart
-from launcher.record.run_json import LiveRecord
+from launcher.record.run_json import LiveRecord, end_fields
 from launcher.text import Say
 
 # Faults that would make the next attempt fail too.
@@ -139,9 +139,8 @@ class Restarts:
 
     def end(self, code: int) -> None:
         """Record how the run ended."""
-        self.write()
-        if self.record:
-            self.record.end(code, *self.beats.reached())
+        saved_step, step = self.beats.reached()
+        self.write(step=step, saved_step=saved_step, **end_fields(code))
 
     def write(self, **more: Any) -> None:
         """Write all restarts, and any other given fields, to the record."""

@@ -237,7 +237,7 @@ def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
             is_ours = locked_by(folder) == (agent, socket.gethostname())
         is_refused = code == REFUSED and is_locked(folder)  # another process has the run
         if is_ours and not record.is_over and not is_refused:
-            update(folder, **_end_fields(code))
+            update(folder, **end_fields(code))
 
 
 def _start_fields(state: str) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def _start_fields(state: str) -> dict[str, Any]:
     return {"state": state, "started": time.time(), **unknown}
 
 
-def _end_fields(code: int) -> dict[str, Any]:
+def end_fields(code: int) -> dict[str, Any]:
     """Return the fields of a run that ends now."""
     return {"state": "ended", "ended": time.time(), "exit_code": code}
 
@@ -316,10 +316,6 @@ class LiveRecord:
             self._progress = saved_step, step
             self._written = time.monotonic()
             self.write_fields(step=step, saved_step=saved_step)
-
-    def end(self, code: int, saved_step: int, step: int) -> None:
-        """Record how the run ended."""
-        self.write_fields(step=step, saved_step=saved_step, **_end_fields(code))
 
     def write_fields(self, **changes: Any) -> None:
         """Record these fields of the run, unless another start has taken it over.
