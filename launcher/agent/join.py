@@ -21,7 +21,7 @@ from launcher.wire.messages import Assignment, NodeReport
 def join_run(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     """Meet the other nodes' agents to settle the run id, the ranks and the hosts.
 
-    1. Describe this node. Files and versions are compared, unless a preflight has compared them.
+    1. Describe this node. Its files are compared, unless a preflight has compared them.
     2. Check in, within `join_timeout_s`. Without a launcher (`is_by_hand`), test the connections.
     3. In `args.environ`, set network variables (printed), and remove LAUNCH_TASK_FILE. Raises
        Refused if the run cannot start.
@@ -30,11 +30,10 @@ def join_run(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
     environ = args.environ
     is_first_node = args.node_rank == 0
     is_skipped = environ.get("SKIP_PREFLIGHT") == "1"
-    is_compared = not (is_by_hand or is_skipped)
     task_file = environ.pop("LAUNCH_TASK_FILE", "")
     agents = args.num_nodes + args.num_spares
     if agents > 1:
-        if not is_compared:
+        if is_by_hand or is_skipped:
             words = [args.program.name, *args.program.arguments]
             files = must_match.describe_program(words, task_file, skips_arguments=is_skipped)
         if not args.access.secret and is_first_node:
@@ -48,7 +47,7 @@ def join_run(args: Arguments, *, is_by_hand: bool) -> checkin.Meeting:
         nproc=args.nproc,
         host=socket.gethostname(),
         run_id=args.run_id or (new_run_id() if is_first_node else ""),
-        versions=nccl_version() if is_compared else versions(),
+        versions=versions(),
         files=files,
     )
 
@@ -102,13 +101,12 @@ def begin_record(folder: Path, args: Arguments, own: Assignment, *, is_by_hand: 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be the same on every node."""
-    return {**must_match.versions(), **nccl_version()}
+    """Return the versions that must be the same on every node.
 
-
-def nccl_version() -> dict[str, str]:
-    """Return NCCL's version, which a preflight cannot compare without importing torch."""
-    if not torch.distributed.is_nccl_available():
-        return {}
-    nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return {"nccl": ".".join(map(str, nccl))}
+    A preflight has compared all but NCCL's, which it cannot read without importing torch.
+    """
+    found = must_match.versions()
+    if torch.distributed.is_nccl_available():
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found["nccl"] = ".".join(map(str, nccl))
+    return found
