@@ -69,9 +69,12 @@ def read_grace(arguments: Sequence[str], environ: Environ) -> float:
         return GRACE_S  # torch's parser rejects what is not a number
 
 
-def read_silence(environ: Environ) -> float:
-    """Return after how many seconds without a heartbeat another node or the launcher is lost."""
-    return whole(environ.get("SILENCE_SECONDS", "")) or SILENCE_S  # 0 is not valid
+def read_silence(environ: Environ, usual_s: float = SILENCE_S) -> float:
+    """Return after how many seconds without a heartbeat another node or the launcher is lost.
+
+    That is SILENCE_SECONDS or, if it is not set, `usual_s`.
+    """
+    return whole(environ.get("SILENCE_SECONDS", "")) or usual_s  # 0 is not valid
 
 
 def read_for_torch(parse: Callable[[list[str]], Namespace], arguments: Sequence[str]) -> Namespace:

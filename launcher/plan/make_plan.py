@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distributed.environment import DEFAULT_LOG_DIR, check_run_id, new_run_id, port_from_id
 from distributed.job import ask_scheduler, in_slurm_step, job_id, job_run_id
-from launcher.command_line import read_grace
+from launcher.command_line import read_grace, read_silence
 from launcher.container import Container, config_texts, read_container
 from launcher.handshake import read_access
 from launcher.master_port import claim_node_rank_0, is_loopback
@@ -63,6 +63,7 @@ def make_plan(typed: Typed) -> Plan:
     directory = ROOT if typed.module else typed.here
     is_namer = world.node_rank == 0 and fanout != "job_command"  # the job has no id yet
     as_set = given.environ if typed.like_torchrun else environ  # the user's script reads them too
+    usual_s = limits.SPARED_SILENCE_S if world.min_nodes else limits.SILENCE_S
 
     return Plan(
         **fields_of(World, world),
@@ -81,7 +82,7 @@ def make_plan(typed: Typed) -> Plan:
         engine=engine,
         max_restarts=max_restarts,
         grace_s=int(read_grace(typed.passed, environ)),
-        silence_s=spares.read_silence(world, environ),
+        silence_s=read_silence(environ, usual_s),
         variables=_choose_variables(environ, as_set, is_ours=is_ours),
         container=_choose_container(typed, fanout, directory, [log_dir, config, *words]),
         has_checks=environ.get("SKIP_PREFLIGHT") != "1",

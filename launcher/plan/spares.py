@@ -5,7 +5,6 @@ from dataclasses import replace
 from launcher.plan.plan import World
 from launcher.plan.settings import read_number
 from launcher.text import Environ, PlanError
-from launcher.wire import limits
 
 NAMES = ("SPARES", "MIN_NODES")
 FANOUTS = ("ssh", "srun")  # that survive the loss of a node
@@ -42,9 +41,3 @@ def set_aside(world: World, environ: Environ, fanout: str, engine: str, max_rest
     num_nodes = world.num_nodes - spares
     least = read_number("MIN_NODES", given.get("MIN_NODES", str(num_nodes)), 1, num_nodes)
     return replace(world, num_nodes=num_nodes, num_spares=spares, min_nodes=least)
-
-
-def read_silence(world: World, environ: Environ) -> int:
-    """Return SILENCE_SECONDS or its default, which is less if the run can replace a lost node."""
-    usual_s = limits.SPARED_SILENCE_S if world.min_nodes else limits.SILENCE_S
-    return int(environ.get("SILENCE_SECONDS") or usual_s)
