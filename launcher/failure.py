@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import filterfalse
 from pathlib import Path
@@ -159,7 +159,7 @@ def describe_end(
         cause=f"{cause} ({one_line(raised.notes)})" if raised.notes else cause,
         code=code if code and code < 128 else raised.code,  # its excepthook may choose another code
         time=raised.time,
-        frames=[*details, *user_frames(raised.stack.partition(_SECOND_ERROR)[0])],
+        frames=[*details, *user_frames(raised.stack.partition(_SECOND_ERROR)[0].splitlines())],
         is_consequence=fault != CRASHED and is_peer_lost(cause),
         has_left=raised.has_left,
         cannot_import=raised.cannot_import,
@@ -263,14 +263,14 @@ def match_frame(line: str) -> re.Match[str] | None:
     return _FRAME.match(_ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), line))
 
 
-def user_frames(stack: str) -> list[str]:
+def user_frames(stack: Iterable[str]) -> list[str]:
     """Return the last frames of the user's code, at most three: `file:line in name`, last first.
 
-    `stack` is a traceback: its innermost frame comes last.
+    `stack` has the lines of a traceback: its innermost frame comes last.
     """
     frames = [
         f"{short_path(frame['file'])}:{frame['line']} in {frame['name']}"
-        for frame in filter(None, map(match_frame, stack.splitlines()))
+        for frame in filter(None, map(match_frame, stack))
         if not is_foreign(frame["file"])
     ]
     return frames[::-1][:_SHOWN_FRAMES]

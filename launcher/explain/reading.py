@@ -307,7 +307,7 @@ def _lines_of_same(above: str, line: str) -> list[str]:
 def _frames(above: Sequence[str]) -> list[str]:
     """Return the user's frames of the last traceback in these lines; empty if there is none."""
     starts = [number for number, row in enumerate(above) if row.startswith("Traceback (most")]
-    return user_frames("\n".join(above[starts[-1] :])) if starts else []
+    return user_frames(above[starts[-1] :]) if starts else []
 
 
 def _read_first(text: str) -> First | None:

@@ -77,13 +77,13 @@ def read_stack(file: Path) -> list[str]:
     frames = main_thread.splitlines()[1:]
     called = _IN_LIBRARY.match(frames[0]) if frames else None
     inner = [f"{called['file']}:{called['line']} in {called['name']}"] if called else []
-    shown = [*inner, *user_frames("\n".join(reversed(frames)))]
+    shown = [*inner, *user_frames(reversed(frames))]
 
     if shown:
         return shown
 
     own = [f"{name}:{line} in {function}" for name, line, function in _PLACE.findall(main_thread)]
-    elsewhere = user_frames("\n".join(reversed(others[-1].splitlines()))) if others else []
+    elsewhere = user_frames(reversed(others[-1].splitlines())) if others else []
     return [*own[:2], *(f"another thread: {frame}" for frame in elsewhere[:1])]
 
 
