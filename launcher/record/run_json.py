@@ -269,10 +269,10 @@ class LiveRecord:
     ) -> None:
         """Lock the run, and write what identifies it and is needed to repeat it.
 
-        The lock is held until this process ends. Deletes the last output of an earlier start,
-        unless `attempt` is above 0: then only the new hosts and world size are written. `launcher`
-        is None if it has recorded itself; `fields` are other fields of the record. Raises Refused
-        if another live process has the run, or if its folder cannot be written to.
+        The lock is held until this process ends. Deletes the last output of an earlier start. If
+        `attempt` is above 0, only locks the run: the agent writes what its restart has changed.
+        `launcher` is missing if it has recorded itself; `fields` are other fields of the record.
+        Raises Refused if another live process has the run, or if its folder cannot be written to.
         """
         self._folder = folder
         with writing_to(folder):
@@ -284,7 +284,6 @@ class LiveRecord:
         self._is_lost = False
 
         if attempt:
-            self.write_fields(hosts=fields["hosts"], world_size=fields["world_size"])
             return
         (folder / KEPT).unlink(missing_ok=True)
         self.write_fields(
