@@ -63,8 +63,9 @@ def _find_difference(group: str, told: Mapping[int, Calls]) -> str:
         if len({call.must_match for call in here.values()}) > 1:
             return f"{group}: the ranks differ: {_group(here, str)}"
         if number > last_common and not all(call.is_done for call in here.values()):
-            missing = [rank for rank in calls if reached[rank] < number]
-            behind = {rank: calls[rank].get(reached[rank]) for rank in missing}
+            behind = {
+                rank: calls[rank].get(last) for rank, last in reached.items() if last < number
+            }
             where = _group(behind, lambda call: f"last called {call}" if call else "called none")
             return f"{group}: {_group(here, lambda call: f'in {call}')}; {where}"
     return ""
