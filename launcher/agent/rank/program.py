@@ -135,8 +135,7 @@ def run_and_exit(
 def _restore_signals() -> None:
     """Give signals the handlers of a new Python process, and unblock all."""
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for signum in (*handled_signals(), QUERY, *processes.OTHERS):
+    for signum in (*handled_signals(), QUERY, signal.SIGCHLD, *processes.OTHERS):
         is_interrupt = signum == signal.SIGINT
         signal.signal(signum, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
