@@ -91,7 +91,7 @@ def run(typed: Typed) -> int:
 
     if not typed.is_dry_run:
         Path("logs").mkdir(exist_ok=True)  # SLURM does not create it, and the job fails silently
-    return submit_all(typed, own, size, job, chain=typed.environ.get("RUN_ID") or new_run_id())
+    return submit_all(typed, own, size, job)
 
 
 # --- settings and size --------------------------------------------------------------------------
@@ -194,11 +194,11 @@ def read_sinfo(text: str, *, of_default: bool) -> list[int]:
 # --- sbatch -------------------------------------------------------------------------------------
 
 
-def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Words, *, chain: str) -> int:
+def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Words) -> int:
     """Submit the preparation job, if there is one, and the training job or jobs.
 
     In a chain, each job starts after the previous one, and resumes its run. The job that ends the
-    run cancels the rest, which it finds by their name (slurm.end_chain). `chain` is its run id.
+    run cancels the rest, which it finds by their name (slurm.end_chain), the run's id.
     Returns the exit code: the job's with --wait, and REFUSED if SLURM could never start the job.
     Exits with REFUSED if sbatch fails. A dry run prints the commands.
     """
@@ -225,6 +225,7 @@ def submit_all(typed: Typed, own: Mapping[str, str], size: Size, job: Words, *, 
         why_unstarted = f": job {prepared} failed; see logs/slurm-{prepared}.out"
 
     if (number := int(own["chain"] or 1)) > 1:
+        chain = typed.environ.get("RUN_ID") or new_run_id()
         common += ["--no-requeue", f"--job-name=chain-{chain}"]  # the next job continues instead
         common += [f"--export=ALL,RUN_ID={chain},CHAIN={chain}"]
         for _ in range(number):

@@ -519,7 +519,7 @@ def test_other_options_of_sbatch_are_passed_on(
     passed = ("--mail-user", "me@here", "--constraint", "a100&ib")
     typed = Typed("submit", here=Path("/home/own"), passed=passed, is_dry_run=True)  # behind a link
     own = own_of(config="c.yaml", partition="gpu")
-    assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"], chain="") == 0
+    assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"]) == 0
     told = "--partition=gpu --chdir=/home/own --mail-user=me@here '--constraint=a100&ib' x.sh"
     assert f"sbatch --parsable {told}" in capsys.readouterr().err
 
@@ -533,7 +533,8 @@ def submit_chain(tools: Path, script: str, number: str) -> int:
     make_tool(tools / "sbatch", f"{start}; {script}")
     own = own_of(config="c.yaml", chain=number)
     size = Size(1, 2, is_exclusive=False)
-    return submit_all(Typed("submit", program="x.sh"), own, size, ["x.sh"], chain="it")
+    typed = Typed("submit", program="x.sh", environ={"RUN_ID": "it"})
+    return submit_all(typed, own, size, ["x.sh"])
 
 
 NUMBER_OF_CALLS = "$(wc -l <calls)"
@@ -596,7 +597,7 @@ def test_why_a_job_did_not_start(
     )
     own = own_of(config="c.yaml", **changes)
     typed = Typed("submit", program="x.sh", wait=True)
-    assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"], chain="") == 1
+    assert submit_all(typed, own, Size(1, 2, is_exclusive=False), ["x.sh"]) == 1
     told = f"x.sh: job {42 if 'prepare' in changes else 41} did not start"
     assert capfd.readouterr().err.splitlines()[-1] == (f"{told}: {why}" if why else told)
 
