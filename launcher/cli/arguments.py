@@ -100,8 +100,7 @@ class _Reader:
         self.values = values
         self.is_scheduled = is_scheduled
         self.options = {**COMMON, **self.own}
-        self.positional = COMMANDS[command].arguments
-        self.arguments = [*self.positional]  # still missing
+        self.arguments = [*COMMANDS[command].arguments]  # still missing
         self.words = iter(words)  # still unread
         self.see = f"see {values['program']} --help"
 
@@ -191,7 +190,7 @@ class _Reader:
         hint = did_you_mean(word, (*self.options, *TASKS))
         if 0 < len(longer) < 4:  # more would fill the line
             hint = f"did you mean {' or '.join(longer)}? "
-        own = "its name" if "program" in self.positional else "--"
+        own = "its name" if "program" in self.arguments else "--"
         cure = f"{hint}{self.see}, and put the training script's own options after {own}"
         return f"unknown option {word!r}; {cure}"
 
