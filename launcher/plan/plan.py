@@ -264,7 +264,7 @@ def print_plan(
 ) -> None:
     """Print the plan, in rows."""
     row = functools.partial(print_row, out=out)
-    config = f"    {shlex.quote(plan.config)}" if plan.config not in ("", "-") else ""
+    config = f"    {shlex.quote(plan.config)}" if plan.config else ""
     row("run", f"{plan.run_id or '(named by node rank 0)'}{config}")
     if plan.site:
         row("site", plan.site)
