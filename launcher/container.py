@@ -93,7 +93,7 @@ def read_container(
     binds = _outermost(
         _nearest_folder(directory / path) for path in _find_paths([directory, *paths])
     )
-    has_gpus = environ.get("BACKEND", "").lower() != "gloo"
+    has_gpus = environ.get("BACKEND") != "gloo"
     return Container(runtime, image, directory, binds, arguments, has_gpus)
 
 
