@@ -90,8 +90,8 @@ def with_plain_master(typed: Typed) -> Typed:
     if port and needs_port:
         environ.setdefault("MASTER_PORT", port)
     if typed.master:
-        return replace(typed, master=address, environ=environ)
-    if address:
+        typed = replace(typed, master=address)
+    elif address:
         environ["MASTER_ADDR"] = address
     return replace(typed, environ=environ)
 
