@@ -242,15 +242,14 @@ def lines_of(file: Path) -> Iterator[tuple[int, bytes]]:
     number, begun = 1, b""
     with file.open("rb") as opened:
         while piece := opened.read(_PIECE):
-            *rows, rest = (begun + piece).split(b"\n")
-            for row in rows:
-                for state in row.split(b"\r"):
+            for place, row in enumerate((begun + piece).split(b"\n")):
+                if place > 0:  # a newline has ended the row before
+                    yield number, begun
+                    number += 1
+                *states, rest = row.split(b"\r")
+                for state in states:
                     yield number, state[:LONGEST]
-                number += 1
-            *states, unfinished = rest.split(b"\r")
-            for state in states:
-                yield number, state[:LONGEST]
-            begun = unfinished[:LONGEST]
+                begun = rest[:LONGEST]
     yield number, begun
 
 
