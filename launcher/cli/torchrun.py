@@ -3,7 +3,7 @@
 import os
 
 from launcher.command_line import RANGE_CURE
-from launcher.plan.settings import find_value
+from launcher.plan.settings import find_nproc
 from launcher.plan.typed import Values
 from launcher.text import Environ, PlanError
 
@@ -24,7 +24,7 @@ def read_like_torchrun(values: Values, environ: Environ) -> None:
     is_alone = values.pop("standalone", False)
     hosts = values.get("hosts")
     default = None if hosts else "1"  # torchrun's; of --hosts, one per GPU
-    values.setdefault("nproc", find_value("NPROC_PER_NODE", environ) or default)
+    values.setdefault("nproc", find_nproc(environ) or default)
     if not hosts:
         nodes = "1" if is_alone else values.get("nnodes", "")
         set_nodes(values, nodes, backend, endpoint, in_step=bool(environ.get("SLURM_STEP_ID")))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed.environment import LauncherError, check_run_id
+from distributed.environment import check_run_id
 from launcher.text import Environ, PlanError, did_you_mean
 
 FILE = Path(__file__).with_suffix(".ini")
@@ -73,10 +73,10 @@ def in_order(key: str) -> list[str]:
 # --- values -------------------------------------------------------------------------------------
 
 
-def find_value(name: str, environ: Environ) -> str:
-    """Return a variable's value in our spelling; "" if it is not set, or cannot be ours."""
-    with contextlib.suppress(PlanError, LauncherError):
-        return read_value(name, environ.get(name, ""))
+def find_nproc(environ: Environ) -> str:
+    """Return NPROC_PER_NODE in our spelling; "" if it is not set, or cannot be ours."""
+    with contextlib.suppress(PlanError):
+        return read_value("NPROC_PER_NODE", environ.get("NPROC_PER_NODE", ""))
     return ""
 
 
