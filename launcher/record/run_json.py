@@ -242,8 +242,14 @@ def note_end(folder: Path, code: int, *, agent: int | None = None) -> None:
 
 def _start_fields(state: str) -> dict[str, Any]:
     """Return the fields of a run that starts now, without an end."""
-    unknown = {"ended": None, "exit_code": None, "fault": "", "cause": ""}
-    return {"state": state, "started": time.time(), **unknown}
+    return {
+        "state": state,
+        "started": time.time(),
+        "ended": None,
+        "exit_code": None,
+        "fault": "",
+        "cause": "",
+    }
 
 
 def end_fields(code: int) -> dict[str, Any]:
