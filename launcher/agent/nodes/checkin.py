@@ -219,7 +219,7 @@ def refuse(peers: Iterable[Link], refused: Refused) -> None:
 
 def _refuse_mismatch(me: NodeReport, node: NodeReport, nodes: Mapping[int, NodeReport]) -> None:
     """Raise Refused if a node that has checked in cannot be part of this run."""
-    if node.num_nodes != me.num_nodes or not 0 <= node.node_rank < me.num_nodes:
+    if node.num_nodes != me.num_nodes or node.node_rank >= me.num_nodes:
         raise Refused(
             "wrong-world",
             f"{node.host} was started as node rank {node.node_rank} of {node.num_nodes} nodes, "
