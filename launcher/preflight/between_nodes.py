@@ -30,10 +30,8 @@ def host_meeting(
     If a `folder` is given, makes a temporary file there, for which the others look. Returns faults
     for the nodes that node rank 0 cannot reach. Closes the listener.
     """
-    with listener, contextlib.ExitStack() as stack:
-        acceptor = Acceptor(listener, access, say=lambda text: None)  # the check-in reports it
-        stack.enter_context(contextlib.closing(acceptor))
-
+    acceptor = Acceptor(listener, access, say=lambda text: None)  # the check-in reports it
+    with listener, contextlib.closing(acceptor), contextlib.ExitStack() as stack:
         file = ""
         if folder:
             with contextlib.suppress(OSError):  # which check_folders reports
