@@ -987,7 +987,7 @@ srun --ntasks=2 --ntasks-per-node=1 scripts/cluster_train.sh config/local3.yaml 
 [[ \$SLURM_RESTART_COUNT == 1 ]] || sleep 600
 SH
   JOB=$(on login sbatch --parsable --requeue --output=job.out --nodes=2 --gpus-per-node=1 two.sh)
-  eventually test -d "checkpoints/$JOB.4/step-6"
+  eventually test -d "checkpoints/$JOB.2/step-6" # of step 2
   grep -q "^run        $JOB.1 " job.out
   run ! grep -q '^resumed ' job.out
   [[ $(weights_of "$JOB") != "$(weights_of "$JOB.1")" ]]
