@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,14 +22,14 @@ class StuckError(RuntimeError):
     args: tuple[Fault]
 
 
+@dataclass
 class Barrier:
     """A barrier for some of the ranks, which must all make the same calls in the same order."""
 
-    def __init__(self, store: Store, name: str, size: int) -> None:
-        self._store = store
-        self._name = name
-        self._size = size
-        self._met = 0
+    store: Store
+    name: str
+    size: int  # ranks
+    met: int = 0  # times
 
     def wait_for_all(self, what: str, limit_s: float = limits.SELFTEST_S) -> None:
         """Return once all have arrived.
@@ -36,24 +37,24 @@ class Barrier:
         Raises StuckError if one has called give_up(), or does not arrive in `limit_s` seconds;
         `what` is then named as what it did not finish.
         """
-        self._met += 1
-        here = f"selftest/{self._name}/{self._met}"
+        self.met += 1
+        here = f"selftest/{self.name}/{self.met}"
         deadline = time.monotonic() + limit_s
-        if self._store.add(here, 1) == self._size:
-            self._store.set(f"{here}/all", "")
+        if self.store.add(here, 1) == self.size:
+            self.store.set(f"{here}/all", "")
 
         while True:
             with contextlib.suppress(dist.DistStoreError):
-                self._store.wait([f"{here}/all"], timedelta(seconds=limits.SELFTEST_LOOK_S))
+                self.store.wait([f"{here}/all"], timedelta(seconds=limits.SELFTEST_LOOK_S))
                 return
-            if self._store.check([_STUCK]):
-                raise StuckError(parse(Fault, self._store.get(_STUCK)))
+            if self.store.check([_STUCK]):
+                raise StuckError(parse(Fault, self.store.get(_STUCK)))
             if time.monotonic() > deadline:
-                left = self._size - self._store.add(here, 0)  # adding 0 reads the counter
+                left = self.size - self.store.add(here, 0)  # adding 0 reads the counter
                 cause = f"{count(left, 'rank')} did not finish {what}"
                 raise StuckError(Fault("rank-stuck", cause))
 
     def give_up(self, fault: Fault) -> StuckError:
         """Report a fault to all waiting ranks. Returns the error to raise."""
-        self._store.set(_STUCK, encode(fault))
+        self.store.set(_STUCK, encode(fault))
         return StuckError(fault)
