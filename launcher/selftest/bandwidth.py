@@ -17,7 +17,6 @@ from launcher.wire import limits
 KIB, MIB = 2**10, 2**20
 SIZES = (KIB, 64 * KIB, MIB, 16 * MIB)  # bytes of the whole array
 GPU_SIZES = *SIZES, 256 * MIB
-LEAST = 3  # repeats
 
 
 @dataclass(frozen=True)
@@ -70,14 +69,14 @@ COLLECTIVES: dict[str, tuple[Call, Callable[[int], float]]] = {  # with busbw / 
 }
 
 
-def measure(names: Sequence[str], seconds: float) -> Iterator[Measured]:
-    """Yield the result of each collective with each size, within about `seconds` for all.
+def measure(names: Sequence[str]) -> Iterator[Measured]:
+    """Yield the result of each collective with each size, within about COLLECTIVES_S for all.
 
     All ranks iterate together. Larger sizes are skipped once one call would take too long.
     """
     ranks = dist.get_world_size()
     sizes = GPU_SIZES if device().type == "cuda" else SIZES
-    share_s = seconds / len(sizes) / len(names)
+    share_s = limits.COLLECTIVES_S / len(COLLECTIVES) / len(sizes)
 
     for name in names:
         call, factor = COLLECTIVES[name]
@@ -89,23 +88,19 @@ def measure(names: Sequence[str], seconds: float) -> Iterator[Measured]:
             part = torch.zeros(max(1, size // 4 // ranks), device=device())  # float32
             whole = torch.zeros(part.numel() * ranks, device=device())
             once = time_call(call, whole, part, 2)  # the first call is slower
-            repeats = max(LEAST, min(1000, int(share_s / once)))
-            took = time_call(call, whole, part, repeats)
+            took = time_call(call, whole, part, 3 + min(1000, int(share_s / once)))
             algbw = whole.nbytes / took
             measured.append(Measured(name, size, took, algbw, algbw * factor(ranks)))
             yield measured[-1]
 
 
 def _expected_s(measured: Sequence[Measured], size: int) -> float:
-    """Estimate the time of one call with a larger size, from the last two measurements.
-
-    One measurement is not enough: the smallest size shows latency, not bandwidth.
-    """
-    if len(measured) < 2:
+    """Estimate the time of one call with a larger size: the smallest size shows the latency."""
+    if not measured:
         return 0.0
-    before, last = measured[-2:]
-    per_byte = (last.seconds - before.seconds) / (last.num_bytes - before.num_bytes)
-    return last.seconds + max(0.0, per_byte) * (size - last.num_bytes)
+    latency_s = measured[0].seconds
+    last = measured[-1]
+    return latency_s + (last.seconds - latency_s) * size / last.num_bytes
 
 
 def time_call(call: Call, whole: Tensor, part: Tensor, repeats: int) -> float:
