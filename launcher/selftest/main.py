@@ -34,8 +34,7 @@ from launcher.typed_json import encode, parse
 from launcher.wire import limits
 
 CPU_TURNS = 16  # ranks may share CPUs, so they take turns; ranks on GPUs all compute at once
-# The side and the type of a square matrix, and how many products one wait for the device has.
-_SHAPES = {"cpu": (256, torch.float32, 1), "cuda": (4096, torch.bfloat16, 16)}
+_MATRIX = {"cpu": (256, torch.float32), "cuda": (8192, torch.bfloat16)}  # the side, and the type
 
 
 @dataclass
@@ -205,11 +204,10 @@ def compute_together(test: Test) -> list[float]:
 def measure_speed(seconds: float) -> float:
     """Return the FLOP/s of products of two square matrices, measured over `seconds`.
 
-    On a CPU, with one thread.
+    On a CPU, torch has only one thread from then on.
     """
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several threads would wait for each other if one CPU were busy
-    side, dtype, at_once = _SHAPES[device().type]
+    side, dtype = _MATRIX[device().type]
     matrix = torch.ones(side, side, dtype=dtype, device=device())
     result = matrix @ matrix
     result[0, 0].item()
@@ -217,12 +215,10 @@ def measure_speed(seconds: float) -> float:
     products = 0
     start = time.perf_counter()
     while (took := time.perf_counter() - start) < seconds:
-        for _ in range(at_once):
-            torch.matmul(matrix, matrix, out=result)
+        torch.matmul(matrix, matrix, out=result)
         result[0, 0].item()  # wait for the GPU
-        products += at_once
+        products += 1
 
-    torch.set_num_threads(threads)
     return 2 * side**3 * products / took
 
 
