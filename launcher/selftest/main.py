@@ -46,11 +46,6 @@ class Test:
     barrier: Barrier
     findings: Findings = field(default_factory=Findings)
 
-    def gather_members(self, mine: Member) -> None:
-        """Put the members of all ranks, which all call this, into the findings."""
-        rows = gather_json(encode(mine))
-        self.findings.members = [parse(Member, row) for row in rows]
-
 
 def run_test(options: argparse.Namespace) -> None:
     """Run the whole test on this rank; on rank 0, print the verdict and write the JSON file.
@@ -102,11 +97,11 @@ def measure_all(test: Test) -> int:
     """
     env = test.env
     findings = test.findings
-    is_basic = test.options.test == "basic"
+    with_speeds = test.options.test == "all"
 
     model = f"{device()} {torch.cuda.get_device_name()}" if device().type == "cuda" else "cpu"
     mine = Member(socket.gethostname(), env.node_rank, env.local_rank, model, torch.__version__)
-    test.gather_members(mine)
+    findings.members = gather_members(mine)
     nodes = [
         Node(member.host, rank)
         for rank, member in enumerate(findings.members)
@@ -114,14 +109,19 @@ def measure_all(test: Test) -> int:
     ]
     findings.hosts = [node.host for node in nodes]
 
-    if not is_basic:
+    if with_speeds:
         if len(nodes) > 1:
             measure_links(test, nodes)
         kinds = [member.kind for member in findings.members]
         speeds, findings.slow_ranks = judge.find_slow_ranks(partial(compute_together, test), kinds)
         mine = replace(mine, speed=speeds[env.rank])
 
-    num_checks = check_answers(test, mine) + 1  # and that of torch's versions
+    checks = [*known_answers.run_checks(env.rank, env.world_size)]
+    num_checks = len(checks) + 1  # and that of torch's versions
+    here = f"rank {env.rank} ({mine.host})"
+    errors = [error for check in checks if (error := check.find_error(here))]
+    mine = replace(mine, faults=[Fault("wrong-result", error, mine.host) for error in errors])
+    findings.members = gather_members(mine)
     print_main(*report.show_members(findings.members), sep="\n")
     if linked := findings.links.values():
         print_main(
@@ -129,23 +129,14 @@ def measure_all(test: Test) -> int:
             "between nodes"
         )
 
-    is_right = not any(member.faults for member in findings.members)
-    if not is_basic and env.world_size > 1 and is_right:
+    if with_speeds and env.world_size > 1:
         measure_collectives(test)
     return num_checks
 
 
-def check_answers(test: Test, mine: Member) -> int:
-    """Check operations with known answers, and gather all members with their faults.
-
-    All ranks call this; `mine` is this rank, without faults. Returns the number of checks.
-    """
-    rank = test.env.rank
-    here = f"rank {rank} ({mine.host})"
-    checks = [*known_answers.run_checks(rank, test.env.world_size)]
-    faults = [Fault("wrong-result", error) for check in checks if (error := check.find_error(here))]
-    test.gather_members(replace(mine, faults=faults))
-    return len(checks)
+def gather_members(mine: Member) -> list[Member]:
+    """Return the members of all ranks, which all call this."""
+    return [parse(Member, row) for row in gather_json(encode(mine))]
 
 
 def measure_collectives(test: Test) -> None:
@@ -235,9 +226,8 @@ def describe_all_reduce(findings: Findings) -> str:
 
 def describe_excluded(findings: Findings) -> str:
     """Return which nodes to exclude, in words, for the verdict."""
-    hosts = findings.excluded() if len(findings.hosts) > 1 else []
-    names = ",".join(host.partition(".")[0] for host in hosts)
-    return f"; exclude {names} (SLURM: --exclude={names})" if hosts else ""
+    names = ",".join(host.partition(".")[0] for host in findings.excluded())
+    return f"; exclude {names} (SLURM: --exclude={names})" if names else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from launcher.selftest.bandwidth import Measured, rate
 from launcher.selftest.judge import Links, Pair, best_links, slower_way
@@ -30,7 +30,7 @@ class Member:
     device: str
     version: str  # torch's
     speed: float = 0.0  # FLOP/s
-    faults: Sequence[Fault] = ()  # found by its own checks
+    faults: Sequence[Fault] = ()  # its wrong results
 
     @property
     def kind(self) -> str:
@@ -54,12 +54,15 @@ class Findings:
 
     def faults(self) -> list[Fault]:
         """Return all faults. The first is shown in the verdict, the others above it."""
-        return [*self._versions(), *self._wrong_results(), *self._slow_ranks(), *self._slow_links()]
+        wrong_results = [fault for member in self.members for fault in member.faults]
+        return [*self._versions(), *wrong_results, *self._slow_ranks(), *self._slow_links()]
 
     def excluded(self) -> list[str]:
-        """Return the hosts to exclude, by node rank."""
+        """Return the hosts to exclude, by node rank; none if all hosts have a fault."""
         named = {fault.host for fault in self.faults()}
-        return [host for host in self.hosts if host in named]
+        hosts = dict.fromkeys(member.host for member in self.members)
+        faulty = [host for host in hosts if host in named]
+        return faulty if len(faulty) < len(hosts) else []
 
     def _versions(self) -> Iterator[Fault]:
         """Yield a fault if the ranks have different versions of torch."""
@@ -67,14 +70,6 @@ class Findings:
         if len(versions) > 1:
             cause = ", ".join(f"torch {version} on {host}" for version, host in versions.items())
             yield Fault("version-mismatch", f"{cause}; install one version everywhere")
-
-    def _wrong_results(self) -> Iterator[Fault]:
-        """Yield each rank's wrong results; no host is to be excluded if all hosts have some."""
-        wrong = {member.host for member in self.members if member.faults}
-        is_everywhere = len(wrong) == len(self.hosts)
-        for member in self.members:
-            for fault in member.faults:
-                yield fault if is_everywhere else replace(fault, host=member.host)
 
     def _slow_links(self) -> Iterator[Fault]:
         """Yield the slow nodes, and the slow links of other nodes that have no slow rank."""

@@ -226,12 +226,19 @@ def test_a_fault_names_hosts_and_what_to_leave_out() -> None:
 
 
 def test_a_program_reads_the_faults_as_they_are_printed() -> None:
-    wrong = Fault("wrong-result", "broadcast on rank 0 (a) gave 4, expected 3")
+    wrong = Fault("wrong-result", "broadcast on rank 0 (a) gave 4, expected 3", "a")
     members = [replace(MEMBERS[0], faults=[wrong]), *MEMBERS[1:]]
     content = json.loads(as_json(Findings(members, HOSTS), "FAIL", passed=False))
     text = "broadcast on rank 0 (a) gave 4, expected 3 [wrong-result]"
     assert content["faults"] == content["ranks"][0]["faults"] == [text]
     assert content["exclude"] == ["a"]
+
+
+def test_if_every_host_has_a_fault_none_is_to_be_excluded() -> None:
+    slow = dict.fromkeys(range(4), 1.5)
+    assert Findings(MEMBERS, slow_ranks=slow).excluded() == []
+    del slow[1]
+    assert Findings(MEMBERS, slow_ranks=slow).excluded() == ["a", "c", "d"]
 
 
 def test_a_slow_rank_is_not_blamed_on_another_nodes_links() -> None:
