@@ -6,6 +6,7 @@ slower than the others takes no longer to measure.
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,13 +22,8 @@ from launcher.selftest.report import Fault
 from launcher.wire import limits
 
 MOST_ROUNDS = 63  # enough for every pair of 64 nodes; more nodes have so many partners each
-SMALLEST, LARGEST = 2**16, 2**26  # bytes of one transfer
-_MOST_PINGS = 5
-_DATA_SHARE = 0.75  # of the time: pings must leave so much for data
+FIRST, SMALLEST, LARGEST = 2**12, 2**16, 2**26  # bytes; below SMALLEST, only the latency counts
 _GROWTH = 4  # times: from one size of a transfer to the next
-# Special sizes of a transfer.
-_PING = -1  # answer at once
-_END = 0  # no transfer follows
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class Link:
 
     pair: Pair  # from the first to the second
     bandwidth: float  # bytes/s
-    latency: float  # s, of an empty message
+    latency: float  # s, of a small message
 
 
 def rounds(nodes: int) -> list[list[Pair]]:
@@ -85,77 +81,51 @@ def _measure_pair(
     """
     for way in (pair, pair[::-1]):
         source, target = way
-        peer = nodes[target if me == source else source]
+        is_source = me == source
+        peer = nodes[target if is_source else source]
         try:
-            if me == source:
-                yield Link(way, *_measure_way(peer.rank, seconds / 2))
-            else:
-                _answer_transfers(peer.rank)
+            measured = _measure_way(peer.rank, seconds / 2, is_source=is_source)
         except RuntimeError as error:
             names = f"{nodes[source].host} to {nodes[target].host}"
             cause = f"no data from {names} within {limits.TRANSFER_S:g} s"
             raise barrier.give_up(Fault("slow-link", cause)) from error
+        if is_source:
+            yield Link(way, *measured)
 
 
-def _measure_way(peer: int, seconds: float) -> tuple[float, float]:
-    """Return the bytes/s to a peer, and the latency in s, measured for `seconds`.
+def _measure_way(peer: int, seconds: float, *, is_source: bool) -> tuple[float, float]:
+    """Return the bytes/s from the source to its peer, and the latency in s. Both call this.
 
-    Makes larger and larger transfers. Only the largest count, because a rate limit on a link lets
-    short bursts pass. Raises RuntimeError if a transfer takes longer than TRANSFER_S.
+    The source makes larger and larger transfers; the target answers each with the size of the next.
+    Only the largest count, because a rate limit on a link lets short bursts pass. Raises
+    RuntimeError if a transfer takes longer than TRANSFER_S.
     """
-    word = torch.zeros(1, dtype=torch.int64, device=device())
-    deadline = time.monotonic() + seconds
-    latency = _measure_latency(peer, word, deadline - _DATA_SHARE * seconds)
-
-    size = SMALLEST
-    took = []  # seconds of each transfer of this size
-    while True:
+    answer = torch.zeros(1, dtype=torch.int64, device=device())
+    took = defaultdict[int, list[float]](list)  # seconds, by size
+    size = FIRST
+    while size:
+        if size < SMALLEST:  # the first transfers may have to make a connection
+            deadline = time.monotonic() + seconds
         data = torch.empty(size, dtype=torch.uint8, device=device())
-        whole = _time_transfer(peer, word.fill_(size), data)
-        took.append(max(whole - latency, whole / 2))  # every ping may have been late
-        left = deadline - time.monotonic()
-        if left < took[-1]:
-            break
-        if size < LARGEST and left > 2 * _GROWTH * took[-1]:
-            size *= _GROWTH
-            took = []
+        start = time.perf_counter()
+        _transfer(data, peer, is_sending=is_source)
+        if not is_source:
+            answer.fill_(_next_size(size, time.perf_counter() - start, deadline))
+        _transfer(answer, peer, is_sending=not is_source)
+        took[size].append(time.perf_counter() - start)
+        size = int(answer.item())
 
-    _transfer(word.fill_(_END), peer, is_sending=True)
-    return size / statistics.median(took), latency
-
-
-def _measure_latency(peer: int, word: Tensor, until: float) -> float:
-    """Return half the time of the fastest ping, in s. Sends one, and more until `until`."""
-    pings = list[float]()
-    while not pings or (len(pings) < _MOST_PINGS and time.monotonic() < until):
-        pings.append(_time_transfer(peer, word.fill_(_PING), None))
-    return min(pings) / 2
+    largest = max(took)
+    latency = min(map(min, took.values())) / 2
+    return largest / statistics.median(took[largest]), latency
 
 
-def _time_transfer(peer: int, size: Tensor, data: Tensor | None) -> float:
-    """Return the seconds from the announcement of some data to the reply that it has arrived."""
-    start = time.perf_counter()
-    _transfer(size, peer, is_sending=True)
-    if data is not None:
-        _transfer(data, peer, is_sending=True)
-    _transfer(size, peer, is_sending=False)
-    return time.perf_counter() - start
-
-
-def _answer_transfers(peer: int) -> None:
-    """Take part in the transfers of a peer's _measure_way(), until it ends them.
-
-    Raises RuntimeError if a transfer takes longer than TRANSFER_S.
-    """
-    size = torch.zeros(1, dtype=torch.int64, device=device())
-    while True:
-        _transfer(size, peer, is_sending=False)
-        if size.item() == _END:
-            return
-        if size.item() != _PING:
-            data = torch.empty(int(size.item()), dtype=torch.uint8, device=device())
-            _transfer(data, peer, is_sending=False)
-        _transfer(size, peer, is_sending=True)
+def _next_size(size: int, took: float, deadline: float) -> int:
+    """Return the size of the next transfer, after one that took so many seconds; 0: the end."""
+    left = deadline - time.monotonic()
+    if size < SMALLEST or (size < LARGEST and left > 2 * _GROWTH * took):
+        return size * _GROWTH
+    return size if left > took else 0
 
 
 def _transfer(data: Tensor, peer: int, *, is_sending: bool) -> None:
