@@ -37,15 +37,16 @@ def _spent_by_children() -> float:
 
 def measure_selftest(number: int) -> Iterator[tuple[str, Cost]]:
     """Yield what each rank computes in a self-test, in which one node's links are slow."""
-    rounds = links.rounds(number)
-    yield "pairs in rounds", _timed(lambda: links.rounds(number))
+    nodes = range(number)
+    rounds = links.rounds(nodes)
+    yield "pairs in rounds", _timed(lambda: links.rounds(nodes))
 
-    told = {pair: [*map(typed_json.encode, _both_links(pair))] for one in rounds for pair in one}
+    pairs = [pair for one in rounds for pair in one]
+    told = {frozenset(pair): [*map(typed_json.encode, _both_links(pair))] for pair in pairs}
 
     def measure(now: Sequence[Sequence[Pair]]) -> dict[Pair, float]:
         """Read what the nodes have measured, as launcher/selftest/main.py does."""
-        pairs = ((min(pair), max(pair)) for one in now for pair in one)  # as in rounds
-        texts = (text for pair in pairs for text in told[pair])
+        texts = (text for one in now for pair in one for text in told[frozenset(pair)])
         read = [typed_json.parse(Link, text) for text in texts]
         return {link.pair: link.bandwidth for link in read}
 

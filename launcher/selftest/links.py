@@ -7,7 +7,7 @@ slower than the others takes no longer to measure.
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,21 +17,13 @@ from torch import Tensor
 
 from distributed.torch import device
 from launcher.selftest.barrier import Barrier
-from launcher.selftest.judge import Pair
+from launcher.selftest.judge import Pair, Rounds
 from launcher.selftest.report import Fault
 from launcher.wire import limits
 
 MOST_ROUNDS = 63  # enough for every pair of 64 nodes; more nodes have so many partners each
 FIRST, SMALLEST, LARGEST = 2**12, 2**16, 2**26  # bytes; below SMALLEST, only the latency counts
 _GROWTH = 4  # times: from one size of a transfer to the next
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node of the test, and the rank that measures its links."""
-
-    host: str
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -43,54 +35,48 @@ class Link:
     latency: float  # s, of a small message
 
 
-def rounds(nodes: int) -> list[list[Pair]]:
+def rounds(nodes: Sequence[int]) -> list[list[Pair]]:
     """Return rounds of disjoint pairs of nodes: every pair once, as far as MOST_ROUNDS allows.
 
-    This is the circle method: one node stays, and the others move on by one place each round.
+    This is the circle method: an odd number of nodes stand in a circle, which each round folds at
+    another node. The two that then lie on each other meet. The node at the fold rests; of an even
+    number, it meets the last node, which is not in the circle.
     """
-    players = [*range(nodes), *[-1] * (nodes % 2)]  # -1: its partner rests
+    is_odd = len(nodes) % 2
+    circle = nodes if is_odd else nodes[:-1]
+    size = len(circle)
     all_rounds = []
-    for _ in range(min(len(players) - 1, MOST_ROUNDS)):
-        half = len(players) // 2
-        pairs = zip(players[:half], reversed(players[half:]), strict=True)
-        all_rounds.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
-        players = [players[0], players[-1], *players[1:-1]]
+    for fold in range(min(size, MOST_ROUNDS)):
+        steps = range(1, (size + 1) // 2)
+        pairs = [(circle[fold - step], circle[(fold + step) % size]) for step in steps]
+        all_rounds.append(pairs if is_odd else [*pairs, (circle[fold], nodes[-1])])
     return all_rounds
 
 
 def measure(
-    nodes: Sequence[Node], plan: Iterable[Sequence[Pair]], me: int, barrier: Barrier, seconds: float
+    plan: Rounds, me: int, hosts: Sequence[str], barrier: Barrier, seconds: float
 ) -> Iterator[Link]:
-    """Yield the links from node number `me`, round by round; one rank of each node calls this.
+    """Yield the links from rank `me`, round by round; one rank of each node calls this.
 
-    Each pair is measured for about `seconds`. Raises StuckError if a transfer does not end.
+    The directions of each pair are measured one after the other, for about `seconds` in all.
+    `hosts` are those of all ranks. Raises StuckError if a transfer does not end in time; other
+    ranks then raise it at the barrier.
     """
     for pairs in plan:
-        for pair in pairs:
-            if me in pair:
-                yield from _measure_pair(nodes, pair, me, barrier, seconds)
+        ways = [way for pair in pairs if me in pair for way in (pair, pair[::-1])]
+        for source, target in ways:
+            is_source = source == me
+            peer = target if is_source else source
+            try:
+                measured = _measure_way(peer, seconds / 2, is_source=is_source)
+            except RuntimeError as error:
+                where = f"from {hosts[source]} to {hosts[target]}"
+                cause = f"no data {where} within {limits.TRANSFER_S:g} s"
+                raise barrier.give_up(Fault("slow-link", cause)) from error
+            if is_source:
+                yield Link((source, target), *measured)
+
         barrier.wait_for_all("a round of pairs", 2 * limits.TRANSFER_S + seconds)
-
-
-def _measure_pair(
-    nodes: Sequence[Node], pair: Pair, me: int, barrier: Barrier, seconds: float
-) -> Iterator[Link]:
-    """Measure both directions, one after the other. Yields the link from node number `me`.
-
-    Raises StuckError if a transfer does not end in time; other ranks then raise it at a barrier.
-    """
-    for way in (pair, pair[::-1]):
-        source, target = way
-        is_source = me == source
-        peer = nodes[target if is_source else source]
-        try:
-            measured = _measure_way(peer.rank, seconds / 2, is_source=is_source)
-        except RuntimeError as error:
-            names = f"{nodes[source].host} to {nodes[target].host}"
-            cause = f"no data from {names} within {limits.TRANSFER_S:g} s"
-            raise barrier.give_up(Fault("slow-link", cause)) from error
-        if is_source:
-            yield Link(way, *measured)
 
 
 def _measure_way(peer: int, seconds: float, *, is_source: bool) -> tuple[float, float]:

@@ -26,8 +26,6 @@ from distributed.torch import device, gather_json, init_distributed, print_main
 from distributed.torch_internals import default_store
 from launcher.selftest import bandwidth, judge, known_answers, links, report
 from launcher.selftest.barrier import Barrier, StuckError
-from launcher.selftest.judge import Pair, Rounds
-from launcher.selftest.links import Link, Node
 from launcher.selftest.report import Fault, Findings, Member
 from launcher.text import count
 from launcher.typed_json import encode, parse
@@ -63,10 +61,10 @@ def run_test(options: argparse.Namespace) -> None:
         backend = "nccl" if gpu else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=gpu)
 
-    test = Test(env, options, Barrier(default_store(), "all", env.world_size))
-    findings = test.findings
     ranks = f"{count(env.world_size, 'rank')} on {count(env.num_nodes, 'node')}"
     world = f"{ranks}, {dist.get_backend()}"
+    test = Test(env, options, Barrier(default_store(), "all", env.world_size))
+    findings = test.findings
     try:
         num_checks = measure_all(test)
         faults = findings.faults()
@@ -102,12 +100,7 @@ def measure_all(test: Test) -> int:
     model = f"{device()} {torch.cuda.get_device_name()}" if device().type == "cuda" else "cpu"
     mine = Member(socket.gethostname(), env.node_rank, env.local_rank, model, torch.__version__)
     findings.members = gather_members(mine)
-    nodes = [
-        Node(member.host, rank)
-        for rank, member in enumerate(findings.members)
-        if member.local_rank == 0
-    ]
-    findings.hosts = [node.host for node in nodes]
+    nodes = [rank for rank, member in enumerate(findings.members) if member.local_rank == 0]
 
     if with_speeds:
         if len(nodes) > 1:
@@ -149,32 +142,32 @@ def measure_collectives(test: Test) -> None:
     print_main()
 
 
-def measure_links(test: Test, nodes: Sequence[Node]) -> None:
+def measure_links(test: Test, nodes: Sequence[int]) -> None:
     """Measure pairs of nodes; then measure each pair that seems slow again, by itself.
 
-    All ranks call this. The results are in `test.findings`.
+    All ranks call this; `nodes` has one of each node, which measures its links. The results are in
+    `test.findings`.
     """
     started = time.monotonic()
     findings = test.findings
-    leaders = Barrier(default_store(), "leaders", len(nodes))
-    numbers = {node.rank: number for number, node in enumerate(nodes)}
-    me = numbers.get(test.env.rank)  # None: another rank measures for this node
+    me = test.env.rank
+    hosts = [member.host for member in findings.members]  # of all ranks
+    barrier = Barrier(default_store(), "links", len(nodes))
     # If there are many rounds, each is shorter, to limit the total time.
     seconds = max(limits.LEAST_ROUND_S, limits.ROUND_S * min(1.0, 3 / (len(nodes) - 1)))
 
-    def measure(rounds: Rounds) -> dict[Pair, float]:
+    def measure(rounds: judge.Rounds) -> judge.Links:
         """Return the bandwidths of these rounds, in bytes/s. Adds latencies to the findings."""
-        mine = [] if me is None else [*links.measure(nodes, rounds, me, leaders, seconds)]
+        mine = [*links.measure(rounds, me, hosts, barrier, seconds)] if me in nodes else []
         limit_s = limits.SELFTEST_S + 2 * limits.TRANSFER_S * len(rounds)
         test.barrier.wait_for_all("the links", limit_s)
         rows = gather_json([encode(link) for link in mine])
-        measured = [parse(Link, text) for row in rows for text in row]
+        measured = [parse(links.Link, text) for row in rows for text in row]
         findings.latencies |= {link.pair: link.latency for link in measured}
         return {link.pair: link.bandwidth for link in measured}
 
-    findings.links, findings.slow_nodes, findings.slow_pairs = judge.find_slow_links(
-        measure, links.rounds(len(nodes))
-    )
+    rounds = links.rounds(nodes)
+    findings.links, findings.slow_links = judge.find_slow_links(measure, rounds)
     findings.links_s = time.monotonic() - started
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from launcher.selftest.bandwidth import Measured, rate
-from launcher.selftest.judge import Links, Pair, best_links, slower_way
+from launcher.selftest.judge import Links, Pair, SlowLink, slower_way
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,9 @@ class Findings:
     """All measurements, the same on every rank."""
 
     members: Sequence[Member] = ()
-    hosts: Sequence[str] = ()  # by node rank
     links: Links = field(default_factory=dict)
     slow_ranks: Mapping[int, float] = field(default_factory=dict)  # how many times slower
-    slow_nodes: Mapping[int, float] = field(default_factory=dict)  # the usual bandwidth
-    slow_pairs: Mapping[Pair, float] = field(default_factory=dict)  # the usual bandwidth
+    slow_links: Sequence[SlowLink] = ()
     collectives: list[Measured] = field(default_factory=list)
     links_s: float = 0.0  # how long it took to measure the links
     latencies: dict[Pair, float] = field(default_factory=dict)  # of the links, in s
@@ -73,21 +71,20 @@ class Findings:
 
     def _slow_links(self) -> Iterator[Fault]:
         """Yield the slow nodes, and the slow links of other nodes that have no slow rank."""
-        best = best_links(self.links)
-        for node, usual in self.slow_nodes.items():
-            speed = rate(slower_way(best[node], self.links))
-            host = self.hosts[node]
-            cause = f"{host} has a slow link: {speed} at best; other nodes have {rate(usual)}"
-            yield Fault("slow-link", cause, host)
-
         hosts_of_slow_ranks = {self.members[rank].host for rank in self.slow_ranks}
-        for (source, target), usual in self.slow_pairs.items():
-            if hosts_of_slow_ranks & {self.hosts[source], self.hosts[target]}:
-                continue  # a slow rank makes its node's links look slow, not the other way round
-            cause = f"the link from {self.hosts[source]} to {self.hosts[target]} is slow: "
-            cause += f"{rate(self.links[source, target])}; others have {rate(usual)}"
-            # Either end may be the cause. Exclude the later one: node rank 0 stays.
-            yield Fault("slow-link", cause, self.hosts[max(source, target)])
+        for slow in self.slow_links:
+            way = slower_way(slow.pair, self.links)
+            source, target = (self.members[rank].host for rank in way)
+            speed = rate(self.links[way])
+            usual = rate(slow.usual)
+            if slow.node is not None:
+                host = self.members[slow.node].host
+                cause = f"{host} has a slow link: {speed} at best; other nodes have {usual}"
+                yield Fault("slow-link", cause, host)
+            elif not hosts_of_slow_ranks & {source, target}:  # a slow rank slows its node's links
+                cause = f"the link from {source} to {target} is slow: {speed}; others have {usual}"
+                # Either end may be the cause. Exclude the later one: node rank 0 stays.
+                yield Fault("slow-link", cause, self.members[max(way)].host)
 
     def _slow_ranks(self) -> Iterator[Fault]:
         """Yield the ranks that compute slowly, each with its host as the one to exclude."""
@@ -114,8 +111,8 @@ def as_json(findings: Findings, verdict: str, *, passed: bool) -> str:
     """Return all results for a program. Units: seconds, bytes/s, FLOP/s."""
     links = [
         {
-            "from": findings.hosts[source],
-            "to": findings.hosts[target],
+            "from": findings.members[source].host,
+            "to": findings.members[target].host,
             "bandwidth": speed,
             "latency": findings.latencies[source, target],
         }
