@@ -113,9 +113,9 @@ def _nvidia_gpus(until: float) -> Iterator[Gpu]:
     nvlinks = dict[str, int]()
     # Two queries at once take as long as one.
     with ThreadPoolExecutor(1) as pool, contextlib.suppress(GpuError):
-        linked = pool.submit(_nvlinks, more_until)
+        linked = pool.submit(_nvlinks, more_until) if len(rows) > 1 else None
         users = _query("compute-apps", "gpu_uuid,pid,process_name", more_until)
-        nvlinks = linked.result()
+        nvlinks = linked.result() if linked else {}
     instances = _mig_instances(until) if any(row[mig_mode] == "Enabled" for row in rows) else {}
 
     for index, uuid, errors, driver, mode, *more in rows:  # no more from an old nvidia-smi
