@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 SLOW_RANK = 1.2  # times slower than usual for its kind of device
+SUSPECT = 1.1  # if a rank is so many times slower, all ranks are measured again
 SLOW_LINK = 2.0  # times slower than usual
 REPEATS = 12  # others may interfere for seconds
 MOST_LINKS = 8  # that can be named besides slow nodes: more would take long to measure again
@@ -40,20 +41,22 @@ def find_slow_ranks(
     """
     best = compute()
     for _ in range(REPEATS):
-        if not slow_ranks(best, kinds):
+        if not slow_ranks(best, kinds, SUSPECT):
             break
         best = [*map(max, best, compute())]
     return best, slow_ranks(best, kinds)
 
 
-def slow_ranks(speeds: Sequence[float], kinds: Sequence[str]) -> dict[int, float]:
+def slow_ranks(
+    speeds: Sequence[float], kinds: Sequence[str], least: float = SLOW_RANK
+) -> dict[int, float]:
     """Return the slow ranks, and how many times slower than usual for its kind each of them is."""
     ranks = [*zip(speeds, kinds, strict=True)]
     usual = {
         kind: usual_speed(speed for speed, other in ranks if other == kind) for kind in {*kinds}
     }
     times = [usual[kind] / speed for speed, kind in ranks]
-    return {rank: slower for rank, slower in enumerate(times) if slower >= SLOW_RANK}
+    return {rank: slower for rank, slower in enumerate(times) if slower >= least}
 
 
 def find_slow_links(

@@ -207,12 +207,19 @@ def test_two_slow_ranks_of_four_are_both_named() -> None:
 DISTURBED = ([64.0, 77.0, 93.0, 91.0], [95.0, 60.0, 90.0, 94.0], [70.0, 93.0, 92.0, 63.0])
 SLOWED = ([64.1, 77.3, 61.6, 91.7], [92.0, 96.0, 63.0, 72.0], [70.0, 94.0, 60.0, 95.0])
 DISTURBED_FOR_LONG = (*([60.0, 95.0, 95.0, 95.0],) * 9, [94.0, 95.0, 95.0, 95.0])
+SLOWED_LIKE_OTHERS = ([51.5, 46.9, 58.0, 55.3], [95.0, 94.0, 62.0, 96.0])
 SLOWED_AT_FIRST = ([96.0, 95.0, 48.0, 96.0], [60.0, 50.0, 62.0, 70.0], [93.0, 70.0, 61.0, 94.0])
 
 
 @pytest.mark.parametrize(
     ("looks", "found"),
-    [(DISTURBED, []), (DISTURBED_FOR_LONG, []), (SLOWED, [2]), (SLOWED_AT_FIRST, [2])],
+    [
+        (DISTURBED, []),
+        (DISTURBED_FOR_LONG, []),
+        (SLOWED, [2]),
+        (SLOWED_LIKE_OTHERS, [2]),
+        (SLOWED_AT_FIRST, [2]),
+    ],
 )
 def test_the_best_of_all_looks_counts(looks: Sequence[list[float]], found: list[int]) -> None:
     left = itertools.cycle(looks)
