@@ -22,14 +22,14 @@ class Check:
     got: Tensor
     want: Tensor
 
-    def find_error(self, here: str) -> str | None:
-        """Return what is wrong on this rank, or None."""
+    def find_error(self, here: str) -> str:
+        """Return what is wrong on this rank, or an empty text."""
         is_bf16 = self.got.dtype == torch.bfloat16  # it has 8 significant bits
         got = self.got.double()
         want = self.want.double().expand_as(got)
         wrong = ~torch.isclose(got, want, rtol=2**-6 if is_bf16 else 1e-4, atol=1e-6)
         if not wrong.any():
-            return None
+            return ""
 
         dtype = " in bf16" if is_bf16 else ""
         numbers = f"gave {got[wrong][0]:g}, expected {want[wrong][0]:g}"

@@ -70,8 +70,9 @@ def measure(
             try:
                 measured = _measure_way(peer, seconds / 2, is_source=is_source)
             except RuntimeError as error:
-                where = f"from {hosts[source]} to {hosts[target]}"
-                cause = f"no data {where} within {limits.TRANSFER_S:g} s"
+                cause = (
+                    f"no data from {hosts[source]} to {hosts[target]} in {limits.TRANSFER_S:g} s"
+                )
                 raise barrier.give_up(Fault("slow-link", cause)) from error
             if is_source:
                 yield Link((source, target), *measured)

@@ -173,13 +173,12 @@ def measure_links(test: Test, nodes: Sequence[int]) -> None:
 
 def compute_together(test: Test) -> list[float]:
     """Return the FLOP/s of all ranks, which all call this."""
-    env = test.env
-    turns = min(env.world_size, CPU_TURNS) if device().type == "cpu" else 1
+    turns = min(test.env.world_size, CPU_TURNS) if device().type == "cpu" else 1
     # More than four turns are shorter, to limit the total time.
     seconds = limits.COMPUTE_S * min(1.0, 4 / turns)
     speed = 0.0
     for turn in range(turns):
-        if env.rank % turns == turn:
+        if test.env.rank % turns == turn:
             speed = measure_speed(seconds)
         test.barrier.wait_for_all("the matrix products")
     return gather_json(speed)
