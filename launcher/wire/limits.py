@@ -79,7 +79,7 @@ RAISED_S = 10.0
 STACKS_WRITE_S = 2.0  # for the ranks of a node to write their stacks
 STACKS_ANSWER_S = 5.0  # for the other nodes' stacks
 STACKS_SHOW_S = 12.0  # for `--stacks` to receive the stacks of all ranks
-ASKED_LOOK_S = 1.0  # between two checks for a request for stacks, or for a notice
+ASKED_LOOK_S = 1.0  # between two checks for a request for stacks
 NOTICE_SAME_S = 5.0  # one notice reaches an agent directly, and by its launcher and other agents
 NOTICE_WARN_S = 10.0  # for a script that is still starting to set its handler
 
