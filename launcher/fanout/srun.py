@@ -240,17 +240,17 @@ class SrunFanout(Fanout[Node]):
         super().handle_silence()
 
     def send(self, request: StopRequest, nodes: Sequence[Node]) -> None:
-        """Send a stop to all nodes, or to one.
+        """Send all nodes, or one, a notice or a query, or SIGTERM for any other signal.
 
-        With LAUNCHER=srun, send all tasks a notice, or SIGTERM for any other signal; a second
-        Ctrl-C kills them.
+        A second Ctrl-C kills the tasks. With LAUNCHER=srun, signal the tasks themselves.
         """
         signum = request.signum
-        if not self.plan.engine:
-            only = self.everyone.index(nodes[0]) if len(nodes) == 1 else -1
-            self.step.ask(replace(request, node=only))
-        elif signum == signal.SIGINT and self.interrupts.record_and_check():
+        if signum == signal.SIGINT and self.interrupts.record_and_check():
             self.step.terminate()
+        elif not self.plan.engine:
+            only = self.everyone.index(nodes[0]) if len(nodes) == 1 else -1
+            is_stop = signum not in (*NOTICES, QUERY)
+            self.step.ask(StopRequest(signal.SIGTERM if is_stop else signum, only))
         elif signum in NOTICES:
             self.step.terminate(signum)  # srun forwards it to the tasks that have started
         elif signum != QUERY:
