@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -102,7 +103,7 @@ class Node:
         self.is_left = True
 
 
-class Way(Child):
+class Way(Child, ABC):
     """A program that reaches one node or several. What is sent goes to all of them."""
 
     def __init__(
@@ -119,9 +120,9 @@ class Way(Child):
         self._messages = Answers(token)
         super().__init__(loop, command, self.read_output, last_signal=last_signal)
 
+    @abstractmethod
     def node_of(self, number: int) -> Node | None:
         """Return the node whose messages begin with this number; None if there is none."""
-        raise NotImplementedError
 
     def send_line(self, line: str) -> None:
         self.send(os.fsencode(f"{line}\n"))
